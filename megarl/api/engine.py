@@ -1,0 +1,96 @@
+"""TrainEngine: what an algorithm may ask of whatever trains the model.
+
+Shapes: B sequences of the global batch, b of a micro-batch, S positions (right-padded).
+`input_` is the global batch, a dict of CPU tensors and the same on every rank: input_ids [B,S],
+attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...] tensors). Position t
+of a per-token tensor belongs to input_ids[:, t].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+
+Batch = dict[str, torch.Tensor]
+# (outputs, batch) of one micro-batch, padded [b,S] -> (loss_sum, {name: (sum, weight)})
+LossFn = Callable[[Batch, Batch], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
+LossWeightFn = Callable[[Batch], float]
+
+OUTPUTS = ("logprobs", "entropy", "values", "topk_logprobs", "greedy_match", "logits")
+
+
+class TrainEngine(ABC):
+    @abstractmethod
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Process groups, model, weights, optimizer, schedule. `ft_spec` gives the schedule's end."""
+
+    @abstractmethod
+    def destroy(self) -> None: ...
+
+    @abstractmethod
+    def train_batch(
+        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
+        batch. Returns loss, grad_norm, lr, update_successful and the weighted means of the loss's
+        stats, the same on every rank.
+        """
+
+    @abstractmethod
+    def eval_batch(
+        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """The loss and stats of train_batch, without gradients."""
+
+    @abstractmethod
+    def forward(
+        self, input_: Batch, output_seqlens: Sequence[int] | None = None,
+        post_hook: Callable[[Batch, Batch], Any] | None = None,
+        aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
+        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+    ) -> Any:
+        """Outputs [B,S] in the order of `input_`, on every rank: a tensor for one name in
+        `outputs`, a dict for several. `post_hook(outputs, batch)` maps one sequence's outputs
+        before `aggregate_fn` joins the list over sequences.
+        """
+
+    @abstractmethod
+    def step_lr_scheduler(self) -> None: ...
+
+    @abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abstractmethod
+    def get_version(self) -> int: ...
+
+    @abstractmethod
+    def train(self, mode: bool = True) -> TrainEngine: ...
+
+    def eval(self) -> TrainEngine:
+        return self.train(False)
+
+    @abstractmethod
+    def onload(self) -> None: ...
+
+    @abstractmethod
+    def offload(self) -> None: ...
+
+    @abstractmethod
+    def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        """Collective: moves this engine's weights to the servers; phases and bytes as stats."""
+
+    @abstractmethod
+    def save(self, meta: SaveLoadMeta) -> None: ...
+
+    @abstractmethod
+    def load(self, meta: SaveLoadMeta) -> None: ...
+
+    @abstractmethod
+    def get_scheduling_config(self) -> dict[str, Any]: ...

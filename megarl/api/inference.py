@@ -1,0 +1,88 @@
+"""InferenceEngine and RolloutWorkflow: how samples come into being."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
+
+Batch = dict[str, torch.Tensor]
+
+
+class RolloutWorkflow(ABC):
+    """Turns one row of data into trajectories by talking to an InferenceEngine."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        """A padded batch [n,S] of this row's n samples (input_ids, attention_mask, loss_mask,
+        logprobs, versions, rewards, ...), or None to reject the row.
+        """
+
+
+class InferenceEngine(ABC):
+    @abstractmethod
+    def initialize(self) -> None:
+        """Waits until every server is healthy; an error names the ones that are not."""
+
+    @abstractmethod
+    def destroy(self) -> None: ...
+
+    @abstractmethod
+    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+
+    @abstractmethod
+    async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Several samples in one request to one server (a group shares its prompt's prefill)."""
+
+    @abstractmethod
+    def submit(
+        self, data: dict[str, Any], workflow: RolloutWorkflow | None = None,
+        workflow_builder: Callable[[], RolloutWorkflow] | None = None,
+        should_accept: Callable[[Batch], bool] | None = None,
+    ) -> None: ...
+
+    @abstractmethod
+    def wait(self, count: int, timeout: float | None = None) -> Batch:
+        """The next `count` accepted episodes in order of submission, concatenated and padded."""
+
+    @abstractmethod
+    def rollout_batch(
+        self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow | None = None,
+        workflow_builder: Callable[[], RolloutWorkflow] | None = None,
+        should_accept: Callable[[Batch], bool] | None = None,
+    ) -> Batch:
+        """Submits all rows and waits for all of them; no staleness admission (evaluation)."""
+
+    @abstractmethod
+    def prepare_batch(
+        self, dataloader: Iterable[list[dict[str, Any]]],
+        workflow: RolloutWorkflow | None = None,
+        workflow_builder: Callable[[], RolloutWorkflow] | None = None,
+        should_accept: Callable[[Batch], bool] | None = None,
+    ) -> Batch:
+        """One training batch: keeps the pipe full up to the staleness bound, then waits."""
+
+    @abstractmethod
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Resolves once every server serves `meta.version`."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abstractmethod
+    def get_version(self) -> int: ...
+
+    @abstractmethod
+    def pause(self) -> None: ...
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises naming every server that does not answer."""

@@ -1,0 +1,48 @@
+"""Algorithm knobs of the actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.base import arg
+from megarl.config.engine import TrainEngineConfig
+
+
+@dataclass(kw_only=True)
+class PPOActorConfig(TrainEngineConfig):
+    ppo_n_minibatches: int = arg(1, help="optimizer steps per training batch")
+    eps_clip: float = arg(0.2, help="lower clip: ratio >= 1 - eps_clip")
+    eps_clip_higher: float | None = arg(
+        None, help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher)"
+    )
+    c_clip: float | None = arg(None, help="dual clip for negative advantages, > 1; null is off")
+    adv_norm: str = arg(
+        "group",
+        help="GRPO: group mean and std; Dr. GRPO: group mean only; none: rewards as they are",
+        choices=("group", "group_mean", "none"),
+    )
+    loss_agg: str = arg(
+        "token-mean",
+        help="mean over trained tokens, or over sequences of their token means",
+        choices=("token-mean", "sequence-mean"),
+    )
+    kl_coef: float = arg(0.0, help="weight of the KL to the reference added to the loss")
+    kl_estimator: str = arg("k3", help="KL estimator", choices=("k1", "k2", "k3"))
+    recompute_logprob: bool = arg(
+        True, help="recompute logprobs with the trainer's weights before the update (prox_logp)"
+    )
+    use_decoupled_loss: bool = arg(
+        False, help="clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"
+    )
+    behav_imp_weight_cap: float | None = arg(
+        None, help="drop tokens whose behaviour importance weight exceeds this; null is off"
+    )
+    reward_scaling: float = arg(1.0, help="rewards are (r + bias) * scaling, then clipped")
+    reward_bias: float = arg(0.0, help="added to every reward")
+    reward_clip: float = arg(20.0, help="bound of |reward|")
+    dynamic_sampling: bool = arg(
+        False, help="reject groups whose rewards are all equal (DAPO), prompts are replaced"
+    )
+    logp_gap_warn: float = arg(
+        0.1, help="warn when the largest |trainer - server| logprob gap exceeds this"
+    )

@@ -1,0 +1,60 @@
+"""Recipe roots: the top level of a YAML file. `recipe:` in the file picks one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.algo import PPOActorConfig
+from megarl.config.base import arg
+from megarl.config.dataset import DatasetConfig
+from megarl.config.engine import TrainEngineConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
+from megarl.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
+from megarl.config.weight_sync import WeightSyncConfig
+
+
+@dataclass(kw_only=True)
+class BaseConfig:
+    recipe: str = arg("grpo", help="what to run", choices=("sft", "grpo"))
+    experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
+    trial_name: str = arg("trial0", help="this run; part of the run directory")
+    fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
+    seed: int = arg(1, help="seed of data order, initial weights and dropout")
+    tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
+    total_train_epochs: int = arg(1, help="passes over the training set")
+    total_train_steps: int | None = arg(None, help="stop after this many steps; null is no bound")
+    max_train_seconds: float | None = arg(None, help="stop after this many seconds of training")
+    train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
+    valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
+    saver: SaverConfig = arg(factory=SaverConfig, help="HF saves")
+    evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
+    stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where figures go")
+
+
+@dataclass(kw_only=True)
+class SFTConfig(BaseConfig):
+    recipe: str = arg("sft", help="what to run", choices=("sft", "grpo"))
+    model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
+    stop_at_exact_match: float | None = arg(
+        None, help="stop once this fraction of held-out answers is greedily right; null is off"
+    )
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(BaseConfig):
+    actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
+    ref: TrainEngineConfig | None = arg(
+        None, help="frozen reference for the KL term; null is none; empty path is actor.path"
+    )
+    gconfig: GenerationHyperparameters = arg(
+        factory=GenerationHyperparameters, help="sampling during training"
+    )
+    eval_gconfig: GenerationHyperparameters = arg(
+        factory=lambda: GenerationHyperparameters(greedy=True), help="sampling during evaluation"
+    )
+    rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
+    server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
+    weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
+
+
+RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}

@@ -1,0 +1,42 @@
+"""What happens around the training loop: saving, evaluating, logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.base import arg
+
+
+@dataclass(kw_only=True)
+class FrequencyConfig:
+    freq_epochs: int | None = arg(None, help="every n epochs")
+    freq_steps: int | None = arg(None, help="every n steps")
+    freq_secs: float | None = arg(None, help="every n seconds")
+
+
+@dataclass(kw_only=True)
+class SaverConfig(FrequencyConfig):
+    keep_last: int = arg(0, help="keep this many newest HF saves; 0 keeps all")
+    final: bool = arg(True, help="save the final model as <run>/final")
+
+
+@dataclass(kw_only=True)
+class EvaluatorConfig(FrequencyConfig):
+    at_start: bool = arg(True, help="evaluate before the first step")
+    at_end: bool = arg(True, help="evaluate after the last step")
+    max_samples: int | None = arg(None, help="evaluate the first n validation rows; null is all")
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    mode: str = arg("disabled", help="wandb mode", choices=("disabled", "offline", "online"))
+    project: str | None = arg(None, help="project; null is experiment_name")
+    entity: str | None = arg(None, help="wandb entity")
+
+
+@dataclass(kw_only=True)
+class StatsLoggerConfig:
+    wandb: WandbConfig = arg(factory=WandbConfig, help="Weights & Biases")
+    tensorboard: bool = arg(False, help="write tensorboard events into <run>/tensorboard")
+    table: bool = arg(True, help="print a table of every step's figures")
+    report: bool = arg(True, help="write <run>/report.html at the end")

@@ -1,0 +1,28 @@
+"""How new weights reach the generation servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.base import arg
+
+
+@dataclass(kw_only=True)
+class WeightSyncConfig:
+    type: str = arg(
+        "distributed",
+        help="distributed: stream buckets over NCCL/gloo; disk: through a shared HF directory",
+        choices=("distributed", "nccl", "disk"),
+    )
+    bucket_mb: int = arg(512, help="size of one streamed bucket in MiB; two exist at a time")
+    flattened: bool = arg(True, help="one broadcast per bucket instead of one per tensor")
+    pause_mode: str = arg(
+        "abort",
+        help="what happens to requests in flight: abort (resumed by the client) or retract",
+        choices=("abort", "retract"),
+    )
+    verify: str = arg(
+        "first", help="compare server checksums with the trainer's: never, first sync, every sync",
+        choices=("off", "first", "every"),
+    )
+    timeout: float = arg(600.0, help="seconds one sync may take before it is an error")

@@ -1,0 +1,108 @@
+"""Layout: rank arithmetic as plain data, no process group needed.
+
+The order is megatron-core's default, "tp-cp-ep-dp-pp" (parallel_state.RankGenerator):
+dense weights:  rank = tp + TP * (cp + CP * (dp + DP * pp))
+expert weights: rank = etp + ETP * (ep + EP * (edp + EDP * pp))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, order=True)
+class Coords:
+    """Where a rank stands. `dp`, `cp` for dense weights, `ep`, `etp`, `edp` for experts."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+    @classmethod
+    def from_config(cls, cfg: ParallelConfig, world_size: int) -> Layout:
+        """Derives dp. Raises ValueError naming the degrees that do not fit `world_size`."""
+        for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+            if getattr(cfg, name) < 1:
+                raise ValueError(f"parallel.{name}={getattr(cfg, name)}: degrees start at 1")
+        dense = cfg.tp * cfg.pp * cfg.cp
+        if world_size % dense:
+            raise ValueError(
+                f"parallel: tp*pp*cp = {cfg.tp}*{cfg.pp}*{cfg.cp} = {dense} does not divide the "
+                f"world size {world_size}; start a multiple of {dense} processes or lower a degree"
+            )
+        expert = cfg.etp * cfg.ep * cfg.pp
+        if world_size % expert:
+            raise ValueError(
+                f"parallel: etp*ep*pp = {cfg.etp}*{cfg.ep}*{cfg.pp} = {expert} does not divide "
+                f"the world size {world_size}"
+            )
+        if cfg.vpp > 1 and cfg.pp < 2:
+            raise ValueError(f"parallel.vpp={cfg.vpp} needs parallel.pp > 1 (pp={cfg.pp})")
+        if cfg.sequence_parallel and cfg.tp < 2:
+            raise ValueError(
+                f"parallel.sequence_parallel=true needs parallel.tp > 1 (tp={cfg.tp})"
+            )
+        return cls(
+            tp=cfg.tp, pp=cfg.pp, dp=world_size // dense, cp=cfg.cp, vpp=cfg.vpp,
+            ep=cfg.ep, etp=cfg.etp, sequence_parallel=cfg.sequence_parallel,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def coords(self, rank: int) -> Coords:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        dp, pp = rest % self.dp, rest // self.dp
+        etp, rest = rank % self.etp, rank // self.etp
+        ep, rest = rest % self.ep, rest // self.ep
+        return Coords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=rest % self.edp)
+
+    @cached_property
+    def all_coords(self) -> tuple[Coords, ...]:
+        return tuple(self.coords(r) for r in range(self.world_size))
+
+    def dense_rank(self, *, pp: int, tp: int, dp: int = 0, cp: int = 0) -> int:
+        """The rank that holds dense weights at (pp, tp), of data-parallel replica (dp, cp)."""
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def expert_rank(self, *, pp: int, ep: int, etp: int, edp: int = 0) -> int:
+        """The rank that holds experts at (pp, ep, etp), of data-parallel replica edp."""
+        return etp + self.etp * (ep + self.ep * (edp + self.edp * pp))
+
+    def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
+        """Global layer numbers of chunk (pp, vpp). Raises ValueError if they do not divide."""
+        chunks = self.pp * self.vpp
+        if num_layers % chunks:
+            raise ValueError(
+                f"{num_layers} layers do not divide into pp*vpp = {self.pp}*{self.vpp} chunks"
+            )
+        per = num_layers // chunks
+        start = (vpp * self.pp + pp) * per
+        return range(start, start + per)

@@ -1,0 +1,115 @@
+"""A persistent world of gloo processes for one test file.
+
+    @pytest.fixture(scope="module")
+    def world2():
+        with World(2) as w:
+            yield w
+
+    def test_x(world2):
+        results = world2.run(my_module_level_function, arg1, kw=arg2)   # one result per rank
+
+Functions run on every rank at once, with the default process group up. They are pickled by
+reference, so they live at module level. An error on any rank is raised here with its traceback,
+and the world is torn down (ranks may be stuck in a collective).
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    import megarl.parallel.mcore  # noqa: F401  (CPU patches before megatron)
+
+    torch.distributed.init_process_group("gloo")
+    while (job := pipe.recv()) is not None:
+        fn, args, kw = job
+        try:
+            pipe.send((True, fn(*args, **kw)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    torch.distributed.destroy_process_group()
+
+
+class World:
+    def __init__(self, size: int, timeout: float = 240.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._procs: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        ctx, port = mp.get_context("spawn"), free_port()
+        for rank in range(self.size):
+            here, there = ctx.Pipe()
+            p = ctx.Process(target=_serve, args=(rank, self.size, port, there), daemon=False)
+            p.start()
+            there.close()
+            self._procs.append(p)
+            self._pipes.append(here)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> list[Any]:
+        """fn(*args, **kw) on every rank; the list of results by rank."""
+        if not self._procs:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args, kw))
+        results: list[Any] = [None] * self.size
+        pending = dict(zip(self._pipes, range(self.size), strict=True))
+        deadline = time.monotonic() + self.timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                ranks = sorted(pending.values())
+                self.close(kill=True)
+                raise TimeoutError(f"{fn.__name__}: ranks {ranks} gave no answer")
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.close(kill=True)
+                    raise RuntimeError(f"{fn.__name__}: rank {rank} died") from None
+                if not ok:
+                    self.close(kill=True)
+                    raise RuntimeError(f"{fn.__name__} failed on rank {rank}:\n{value}")
+                results[rank] = value
+        return results
+
+    def close(self, kill: bool = False) -> None:
+        for pipe, p in zip(self._pipes, self._procs, strict=True):
+            if not kill and p.is_alive():
+                pipe.send(None)
+        for p in self._procs:
+            if not kill:
+                p.join(20)
+            if p.is_alive():
+                p.kill()
+                p.join()
+        self._procs, self._pipes = [], []
