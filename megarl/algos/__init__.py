@@ -1,0 +1,58 @@
+"""Algorithms: losses, advantages, KL estimators, and the roles that use them over a TrainEngine.
+
+Plain torch. Nothing here knows of ranks, packing or Megatron: a loss sees padded [b,S] tensors of
+whole sequences and returns a sum; the engine divides by the global weight.
+
+Position t of every per-token tensor belongs to input_ids[:, t] (logprobs[:, t] = log p(x_t|x_<t)).
+
+How to add an algorithm
+-----------------------
+1. A loss in `losses.py` (or a file beside it): `my_loss(outputs, batch, *, knobs) ->
+   (loss_sum, {name: (sum, weight)})`. `outputs` holds what was asked of the engine ("logprobs",
+   "entropy", "values", "greedy_match"), with gradient. Sum, never divide by the batch: everything
+   that normalises over the batch belongs in the weight.
+2. A weight `my_weight(batch) -> float` that depends on the batch alone, not on the model, and adds
+   up when the batch is cut: loss_sum / weight must not change with micro-batches.
+3. If it needs one, an advantage in `advantages.py`: pure functions of [B] and [B,S] tensors.
+4. A role: a subclass of `Role` whose methods are the verbs of the training script
+   (`compute_logp`, `ppo_update`, ...), calling `engine.forward`, `train_batch`, `eval_batch`.
+5. A test against a plain Python loop over tokens, and one that cuts the batch in two.
+"""
+
+from megarl.algos.actor import Actor, minibatch_rows
+from megarl.algos.advantages import (
+    grpo_advantages,
+    shape_rewards,
+    spread_over_tokens,
+)
+from megarl.algos.kl import kl_estimate
+from megarl.algos.losses import (
+    LOSS_WEIGHTS,
+    grpo_loss,
+    sequence_weight,
+    sft_loss,
+    token_weight,
+)
+from megarl.algos.metrics import logp_gap_stats, worst_logp_gaps
+from megarl.algos.ref import Ref
+from megarl.algos.role import Role
+from megarl.algos.sft import SFT
+
+__all__ = [
+    "Actor",
+    "LOSS_WEIGHTS",
+    "Ref",
+    "Role",
+    "SFT",
+    "grpo_advantages",
+    "grpo_loss",
+    "kl_estimate",
+    "logp_gap_stats",
+    "minibatch_rows",
+    "sequence_weight",
+    "sft_loss",
+    "shape_rewards",
+    "spread_over_tokens",
+    "token_weight",
+    "worst_logp_gaps",
+]

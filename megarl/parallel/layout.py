@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megarl.config.check_parallel import check_parallel
 from megarl.config.parallel import ParallelConfig
 
 
@@ -40,30 +41,17 @@ class Layout:
     @classmethod
     def from_config(cls, cfg: ParallelConfig, world_size: int) -> Layout:
         """Derives dp. Raises ValueError naming the degrees that do not fit `world_size`."""
-        for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-            if getattr(cfg, name) < 1:
-                raise ValueError(f"parallel.{name}={getattr(cfg, name)}: degrees start at 1")
+        check_parallel(cfg, world_size)
         dense = cfg.tp * cfg.pp * cfg.cp
-        if world_size % dense:
-            raise ValueError(
-                f"parallel: tp*pp*cp = {cfg.tp}*{cfg.pp}*{cfg.cp} = {dense} does not divide the "
-                f"world size {world_size}; start a multiple of {dense} processes or lower a degree"
-            )
-        expert = cfg.etp * cfg.ep * cfg.pp
-        if world_size % expert:
-            raise ValueError(
-                f"parallel: etp*ep*pp = {cfg.etp}*{cfg.ep}*{cfg.pp} = {expert} does not divide "
-                f"the world size {world_size}"
-            )
-        if cfg.vpp > 1 and cfg.pp < 2:
-            raise ValueError(f"parallel.vpp={cfg.vpp} needs parallel.pp > 1 (pp={cfg.pp})")
-        if cfg.sequence_parallel and cfg.tp < 2:
-            raise ValueError(
-                f"parallel.sequence_parallel=true needs parallel.tp > 1 (tp={cfg.tp})"
-            )
         return cls(
-            tp=cfg.tp, pp=cfg.pp, dp=world_size // dense, cp=cfg.cp, vpp=cfg.vpp,
-            ep=cfg.ep, etp=cfg.etp, sequence_parallel=cfg.sequence_parallel,
+            tp=cfg.tp,
+            pp=cfg.pp,
+            dp=world_size // dense,
+            cp=cfg.cp,
+            vpp=cfg.vpp,
+            ep=cfg.ep,
+            etp=cfg.etp,
+            sequence_parallel=cfg.sequence_parallel,
         )
 
     @property

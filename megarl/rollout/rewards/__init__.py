@@ -1,0 +1,41 @@
+"""Rewards: `reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
+
+`prompt` and `completion` are text, the ids are tokens, `row` is the rest of the data row (`answer`,
+`task`, ...). A reward runs in a worker process (RewardPool): it must be a module-level function.
+
+To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
+"package.module:function" to `get_reward_fn`. The module's imports happen before the clock starts,
+so heavy ones belong at its top.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from megarl.rollout.rewards.pool import RewardError, RewardPool, RewardTimeout
+
+RewardFn = Callable[..., float]
+
+_REWARDS = {
+    "arithmetic": "megarl.rollout.rewards.arithmetic:arithmetic_reward",
+    "gsm8k": "megarl.rollout.rewards.gsm8k:gsm8k_reward",
+    "reasoning_gym": "megarl.rollout.rewards.reasoning_gym:reasoning_gym_reward",
+}
+
+
+def get_reward_fn(name: str) -> RewardFn:
+    """A reward by its registered name or by "package.module:function"."""
+    target = _REWARDS.get(name, name)
+    module, colon, function = target.partition(":")
+    if not colon:
+        raise ValueError(
+            f"unknown reward {name!r}: use one of {sorted(_REWARDS)} or 'package.module:function'"
+        )
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(f"reward {name!r} cannot be loaded: {e}") from e
+
+
+__all__ = ["RewardError", "RewardFn", "RewardPool", "RewardTimeout", "get_reward_fn"]

@@ -1,0 +1,1 @@
+"""Workflows: how a row becomes trajectories. A new one subclasses api.inference.RolloutWorkflow."""

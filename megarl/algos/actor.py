@@ -1,0 +1,236 @@
+"""Actor: the trained policy of PPO-like algorithms (GRPO and its relatives)."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages import grpo_advantages, shape_rewards, spread_over_tokens
+from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
+from megarl.algos.metrics import logp_gap_stats, worst_logp_gaps
+from megarl.algos.role import Role
+from megarl.api.engine import TrainEngine
+from megarl.config.algo import PPOActorConfig
+from megarl.observability.logging import get_logger
+from megarl.utils.batch import select
+
+Batch = dict[str, Tensor]
+
+log = get_logger(__name__)
+
+
+class Actor(Role):
+    """One training step in verbs:
+
+        actor.compute_prox_logp(batch)                     # recompute_logprob
+        batch["ref_logp"] = ref.compute_logp(batch)        # kl_coef > 0
+        actor.compute_advantages(batch)
+        stats = actor.ppo_update(batch)
+        actor.step_lr_scheduler()
+
+    Which logprobs the clipped ratio starts from:
+      recompute_logprob, use_decoupled_loss   prox_logp, times exp(prox_logp - logprobs)
+      recompute_logprob                       prox_logp: the trainer's own view of the policy, which
+                                              leaves out the server's rounding (common practice)
+      neither                                 logprobs, as the server reported them
+    """
+
+    def __init__(
+        self,
+        config: PPOActorConfig,
+        engine: TrainEngine,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """temperature: the sampling temperature; seed: of the order of mini-batches."""
+        super().__init__(engine)
+        _check(config, temperature)
+        self.config, self.temperature, self.seed = config, temperature, seed
+        self._old = "prox_logp" if config.recompute_logprob else "logprobs"
+        self._weight = LOSS_WEIGHTS[config.loss_agg]
+        self._loss = partial(
+            grpo_loss,
+            eps_clip=config.eps_clip,
+            eps_clip_higher=config.eps_clip_higher,
+            c_clip=config.c_clip,
+            old_logp=self._old,
+            decoupled=config.use_decoupled_loss,
+            behav_imp_weight_cap=config.behav_imp_weight_cap,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
+            loss_agg=config.loss_agg,
+        )
+
+    def compute_logp(self, batch: Batch) -> Tensor:
+        """[B,S] log-probabilities under the current weights, 0 at t=0."""
+        return self.forward_logp(batch, self.temperature)
+
+    def compute_prox_logp(self, batch: Batch) -> None:
+        """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update."""
+        if self.config.recompute_logprob:
+            batch["prox_logp"] = self.compute_logp(batch)
+
+    def compute_advantages(self, batch: Batch) -> None:
+        """Adds batch["advantages"] [B,S] from rewards [B], group_ids [B], loss_mask [B,S]."""
+        rewards = shape_rewards(batch["rewards"], self.config)
+        group_ids = batch.get("group_ids")
+        if group_ids is None:
+            if self.config.adv_norm != "none":
+                raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
+            group_ids = torch.arange(len(rewards))
+        advantages = grpo_advantages(rewards, group_ids, self.config.adv_norm)
+        batch["advantages"] = spread_over_tokens(advantages, batch["loss_mask"])
+
+    def ppo_update(self, batch: Batch) -> dict[str, float]:
+        """ppo_n_minibatches optimizer steps over the batch; figures averaged over them.
+
+        Beside the loss's figures: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
+        where the weights are still the old ones: 0 up to rounding), n_updates, and the
+        trainer/server logprob gap.
+        """
+        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", "advantages"]
+        keys += ["prox_logp"] if self._old == "prox_logp" else []
+        keys += ["ref_logp"] if self.config.kl_coef or "ref_logp" in batch else []
+        _need(batch, keys)
+        gap = self._logp_gap(batch)
+        mine = {k: batch[k] for k in keys}
+        updates = []
+        for rows in minibatch_rows(
+            len(batch["input_ids"]),
+            self.config.ppo_n_minibatches,
+            seed=(self.seed << 32) + self.engine.get_version(),
+        ):
+            minibatch = select(mine, rows)
+            if self._weight(minibatch) == 0:
+                continue  # no trained token: the gradient is zero, and so is its denominator
+            updates.append(
+                self.engine.train_batch(
+                    minibatch,
+                    self._loss,
+                    self._weight,
+                    outputs=("logprobs", "entropy"),
+                    temperature=self.temperature,
+                )
+            )
+        if not updates:
+            raise ValueError("ppo_update: loss_mask marks no token in the whole batch")
+        self._check_first_ratio(updates[0])
+        return _merge(updates) | gap
+
+    def _logp_gap(self, batch: Batch) -> dict[str, float]:
+        """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
+
+        Tokens that older weights wrote differ rightly, so only tokens of the current version warn.
+        """
+        if "prox_logp" not in batch:
+            return {}
+        prox, behav, mask = batch["prox_logp"], batch["logprobs"], batch["loss_mask"].bool()
+        fresh = mask
+        if "versions" in batch:
+            fresh = mask & (batch["versions"] == self.engine.get_version())
+        worst = worst_logp_gaps(prox, behav, fresh, k=5)
+        # "not <=" also catches NaN
+        if worst and not abs(worst[0].trainer - worst[0].server) <= self.config.logp_gap_warn:
+            log.warning(
+                "trainer and server disagree about tokens of the current weights by more than "
+                "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
+                self.config.logp_gap_warn,
+                "\n  ".join(f"{gap}, token {batch['input_ids'][gap.row, gap.position]}"
+                            for gap in worst),
+            )
+        return logp_gap_stats(prox, behav, mask)
+
+    def _check_first_ratio(self, stats: dict[str, float]) -> None:
+        """Before the first update the ratio to the recomputed logprobs is 1, up to rounding."""
+        if self._old != "prox_logp":
+            return
+        bf16 = self.config.dtype == "bfloat16" or (
+            self.config.dtype == "auto" and torch.cuda.is_available()
+        )
+        bound = 2e-2 if bf16 else 1e-4
+        if not stats["ratio_abs_dev"] <= bound:
+            log.warning(
+                "the first update starts from mean |ratio - 1| = %.3g, above %g: the training "
+                "pass and compute_logp do not see the same policy (dropout, stale prox_logp?)",
+                stats["ratio_abs_dev"],
+                bound,
+            )
+
+
+def minibatch_rows(batch_size: int, n: int, *, seed: int) -> list[list[int]]:
+    """Rows 0..batch_size-1 in n parts whose sizes differ by at most one, shuffled by `seed`.
+
+    One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
+    equal prompt stay neighbours. Groups need not stay whole: advantages are already computed.
+    """
+    if n > batch_size:
+        raise ValueError(
+            f"ppo_n_minibatches={n} exceeds the {batch_size} sequences of the batch: lower it, or "
+            "raise train_dataset.batch_size or gconfig.n_samples"
+        )
+    if n == 1:
+        return [list(range(batch_size))]
+    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed))
+    return [sorted(part.tolist()) for part in order.tensor_split(n)]
+
+
+def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps; of lr the last; root mean squares and sample size derived."""
+    stats = {k: sum(u[k] for u in updates) / len(updates) for k in updates[0]}
+    if "lr" in stats:
+        stats["lr"] = updates[-1]["lr"]
+    stats["first_ratio_abs_dev"] = updates[0]["ratio_abs_dev"]
+    stats["n_updates"] = float(len(updates))
+    stats["ratio_rms_dev"] = math.sqrt(stats.pop("ratio_sq_dev"))
+    square = stats.pop("behav_imp_weight_sq")
+    # Kish's effective sample size, as a fraction of the tokens
+    stats["behav_ess"] = stats["behav_imp_weight"] ** 2 / square if square else 0.0
+    return stats
+
+
+def _need(batch: Batch, keys: list[str]) -> None:
+    hints = {
+        "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
+        "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
+        "advantages": "actor.compute_advantages(batch)",
+    }
+    for key in keys:
+        if key not in batch:
+            hint = f": call {hints[key]} first" if key in hints else ""
+            raise ValueError(f"ppo_update: the batch has no {key!r}{hint}")
+
+
+def _check(config: PPOActorConfig, temperature: float) -> None:
+    """Cross-field checks; each error names the value and the fix."""
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature={temperature}: training needs sampled tokens, with gconfig.temperature > 0"
+        )
+    if config.ppo_n_minibatches < 1:
+        raise ValueError(f"actor.ppo_n_minibatches={config.ppo_n_minibatches}: must be at least 1")
+    if not 0 < config.eps_clip < 1:
+        raise ValueError(f"actor.eps_clip={config.eps_clip}: must lie between 0 and 1")
+    if config.eps_clip_higher is not None and config.eps_clip_higher <= 0:
+        raise ValueError(f"actor.eps_clip_higher={config.eps_clip_higher}: must be positive")
+    if config.c_clip is not None and config.c_clip <= 1:
+        raise ValueError(f"actor.c_clip={config.c_clip}: the dual clip must exceed 1 (3 is usual)")
+    if config.use_decoupled_loss and not config.recompute_logprob:
+        raise ValueError(
+            "actor.use_decoupled_loss=true needs the proximal logprobs: set "
+            "actor.recompute_logprob=true"
+        )
+    if config.behav_imp_weight_cap is not None and not config.use_decoupled_loss:
+        raise ValueError(
+            f"actor.behav_imp_weight_cap={config.behav_imp_weight_cap} acts on the decoupled loss "
+            "only: set actor.use_decoupled_loss=true, or leave it null"
+        )
+    if config.behav_imp_weight_cap is not None and config.behav_imp_weight_cap <= 0:
+        raise ValueError(
+            f"actor.behav_imp_weight_cap={config.behav_imp_weight_cap}: must be positive"
+        )
+    if config.reward_clip <= 0:
+        raise ValueError(f"actor.reward_clip={config.reward_clip}: must be positive")

@@ -1,0 +1,42 @@
+"""Monte-Carlo estimators of the KL divergence from per-token log-probabilities.
+
+J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+# exp(20) = 4.9e8. Beyond it a ratio says nothing more, and exp must not overflow: an infinite value
+# in a branch that min/max/where does not take still turns the gradient into NaN (0 * inf).
+MAX_LOG_RATIO = 20.0
+
+
+def safe_exp(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio) with log_ratio bounded above by MAX_LOG_RATIO."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def kl_estimate(logp_q: Tensor, logp_p: Tensor, kind: str = "k3") -> Tensor:
+    """Per-token estimate of KL(q || p) at tokens drawn from q, any shape.
+
+    With log r = log p(x) - log q(x):
+      k1 = -log r           unbiased, high variance, may be negative
+      k2 = (log r)^2 / 2    biased, always positive
+      k3 = r - 1 - log r    unbiased, always positive
+
+    As terms of a loss, differentiated through q, they are different things: the expected gradient
+    of k1 is zero, that of k2 is the gradient of KL(q || p), and that of k3 is the gradient of
+    KL(p || q).
+    """
+    log_r = logp_p - logp_q
+    if kind == "k1":
+        return -log_r
+    if kind == "k2":
+        return 0.5 * torch.square(log_r)
+    if kind == "k3":
+        return safe_exp(log_r) - 1.0 - log_r
+    raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_ESTIMATORS)}")

@@ -1,0 +1,58 @@
+"""Role: an algorithm's part (actor, reference, ...) played on an injected TrainEngine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megarl.api.engine import TrainEngine
+from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+
+Batch = dict[str, Tensor]
+
+
+class Role:
+    """Passes the engine's verbs through, so that a training script speaks of roles only."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def forward_logp(self, batch: Batch, temperature: float) -> Tensor:
+        """[B,S] log-probabilities of the batch's tokens, 0 at t=0; sends what it needs only."""
+        inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+        return self.engine.forward(inputs, outputs=("logprobs",), temperature=temperature)
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        self.engine.initialize(addr, ft_spec)
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+
+    def step_lr_scheduler(self) -> None:
+        """Once per training step (not per mini-batch): the schedule counts steps."""
+        self.engine.step_lr_scheduler()
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def get_version(self) -> int:
+        return self.engine.get_version()
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        return self.engine.upload_weights(meta)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        self.engine.save(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        self.engine.load(meta)
+
+    def get_scheduling_config(self) -> dict[str, Any]:
+        return self.engine.get_scheduling_config()

@@ -1,0 +1,185 @@
+"""Cross-field checks of a recipe that need neither torch nor a process group.
+
+`check_config` collects every problem and raises them together. Checks against the model itself
+(heads, layers, vocabulary) come after, from megarl.models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megarl.config.check_data import dataset_problems, model_path_problems, tokenizer_problems
+from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
+from megarl.config.check_rollout import generation_problems, rollout_problems, server_problems
+from megarl.config.engine import OptimizerConfig, TrainEngineConfig
+from megarl.config.errors import raise_if_any
+from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
+from megarl.config.run import FrequencyConfig
+from megarl.config.schema import choice_problems
+
+
+def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
+    """Raises ConfigError with all problems of `cfg`; None leaves out those of the world size."""
+    problems = [*choice_problems(cfg), *_run_problems(cfg)]
+    for name, engine in engines(cfg).items():
+        problems += _engine_problems(name, engine, world_size)
+    if isinstance(cfg, GRPOConfig):
+        problems += _grpo_problems(cfg)
+    elif isinstance(cfg, SFTConfig):
+        problems += _sft_problems(cfg)
+    raise_if_any(problems)
+
+
+def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
+    """The training engines of a recipe by their key."""
+    if isinstance(cfg, SFTConfig):
+        return {"model": cfg.model}
+    assert isinstance(cfg, GRPOConfig), type(cfg)
+    return {"actor": cfg.actor} | ({"ref": cfg.ref} if cfg.ref is not None else {})
+
+
+def model_path(cfg: BaseConfig, name: str) -> str:
+    """The HF directory of engine `name`; the reference's is the actor's where it has none."""
+    path = engines(cfg)[name].path
+    return cfg.actor.path if isinstance(cfg, GRPOConfig) and name == "ref" and not path else path
+
+
+def smallest_world_size(cfg: BaseConfig) -> int:
+    """The fewest processes every engine of the recipe can run on."""
+    return math.lcm(
+        *(
+            degree
+            for e in engines(cfg).values()
+            for degree in (dense_ranks(e.parallel), expert_ranks(e.parallel))
+        )
+    )
+
+
+# engines
+
+
+def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
+    yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
+    if cfg.mb_spec.max_tokens_per_mb < 1:
+        yield f"{name}.mb_spec.max_tokens_per_mb={cfg.mb_spec.max_tokens_per_mb}: must be > 0"
+    if cfg.lm_head_chunk_tokens < 1:
+        yield f"{name}.lm_head_chunk_tokens={cfg.lm_head_chunk_tokens}: must be > 0"
+    if name == "ref":
+        if cfg.optimizer is not None:
+            yield "ref.optimizer: the reference is frozen; leave it null"
+    elif cfg.optimizer is None:
+        yield f"{name}.optimizer=null: training needs one; set {name}.optimizer.lr"
+    else:
+        yield from _optimizer_problems(f"{name}.optimizer", cfg.optimizer)
+
+
+def _optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    if not 0 < cfg.lr < math.inf:
+        yield f"{key}.lr={cfg.lr}: must be > 0"
+    for name in ("min_lr_ratio", "warmup_steps_proportion"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            yield f"{key}.{name}={getattr(cfg, name)}: a fraction from 0 to 1"
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(cfg, name) < 1:
+            yield f"{key}.{name}={getattr(cfg, name)}: must be in [0, 1)"
+    if not cfg.eps > 0:
+        yield f"{key}.eps={cfg.eps}: must be > 0"
+    for name in ("weight_decay", "gradient_clipping"):
+        if not getattr(cfg, name) >= 0:
+            yield f"{key}.{name}={getattr(cfg, name)}: must be >= 0 (0 turns it off)"
+
+
+# the run
+
+
+def _run_problems(cfg: BaseConfig) -> Iterator[str]:
+    for name in ("experiment_name", "trial_name"):
+        value = getattr(cfg, name)
+        if not value or "/" in value or value in (".", ".."):
+            yield f"{name}={value!r}: one path component, not empty and without /"
+    for name in ("total_train_epochs", "total_train_steps", "max_train_seconds"):
+        value = getattr(cfg, name)
+        if value is not None and not value > 0:
+            yield f"{name}={value}: must be > 0"
+    for key, frequency in (("saver", cfg.saver), ("evaluator", cfg.evaluator)):
+        yield from _frequency_problems(key, frequency)
+    if cfg.saver.keep_last < 0:
+        yield f"saver.keep_last={cfg.saver.keep_last}: must be >= 0 (0 keeps all)"
+    if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:
+        yield f"evaluator.max_samples={cfg.evaluator.max_samples}: must be > 0, or null for all"
+    yield from dataset_problems("train_dataset", cfg.train_dataset)
+    if cfg.valid_dataset is not None:
+        yield from dataset_problems("valid_dataset", cfg.valid_dataset)
+    for name in engines(cfg):
+        yield from model_path_problems(
+            f"{name}.path",
+            model_path(cfg, name),
+            weights=not engines(cfg)[name].init_from_scratch,
+        )
+    yield from tokenizer_problems(cfg.tokenizer_path)
+
+
+def _frequency_problems(key: str, cfg: FrequencyConfig) -> Iterator[str]:
+    for name in ("freq_epochs", "freq_steps", "freq_secs"):
+        value = getattr(cfg, name)
+        if value is not None and not value > 0:
+            yield f"{key}.{name}={value}: must be > 0, or null to turn it off"
+
+
+# recipes
+
+
+def _sft_problems(cfg: SFTConfig) -> Iterator[str]:
+    bound = cfg.stop_at_exact_match
+    if bound is not None and not 0 < bound <= 1:
+        yield f"stop_at_exact_match={bound}: a fraction in (0, 1]"
+    if bound is not None and cfg.valid_dataset is None:
+        yield f"stop_at_exact_match={bound}: needs held-out data; set valid_dataset.type"
+
+
+def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
+    yield from _ppo_problems(cfg)
+    yield from generation_problems("gconfig", cfg.gconfig)
+    yield from generation_problems("eval_gconfig", cfg.eval_gconfig)
+    yield from rollout_problems(cfg)
+    yield from server_problems(cfg)
+
+
+def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
+    a, n = cfg.actor, cfg.gconfig.n_samples
+    rows = cfg.train_dataset.batch_size * n
+    if a.ppo_n_minibatches < 1:
+        yield f"actor.ppo_n_minibatches={a.ppo_n_minibatches}: must be > 0"
+    elif rows % a.ppo_n_minibatches:
+        yield (
+            f"actor.ppo_n_minibatches={a.ppo_n_minibatches}: does not divide the "
+            f"train_dataset.batch_size * gconfig.n_samples = {cfg.train_dataset.batch_size}*{n} = "
+            f"{rows} sequences of a step"
+        )
+    if a.adv_norm != "none" and n < 2:
+        yield (
+            f"gconfig.n_samples={n}: actor.adv_norm={a.adv_norm} compares the samples of a "
+            "prompt; take 2 or more, or actor.adv_norm=none"
+        )
+    if a.dynamic_sampling and n < 2:
+        yield f"actor.dynamic_sampling=true: needs gconfig.n_samples > 1 (it is {n})"
+    if not 0 < a.eps_clip < 1:
+        yield f"actor.eps_clip={a.eps_clip}: must be in (0, 1)"
+    for name in ("eps_clip_higher", "behav_imp_weight_cap"):
+        value = getattr(a, name)
+        if value is not None and not value > 0:
+            yield f"actor.{name}={value}: must be > 0, or null"
+    if a.c_clip is not None and not a.c_clip > 1:
+        yield f"actor.c_clip={a.c_clip}: the dual clip bounds the ratio from above, take > 1"
+    if a.use_decoupled_loss and not a.recompute_logprob:
+        yield "actor.use_decoupled_loss=true: needs actor.recompute_logprob=true (prox_logp)"
+    if not a.kl_coef >= 0:
+        yield f"actor.kl_coef={a.kl_coef}: must be >= 0"
+    if a.kl_coef > 0 and cfg.ref is None:
+        yield f"actor.kl_coef={a.kl_coef}: needs a reference; set ref.path (or ref={{}})"
+    if not a.reward_scaling > 0:
+        yield f"actor.reward_scaling={a.reward_scaling}: must be > 0"
+    for name in ("reward_clip", "logp_gap_warn"):
+        if not getattr(a, name) > 0:
+            yield f"actor.{name}={getattr(a, name)}: must be > 0"

@@ -1,0 +1,58 @@
+"""Checks of paths: models, tokenizers, datasets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.dataset import DatasetConfig
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
+    for name in ("batch_size", "size", "max_length"):
+        value = getattr(cfg, name)
+        if value is not None and value < 1:
+            yield f"{key}.{name}={value}: must be > 0"
+    if cfg.size is not None and cfg.drop_last and 0 < cfg.size < cfg.batch_size:
+        yield (
+            f"{key}.size={cfg.size}: smaller than {key}.batch_size={cfg.batch_size}, so no batch "
+            f"is ever full; lower the batch size or set {key}.drop_last=false"
+        )
+    if cfg.type != "gsm8k":
+        return
+    if not cfg.path:
+        yield f"{key}.path is empty: {key}.type=gsm8k needs a hub name (openai/gsm8k) or a path"
+    elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
+        yield f"{key}.path={cfg.path}: no such file or directory"
+
+
+def looks_like_hub_name(path: str) -> bool:
+    """`name` or `owner/name` with no file suffix of ours."""
+    return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_DATA_SUFFIXES)
+
+
+def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
+    """A local HF directory; `weights` says whether safetensors must be there."""
+    folder = Path(path)
+    if not path:
+        yield f"{key} is empty: set it to a HF model directory"
+    elif not folder.is_dir():
+        hub = looks_like_hub_name(path) and "/" in path
+        fix = f"; download it first: hf download {path} --local-dir DIR" if hub else ""
+        yield f"{key}={path}: no such directory{fix}"
+    elif not (folder / "config.json").is_file():
+        yield f"{key}={path}: has no config.json, so it is not a HF model directory"
+    elif weights and not any(folder.glob("*.safetensors")):
+        yield (
+            f"{key}={path}: has no *.safetensors; convert the weights, or set "
+            f"{key.removesuffix('path')}init_from_scratch=true"
+        )
+
+
+def tokenizer_problems(path: str) -> Iterator[str]:
+    if path and not Path(path).is_dir() and not looks_like_hub_name(path):
+        yield f"tokenizer_path={path}: no such directory"

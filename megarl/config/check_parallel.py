@@ -1,0 +1,47 @@
+"""Degrees of parallelism against the world size: the one place that knows what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.errors import raise_if_any
+from megarl.config.parallel import ParallelConfig
+
+
+def dense_ranks(p: ParallelConfig) -> int:
+    """Ranks that hold one copy of the dense weights, for one cp group: dp divides the rest."""
+    return p.tp * p.pp * p.cp
+
+
+def expert_ranks(p: ParallelConfig) -> int:
+    """Ranks that hold one copy of the experts."""
+    return p.etp * p.ep * p.pp
+
+
+def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError naming the degrees that do not fit `world_size`."""
+    raise_if_any(parallel_problems(parallel, world_size))
+
+
+def parallel_problems(
+    p: ParallelConfig, world_size: int | None, key: str = "parallel"
+) -> Iterator[str]:
+    small = [n for n in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(p, n) < 1]
+    for name in small:
+        yield f"{key}.{name}={getattr(p, name)}: degrees start at 1"
+    if small:
+        return
+    if world_size is not None and world_size % dense_ranks(p):
+        yield (
+            f"{key}: tp*pp*cp = {p.tp}*{p.pp}*{p.cp} = {dense_ranks(p)} does not divide the world "
+            f"size {world_size}; start a multiple of {dense_ranks(p)} processes or lower a degree"
+        )
+    if world_size is not None and world_size % expert_ranks(p):
+        yield (
+            f"{key}: etp*ep*pp = {p.etp}*{p.ep}*{p.pp} = {expert_ranks(p)} does not divide the world "
+            f"size {world_size}; start a multiple of {expert_ranks(p)} processes or lower a degree"
+        )
+    if p.vpp > 1 and p.pp < 2:
+        yield f"{key}.vpp={p.vpp}: needs {key}.pp > 1 (it is {p.pp})"
+    if p.sequence_parallel and p.tp < 2:
+        yield f"{key}.sequence_parallel=true: needs {key}.tp > 1 (it is {p.tp})"

@@ -1,0 +1,102 @@
+"""Checks of generation: sampling, servers, the client, weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.check_data import model_path_problems
+from megarl.config.recipes import GRPOConfig
+from megarl.config.rollout import GenerationHyperparameters
+
+
+def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
+    for name in ("n_samples", "max_new_tokens"):
+        if getattr(g, name) < 1:
+            yield f"{key}.{name}={getattr(g, name)}: must be > 0"
+    if not 0 <= g.min_new_tokens <= g.max_new_tokens:
+        yield (
+            f"{key}.min_new_tokens={g.min_new_tokens}: must be from 0 to "
+            f"{key}.max_new_tokens={g.max_new_tokens}"
+        )
+    if not g.temperature > 0 and not (g.greedy and g.temperature == 0):
+        yield f"{key}.temperature={g.temperature}: must be > 0; for argmax set {key}.greedy=true"
+    if not 0 < g.top_p <= 1:
+        yield f"{key}.top_p={g.top_p}: must be in (0, 1]"
+    if g.top_k != -1 and g.top_k < 1:
+        yield f"{key}.top_k={g.top_k}: must be > 0, or -1 for all tokens"
+
+
+def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
+    r, sync = cfg.rollout, cfg.weight_sync
+    if cfg.gconfig.greedy and cfg.gconfig.n_samples > 1:
+        yield (
+            f"gconfig.greedy=true: all gconfig.n_samples={cfg.gconfig.n_samples} samples of a "
+            "prompt would be equal; sample while training"
+        )
+    for address in r.addresses:
+        if not is_address(address):
+            yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"
+    if r.max_concurrent_rollouts is not None and r.max_concurrent_rollouts < 1:
+        yield f"rollout.max_concurrent_rollouts={r.max_concurrent_rollouts}: must be > 0, or null"
+    if r.max_head_offpolicyness < 0:
+        yield f"rollout.max_head_offpolicyness={r.max_head_offpolicyness}: must be >= 0"
+    for name in ("request_retries", "reward_workers"):
+        if getattr(r, name) < 1:
+            yield f"rollout.{name}={getattr(r, name)}: must be > 0"
+    for name in ("request_timeout", "setup_timeout", "episode_timeout", "reward_timeout"):
+        if not getattr(r, name) > 0:
+            yield f"rollout.{name}={getattr(r, name)}: seconds, must be > 0"
+    if sync.bucket_mb < 1:
+        yield f"weight_sync.bucket_mb={sync.bucket_mb}: must be > 0"
+    if not sync.timeout > 0:
+        yield f"weight_sync.timeout={sync.timeout}: seconds, must be > 0"
+
+
+def is_address(text: str) -> bool:
+    """host:port, without a scheme."""
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and "/" not in host and port.isdigit() and 0 < int(port) < 65536
+
+
+def server_problems(cfg: GRPOConfig) -> Iterator[str]:
+    s = cfg.server
+    if s.count < 0:
+        yield f"server.count={s.count}: must be >= 0"
+    if s.count == 0 and not cfg.rollout.addresses:
+        yield (
+            "server.count=0: then rollout.addresses must name running servers, or let the "
+            "launcher start one (server.count=1)"
+        )
+    for name in ("max_running_requests", "tp"):
+        if getattr(s, name) < 1:
+            yield f"server.{name}={getattr(s, name)}: must be > 0"
+    if s.threads < 0:
+        yield f"server.threads={s.threads}: must be >= 0 (0 is torch's default)"
+    if s.tp > 1 and s.type == "embedded":
+        yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"
+    if not s.start_timeout > 0:
+        yield f"server.start_timeout={s.start_timeout}: seconds, must be > 0"
+    if s.path:
+        yield from model_path_problems("server.path", s.path, weights=True)
+    if s.python and not Path(s.python).is_file():
+        yield f"server.python={s.python}: no such interpreter"
+    yield from _context_problems(cfg)
+
+
+def _context_problems(cfg: GRPOConfig) -> Iterator[str]:
+    room = cfg.server.context_length
+    pairs = [("gconfig", cfg.gconfig, "train_dataset", cfg.train_dataset)]
+    if cfg.valid_dataset is not None:
+        pairs.append(("eval_gconfig", cfg.eval_gconfig, "valid_dataset", cfg.valid_dataset))
+    for gkey, g, dkey, data in pairs:
+        if room <= g.max_new_tokens:
+            yield (
+                f"server.context_length={room}: leaves no room for a prompt beside "
+                f"{gkey}.max_new_tokens={g.max_new_tokens}"
+            )
+        elif data.max_length is not None and room < data.max_length + g.max_new_tokens:
+            yield (
+                f"server.context_length={room}: smaller than {dkey}.max_length + "
+                f"{gkey}.max_new_tokens = {data.max_length}+{g.max_new_tokens}"
+            )

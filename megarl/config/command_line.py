@@ -1,0 +1,51 @@
+"""Command lines of the form `[word ...] [--option value] [--switch] [key=value ...]`.
+
+Options and overrides may come in any order, which argparse's positionals do not allow.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.config.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    options: dict[str, str] = field(default_factory=dict)
+    switches: set[str] = field(default_factory=set)
+    overrides: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)  # neither an option nor key=value
+
+
+def parse_command_line(
+    argv: Sequence[str], *, options: Sequence[str] = (), switches: Sequence[str] = ()
+) -> CommandLine:
+    """`--name value`, `--name=value` for `options`, `--name` for `switches`; -h is --help."""
+    line, args = CommandLine(), list(argv)
+    while args:
+        arg = args.pop(0)
+        if arg == "-h" and "help" in switches:
+            arg = "--help"
+        if not arg.startswith("-"):
+            (line.overrides if "=" in arg else line.words).append(arg)
+            continue
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if name in switches and not equals:
+            line.switches.add(name)
+        elif name in options:
+            if not equals and (not args or args[0].startswith("--")):
+                raise ConfigError([f"--{name}: needs a value"])
+            line.options[name] = value if equals else args.pop(0)
+        else:
+            raise ConfigError([_unknown(arg, [*options, *switches])])
+    return line
+
+
+def _unknown(arg: str, known: list[str]) -> str:
+    flags = [f"--{name}" for name in known]
+    if near := difflib.get_close_matches(arg, flags, n=1):
+        return f"{arg}: unknown option; did you mean {near[0]}?"
+    return f"{arg}: unknown option, there are {', '.join(flags)}; config keys are key=value"

@@ -1,0 +1,28 @@
+"""The one exception of this package: everything wrong with a configuration, together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+EXIT_CODE = 2  # of a process that ends with a ConfigError, as argparse and POSIX tools do
+
+
+class ConfigError(ValueError):
+    """One or more problems, each one line that names the key, the value and the fix."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        assert self.problems, "a ConfigError needs a problem"
+        super().__init__("\n".join(self.problems))
+
+    def report(self) -> str:
+        """What a user sees instead of a traceback."""
+        if len(self.problems) == 1:
+            return f"config error: {self.problems[0]}"
+        lines = "\n".join(f"  - {p}" for p in self.problems)
+        return f"config error: {len(self.problems)} problems\n{lines}"
+
+
+def raise_if_any(problems: Iterable[str]) -> None:
+    if problems := list(problems):
+        raise ConfigError(problems)

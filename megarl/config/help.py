@@ -1,0 +1,50 @@
+"""--help: every key of the recipes with type, default, choices and its one-line meaning."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+
+from megarl.config.recipes import RECIPES, BaseConfig
+from megarl.config.schema import Key, children, show
+
+INDENT = 34
+
+
+def render_help(recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = None) -> str:
+    """Keys shared by every recipe first, then each recipe's own, grouped by section."""
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
+    lines = ["keys of every recipe", *_group(list(children(BaseConfig)), width)]
+    shared = {f.name for f in fields(BaseConfig)}
+    for name in recipes:
+        own = [k for k in children(RECIPES[name]) if k.name not in shared]
+        lines += ["", f"keys of recipe={name}", *_group(own, width)]
+    return "\n".join(lines)
+
+
+def _group(keys: list[Key], width: int) -> Iterator[str]:
+    """Plain keys, then each section under its title."""
+    for key in keys:
+        if key.section is None:
+            yield from _one_key(key, width)
+    for key in keys:
+        if key.section is not None:
+            off = " (null unless one of its keys is set)" if key.nullable else ""
+            yield from ("", f"  {key.name}: {key.help}{off}")
+            parent = key.default if isinstance(key.default, key.section) else None
+            yield from _group(list(children(key.section, key.name + ".", parent)), width)
+
+
+def _one_key(key: Key, width: int) -> list[str]:
+    head = f"  {key.name}"
+    choices = f" {{{', '.join(map(show, key.choices))}}}" if key.choices else ""
+    required = key.default is MISSING
+    value = "required" if required else f"default {show(key.default)}"
+    body = f"{key.help} [{key.type_name}, {value}]{choices}"
+    pad = " " * INDENT
+    lines = textwrap.wrap(body, max(width - INDENT, 40))
+    if len(head) < INDENT - 1:
+        return [head.ljust(INDENT) + lines[0], *(pad + line for line in lines[1:])]
+    return [head, *(pad + line for line in lines)]

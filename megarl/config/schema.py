@@ -1,0 +1,164 @@
+"""What keys a recipe has, read off its dataclasses: for --help, nearest-key hints and checks.
+
+Pure standard library, so that --help starts without importing anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One dotted key. `section` is its dataclass when it is a group of further keys."""
+
+    name: str
+    annotation: Any
+    default: Any  # dataclasses.MISSING when a value is required
+    help: str
+    choices: tuple[Any, ...] | None
+    section: type | None
+
+    @property
+    def nullable(self) -> bool:
+        return type(None) in typing.get_args(self.annotation)
+
+    @property
+    def free_form(self) -> bool:
+        """A plain dict that takes keys of any name."""
+        return typing.get_origin(self.annotation) is dict
+
+    @property
+    def base_type(self) -> Any:
+        """The annotation without `| None`."""
+        return _strip_none(self.annotation)
+
+    @property
+    def type_name(self) -> str:
+        return _type_name(self.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
+
+
+def _strip_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation
+    rest = [a for a in typing.get_args(annotation) if a is not type(None)]
+    return rest[0] if len(rest) == 1 else annotation
+
+
+def _default(field: dataclasses.Field[Any], parent: Any) -> Any:
+    if parent is not None:
+        return getattr(parent, field.name)
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+@cache
+def _annotations(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
+    """The keys directly in `cls`; defaults from the instance `parent` where there is one."""
+    assert dataclasses.is_dataclass(cls)
+    for field in dataclasses.fields(cls):
+        annotation = _annotations(cls)[field.name]
+        base = _strip_none(annotation)
+        yield Key(
+            name=prefix + field.name,
+            annotation=annotation,
+            default=_default(field, parent),
+            help=field.metadata.get("help", ""),
+            choices=field.metadata.get("choices"),
+            section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
+        )
+
+
+def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
+    """Every key of `cls` in order, each section before its own keys."""
+    for key in children(cls, prefix, parent):
+        yield key
+        if key.section is not None:
+            default = key.default if isinstance(key.default, key.section) else None
+            yield from all_keys(key.section, key.name + ".", default)
+
+
+def key_table(cls: type) -> dict[str, Key]:
+    return {k.name: k for k in all_keys(cls)}
+
+
+def free_form_parent(cls: type, name: str) -> Key | None:
+    """The free-form dict that `name` lies in, if any."""
+    table, parts = key_table(cls), name.split(".")
+    for i in range(1, len(parts)):
+        key = table.get(".".join(parts[:i]))
+        if key is not None and key.free_form:
+            return key
+    return None
+
+
+def nearest_keys(cls: type, name: str, n: int = 1) -> list[str]:
+    """Valid keys that `name` was probably meant to be, best first.
+
+    A key whose last part is exactly the one given wins (`lr` -> `actor.optimizer.lr`), then the
+    most similar full dotted name, then the most similar last part.
+    """
+    names = [k for k in key_table(cls) if not name.startswith(k + ".")]
+    last = name.rsplit(".", 1)[-1]
+    same_last = [k for k in names if k.rsplit(".", 1)[-1] == last]
+    if same_last and last == name:
+        return same_last[:n]  # in the order of the recipe: actor before ref
+    if same_last:
+        return sorted(same_last, key=lambda k: -_similarity(k, name))[:n]
+    if close := difflib.get_close_matches(name, names, n=n, cutoff=0.75):
+        return close
+    lasts = difflib.get_close_matches(last, {k.rsplit(".", 1)[-1] for k in names}, n=1, cutoff=0.75)
+    return [k for k in names if lasts and k.rsplit(".", 1)[-1] == lasts[0]][:n]
+
+
+def _similarity(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def choice_problems(cfg: Any) -> list[str]:
+    """Values outside the choices of their key."""
+    return [
+        not_a_choice(key, key.default)
+        for key in all_keys(type(cfg), parent=cfg)
+        if key.choices and key.default not in key.choices and not _absent(cfg, key.name)
+    ]
+
+
+def not_a_choice(key: Key, value: Any) -> str:
+    return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}"
+
+
+def _absent(cfg: Any, name: str) -> bool:
+    """Whether `name` lies in a section that is null in `cfg`."""
+    for part in name.split(".")[:-1]:
+        cfg = getattr(cfg, part)
+        if cfg is None:
+            return True
+    return False
+
+
+def show(value: Any) -> str:
+    """A value as YAML spells it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return '""' if value == "" else str(value)

@@ -1,0 +1,224 @@
+"""ModelConfig -> megatron-core's TransformerConfig and GPTModel chunks, in one place."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl.models import rope
+from megarl.models.attention import SDPACoreAttention
+from megarl.models.fill import fill_random
+from megarl.models.hf_config import ModelConfig
+from megarl.models.layers import RMSNorm
+from megarl.models.names import named_params
+from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
+from megarl.parallel import mcore
+from megarl.parallel.layout import Layout
+
+from megatron.core import parallel_state as ps  # isort: skip
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """`chunks`: this rank's part of the model, one module per virtual pipeline chunk."""
+
+    config: TransformerConfig
+    chunks: list[GPTModel]
+    table: PieceTable
+
+
+def build_model(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    attention: str = "auto",
+    gradient_checkpointing: bool = False,
+    seed: int | None = None,
+    vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
+    **overrides: Any,
+) -> BuiltModel:
+    """This rank's chunks of `model`; collective over the layout's ranks.
+
+    megatron-core's parallel_state must hold the groups of `layout`. Parameters have `dtype`; they
+    are random by `seed` (the same model for every layout), or left uninitialised for load_hf to fill
+    when it is None. `overrides` go to the TransformerConfig.
+    """
+    device = torch.device(device) if device is not None else mcore.device()
+    table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
+    use_te = resolve_attention(attention, device) == "te"
+    config = transformer_config(
+        model,
+        layout,
+        dtype=dtype,
+        device=device,
+        use_te=use_te,
+        gradient_checkpointing=gradient_checkpointing,
+        **overrides,
+    )
+    chunks = [
+        _chunk(model, config, table.padded_vocab_size, i if layout.vpp > 1 else None, use_te)
+        for i in range(layout.vpp)
+    ]
+    if seed is not None:
+        coords = layout.coords(torch.distributed.get_rank())
+        fill_random(table, coords, named_params(chunks), seed=seed)
+    return BuiltModel(config, chunks, table)
+
+
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """ "te" or "sdpa". ValueError if Transformer Engine is asked for where it cannot run."""
+    have_te = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    if attention == "auto":
+        return "te" if have_te else "sdpa"
+    if attention == "te" and not have_te:
+        raise ValueError(
+            "attention='te' needs a GPU and Transformer Engine (pip install megarl[gpu]); "
+            "use attention='auto' or 'sdpa'"
+        )
+    if attention not in ("te", "sdpa"):
+        raise ValueError(f"attention={attention!r}: use 'auto', 'te' or 'sdpa'")
+    return attention
+
+
+def transformer_config(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    use_te: bool,
+    gradient_checkpointing: bool = False,
+    **overrides: Any,
+) -> TransformerConfig:
+    fields = {
+        **_architecture(model),
+        **_parallel(layout),
+        **_kernels(device, use_te),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+    if gradient_checkpointing:
+        fields.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def _architecture(m: ModelConfig) -> dict[str, Any]:
+    return dict(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.intermediate_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_key_value_heads,
+        kv_channels=m.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=m.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=m.qkv_bias,
+        qk_layernorm=m.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Weights are filled from the piece table. megatron's own initialisation still has to run,
+        # because it is what marks parameters as tensor-parallel, but it need not draw numbers.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+    )
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """An initialisation that leaves the weight as it is."""
+
+
+def _parallel(layout: Layout) -> dict[str, Any]:
+    interleaved = layout.vpp > 1
+    return dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        # packed micro-batches differ in length; megatron asks for this dispatcher even when dense
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # batched p2p pairs the two directions of an interleaved pp=2 wrongly on gloo
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
+    return dict(
+        use_cpu_initialization=not on_gpu,
+        apply_rope_fusion=use_te,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        gradient_accumulation_fusion=on_gpu and wgrad,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        moe_permute_fusion=False,
+        moe_grouped_gemm=False,
+    )
+
+
+def _chunk(
+    model: ModelConfig, config: TransformerConfig, vocab_rows: int, vp_stage: int | None, use_te: bool
+) -> GPTModel:
+    ignore_virtual = vp_stage is None
+    chunk = GPTModel(
+        config,
+        _block_spec(config, vp_stage, use_te),
+        vocab_size=vocab_rows,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=model.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
+    frequencies = chunk.rotary_pos_emb
+    frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
+    return chunk
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
+    """megatron-core's spec; the local one with our norm and attention in place of its own."""
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    if use_te:
+        return spec
+    norm: Callable[..., Any] = RMSNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        if attention.q_layernorm is not IdentityOp:
+            attention.q_layernorm = attention.k_layernorm = norm
+    spec.layer_norm = norm
+    return spec

@@ -1,0 +1,189 @@
+"""Gathers a sharded model, bucket by bucket, into flat HF-ordered buffers on one rank.
+
+Used by saving and by weight sync; works for anything shaped like the parameters (gradients too).
+Every source rank packs its strided pieces of a bucket into one contiguous message; the owner copies
+received and own pieces straight into their places in the flat bucket. Fused matrices are never
+un-fused into temporaries, and the vocabulary padding is never sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.models.fill import local_view
+from megarl.models.piece_table import HfTensor, Piece, PieceTable
+from megarl.parallel.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An HF tensor at bytes [offset, offset + nbytes) of its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    index: int
+    members: tuple[Member, ...]
+    nbytes: int
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, view) of the flat uint8 bucket, in HF order; no copies."""
+        for m in self.members:
+            data = flat[m.offset : m.offset + m.nbytes]
+            yield m.name, data.view(m.dtype).view(m.shape)
+
+
+def plan_buckets(
+    table: PieceTable, dtype: torch.dtype | Mapping[str, torch.dtype], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order.
+
+    Offsets are multiples of the member's itemsize; a tensor larger than a bucket gets its own.
+    `dtype` is that of the export, one for all or by HF name.
+    """
+    buckets: list[Bucket] = []
+    members: list[Member] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal members, end
+        if members:
+            buckets.append(Bucket(len(buckets), tuple(members), end))
+        members, end = [], 0
+
+    for t in table.tensors:
+        dt = dtype if isinstance(dtype, torch.dtype) else dtype[t.name]
+        nbytes = t.numel * dt.itemsize
+        start = -(-end // dt.itemsize) * dt.itemsize
+        if members and start + nbytes > bucket_bytes:
+            close()
+            start = 0
+        members.append(Member(t.name, t.shape, dt, start, nbytes))
+        end = start + nbytes
+    close()
+    return tuple(buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece and where it goes: member `name` of the bucket, `start` elements into the message."""
+
+    name: str
+    piece: Piece
+    dtype: torch.dtype
+    offset: int  # bytes into its source's message
+    nbytes: int
+
+
+class BucketGatherer:
+    """Gathers buckets of one layout to rank `owner`; every rank of the layout constructs it alike.
+
+    params: canonical name -> local tensor (parameters or gradients), read at each `gather`.
+    group:  process group that spans the layout's ranks; None is the default group. Rank numbers are
+            the layout's, which are ranks of this group.
+    device: where messages and the flat bucket live (that of the parameters, and of the backend).
+
+    Memory: the owner holds one bucket and the messages of one bucket, a source its own message.
+    """
+
+    def __init__(
+        self,
+        table: PieceTable,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, Tensor],
+        buckets: Sequence[Bucket],
+        owner: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout, self.rank, self.owner = layout, rank, owner
+        self.params, self.group, self.device = params, group, torch.device(device)
+        self._plans = {b.index: self._plan(table, b) for b in buckets}
+
+    def _plan(self, table: PieceTable, bucket: Bucket) -> dict[int, list[_Part]]:
+        """Source rank -> the parts of its message, in order; the same on every rank."""
+        plan: dict[int, list[_Part]] = {}
+        ends: dict[int, int] = {}
+        for m in bucket.members:
+            tensor: HfTensor = table.by_name[m.name]
+            for piece in tensor.pieces:
+                src = self._source(piece)
+                start = -(-ends.get(src, 0) // m.dtype.itemsize) * m.dtype.itemsize
+                nbytes = piece.numel * m.dtype.itemsize
+                plan.setdefault(src, []).append(_Part(m.name, piece, m.dtype, start, nbytes))
+                ends[src] = start + nbytes
+        return plan
+
+    def _source(self, piece: Piece) -> int:
+        """The owner itself where it is a data-parallel replica of the piece's holder."""
+        if piece.place.holds(self.layout.coords(self.owner)):
+            return self.owner
+        return piece.place.rank(self.layout)
+
+    @torch.no_grad()
+    def gather(self, bucket: Bucket, out: Tensor | None = None) -> Tensor | None:
+        """Flat uint8 bucket [nbytes] on the owner (in `out` if given), None on the other ranks.
+
+        Collective over the layout's ranks, which all gather the same buckets in the same order.
+        Returns once this rank's part is done; the process group's timeout bounds the wait.
+        """
+        plan = self._plans[bucket.index]
+        if self.rank != self.owner:
+            if parts := plan.get(self.rank):
+                message = self._pack(parts)
+                dist.send(message, group=self.group, group_dst=self.owner)
+            return None
+        if out is None:
+            out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+        assert out.dtype == torch.uint8 and out.is_contiguous() and out.numel() >= bucket.nbytes
+        views = dict(bucket.views(out))
+        remote = {src: parts for src, parts in plan.items() if src != self.rank}
+        messages = {src: self._buffer(parts) for src, parts in remote.items()}
+        works = {
+            src: dist.irecv(message, group=self.group, group_src=src)
+            for src, message in messages.items()
+        }
+        for part in plan.get(self.rank, []):
+            _place(views, part, local_view(self.params[part.piece.param], part.piece))
+        for src, parts in remote.items():
+            work = works[src]
+            assert work is not None  # None only on ranks outside the group
+            work.wait()
+            for part in parts:
+                _place(views, part, _slot(messages[src], part))
+        return out[: bucket.nbytes]
+
+    def _pack(self, parts: Sequence[_Part]) -> Tensor:
+        message = self._buffer(parts)
+        for part in parts:
+            _slot(message, part).copy_(local_view(self.params[part.piece.param], part.piece))
+        return message
+
+    def _buffer(self, parts: Sequence[_Part]) -> Tensor:
+        last = parts[-1]
+        return torch.empty(last.offset + last.nbytes, dtype=torch.uint8, device=self.device)
+
+
+def _slot(message: Tensor, part: _Part) -> Tensor:
+    """A part's place in the message, typed and shaped like its view."""
+    data = message[part.offset : part.offset + part.nbytes]
+    return data.view(part.dtype).view(part.piece.view.shape)
+
+
+def _place(views: Mapping[str, Tensor], part: _Part, source: Tensor) -> None:
+    """Copies (and casts) a piece into its box of the HF tensor. Boxes are at most split along their
+    first dimension by the piece's view, so the box can always be seen in the view's shape."""
+    views[part.name][part.piece.box].view(source.shape).copy_(source)

@@ -1,0 +1,271 @@
+"""Reads a Hugging Face config.json into a ModelConfig, and refuses what is not implemented.
+
+Pure: no torch, no transformers, no megatron; callable before any process group exists. Both
+spellings of rotary settings are read: `rope_theta` + `rope_scaling` (transformers 4) and
+`rope_parameters` (transformers 5).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config.parallel import ParallelConfig
+from megarl.models.families import FAMILIES, Family
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """type "linear" uses `factor` only; "llama3" uses all fields."""
+
+    type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary)."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    initializer_range: float
+    dtype: str
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+
+    @property
+    def declaration(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.declaration.qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.declaration.qk_norm
+
+
+def read_hf_config(path: str | Path) -> ModelConfig:
+    """ModelConfig of the model directory `path`. ValueError naming what is wrong or unsupported."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"no config.json in {str(path)!r}: give a local Hugging Face model directory (fetch one "
+            "with `hf download NAME --local-dir DIR`)"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{file}: not valid JSON ({e})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+    return parse_hf_config(raw, str(file))
+
+
+def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """ModelConfig of an already parsed config.json; `source` names it in errors."""
+    family = _family(raw, source)
+    _refuse_unsupported(raw, family, source)
+    heads = _positive(raw, "num_attention_heads", source)
+    kv_heads = _positive(raw, "num_key_value_heads", source, default=heads)
+    hidden = _positive(raw, "hidden_size", source)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{source}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}"
+        )
+    if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
+        raise ValueError(
+            f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
+            "no head_dim is given"
+        )
+    head_dim = _positive(raw, "head_dim", source, family.default_head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"{source}: head_dim={head_dim} is odd; rotary embeddings need it even")
+    theta, scaling = _rope(raw, source)
+    return ModelConfig(
+        family=family.name,
+        num_layers=_positive(raw, "num_hidden_layers", source),
+        hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size", source),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_positive(raw, "vocab_size", source),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=_positive(raw, "max_position_embeddings", source, default=2048),
+        initializer_range=float(raw.get("initializer_range", 0.02)),
+        dtype=_dtype(raw, source),
+        raw=dict(raw),
+    )
+
+
+def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """ValueError, naming the values and the fix, if `model` cannot be cut as `parallel` says."""
+    m, tp = model, parallel.tp
+    heads, kv = m.num_attention_heads, m.num_key_value_heads
+    if heads % tp:
+        raise ValueError(
+            f"parallel.tp={tp} does not divide num_attention_heads={heads}; choose tp from "
+            f"{_divisors(heads)}"
+        )
+    if kv % tp and tp % kv:
+        raise ValueError(
+            f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
+            f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
+        )
+    qkv_rows = (heads + 2 * kv) * m.head_dim
+    for name, size in (("intermediate_size", m.intermediate_size), ("qkv rows", qkv_rows)):
+        if size % tp:
+            raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; lower tp")
+    chunks = parallel.pp * parallel.vpp
+    if m.num_layers % chunks:
+        raise ValueError(
+            f"parallel.pp*vpp={parallel.pp}*{parallel.vpp}={chunks} does not divide "
+            f"num_hidden_layers={m.num_layers}; choose a product from {_divisors(m.num_layers)}"
+        )
+    for degree in ("ep", "etp"):
+        if getattr(parallel, degree) > 1:
+            raise ValueError(
+                f"parallel.{degree}={getattr(parallel, degree)} needs a mixture-of-experts model, "
+                f"and {m.family} is dense; set parallel.{degree}=1"
+            )
+
+
+def _family(raw: Mapping[str, Any], source: str) -> Family:
+    names = raw.get("architectures") or []
+    for family in FAMILIES.values():
+        if names and family.architecture in names:
+            return family
+        if not names and raw.get("model_type") == family.name:
+            return family
+    found = names or raw.get("model_type")
+    raise ValueError(
+        f"{source}: architecture {found!r} is not supported; supported: "
+        f"{', '.join(f.architecture for f in FAMILIES.values())}"
+    )
+
+
+# Fields that change the maths: (values that are implemented, what they mean in the message).
+# A field that is absent or null is fine; fields not listed here do not change a forward pass.
+_IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "silu (SwiGLU)"),
+    "mlp_bias": ((False,), "false"),
+    "attention_bias": ((False,), "false (Qwen2 has its own q/k/v biases)"),
+    "attention_dropout": ((0, 0.0), "0"),
+    "use_mrope": ((False,), "false"),
+    "rope_interleaved": ((False,), "false"),
+    "partial_rotary_factor": ((1, 1.0), "1.0"),
+    "quantization_config": ((), "none: dequantise the checkpoint first"),
+}
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> None:
+    for name, (allowed, meaning) in _IMPLEMENTED.items():
+        if name in family.ignored_fields:
+            continue
+        value = raw.get(name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{source}: {name}={value!r} is not supported; supported: {meaning}")
+    _refuse_sliding_window(raw, source)
+
+
+def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
+    """Qwen configs carry `sliding_window` even where it is switched off; only its use is refused."""
+    types = raw.get("layer_types")
+    layers = raw.get("num_hidden_layers", 0)
+    if types:
+        other = sorted(set(types) - {"full_attention"})
+        if other:
+            raise ValueError(
+                f"{source}: layer_types contains {other}; supported: 'full_attention' only"
+            )
+    elif (
+        raw.get("use_sliding_window")
+        and raw.get("sliding_window") is not None
+        and raw.get("max_window_layers", 0) < layers
+    ):
+        raise ValueError(
+            f"{source}: use_sliding_window=true with sliding_window={raw['sliding_window']} is not "
+            "supported; supported: full attention (use_sliding_window=false)"
+        )
+
+
+def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if any(isinstance(v, Mapping) for v in params.values()):
+        raise ValueError(
+            f"{source}: rope_parameters per layer type ({sorted(params)}) is not supported; "
+            "supported: one set for all layers"
+        )
+    if params.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{source}: partial_rotary_factor={params['partial_rotary_factor']} is not supported; "
+            "supported: 1.0"
+        )
+    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind in ("default", None):
+        return theta, None
+    needed = {
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
+    if kind not in needed:
+        raise ValueError(
+            f"{source}: rope scaling type {kind!r} is not supported; supported: default, "
+            f"{', '.join(needed)}"
+        )
+    missing = [k for k in needed[kind] if params.get(k) is None]
+    if missing:
+        raise ValueError(f"{source}: rope scaling type {kind!r} lacks {', '.join(missing)}")
+    return theta, RopeScaling(type=kind, **{k: params[k] for k in needed[kind]})
+
+
+def _dtype(raw: Mapping[str, Any], source: str) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{source}: dtype {name!r} is not supported; supported: {DTYPES}")
+    return name
+
+
+def _positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{source}: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
+    return value
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

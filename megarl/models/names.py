@@ -1,0 +1,46 @@
+"""One name per parameter: local layer spec and Transformer Engine spec, every pipeline chunk.
+
+Transformer Engine fuses a norm into the linear layer after it and names its weight accordingly;
+canonical names are those of the local spec, with global layer numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+# Transformer Engine spec -> local spec (dense layers), relative to the layer
+_ALIASES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYERS = "decoder.layers."
+
+
+def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter over this rank's chunks, wrapped (DDP, Float16Module) or not."""
+    out: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        for name, param in model.named_parameters():
+            canonical = canonical_name(model, name)
+            assert canonical not in out, f"two parameters are called {canonical}"
+            out[canonical] = param
+    return out
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The model inside DDP and precision wrappers, which keep it as `.module`."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def canonical_name(model: nn.Module, name: str) -> str:
+    if not name.startswith(_LAYERS):
+        return name
+    index, rest = name.removeprefix(_LAYERS).split(".", 1)
+    layer = model.get_submodule(_LAYERS + index)
+    number: int = layer.layer_number - 1  # type: ignore[assignment, operator]  # megatron counts from 1
+    return f"{_LAYERS}{number}.{_ALIASES.get(rest, rest)}"

@@ -1,0 +1,178 @@
+"""How one Megatron parameter is made of HF tensors: the invertible ops of a family's declaration.
+
+An op answers three questions about a model cut over `tp` ranks: the shapes of the HF tensors it is
+made of, the shape of the local parameter, and its *segments*: which rows of which HF tensor lie at
+which rows of which rank's parameter. Nothing else in the project knows how weights are fused or
+sharded; loading, saving and streaming all follow from the segments, so each op is written once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.models.hf_config import ModelConfig
+
+Shape = tuple[int, ...]
+Dim = Callable[["ModelConfig"], int]
+
+
+def hidden(m: ModelConfig) -> int:
+    return m.hidden_size
+
+
+def intermediate(m: ModelConfig) -> int:
+    return m.intermediate_size
+
+
+def head_dim(m: ModelConfig) -> int:
+    return m.head_dim
+
+
+def query(m: ModelConfig) -> int:
+    return m.num_attention_heads * m.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [row, row + rows) of the parameter on tensor-parallel rank `tp`, all its columns, are
+    rows [hf_row, hf_row + rows), columns [hf_col, hf_col + cols) of HF tensor number `source`.
+    A vector is a matrix of one column.
+    """
+
+    tp: int
+    source: int
+    row: int
+    hf_row: int
+    rows: int
+    hf_col: int
+    cols: int
+
+
+class Op(ABC):
+    """`replicated`: every tensor-parallel rank holds the same whole parameter."""
+
+    replicated = False
+
+    @abstractmethod
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Shapes of the HF tensors it is made of."""
+
+    @abstractmethod
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Shape on one rank; `vocab_rows` is the padded vocabulary over all ranks."""
+
+    @abstractmethod
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Every row of every HF tensor on every rank that holds it."""
+
+
+@dataclass(frozen=True)
+class Replicated(Op):
+    """A vector every rank holds: norms."""
+
+    rows: Dim
+    replicated = True
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((self.rows(m),),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (self.rows(m),)
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        for rank in range(tp):
+            yield Segment(rank, 0, 0, 0, self.rows(m), 0, 1)
+
+
+@dataclass(frozen=True)
+class RowParallel(Op):
+    """A matrix [rows, cols] cut along its input dimension (columns)."""
+
+    rows: Dim
+    cols: Dim
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((self.rows(m), self.cols(m)),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (self.rows(m), self.cols(m) // tp)
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        rows, cols = self.rows(m), self.cols(m) // tp
+        for rank in range(tp):
+            yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
+
+
+@dataclass(frozen=True)
+class VocabParallel(Op):
+    """[V, H] cut along the vocabulary, padded with rows that are zero and never exported."""
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((m.vocab_size, m.hidden_size),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (vocab_rows // tp, m.hidden_size)
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        per = vocab_rows // tp
+        for rank in range(tp):
+            start, stop = rank * per, min((rank + 1) * per, m.vocab_size)
+            if start < stop:
+                yield Segment(rank, 0, 0, start, stop - start, 0, m.hidden_size)
+
+
+@dataclass(frozen=True)
+class GateUp(Op):
+    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up."""
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((m.intermediate_size, m.hidden_size),) * 2
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (2 * m.intermediate_size // tp, m.hidden_size)
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        per = m.intermediate_size // tp
+        for rank in range(tp):
+            for source in (0, 1):
+                yield Segment(rank, source, source * per, rank * per, per, 0, m.hidden_size)
+
+
+@dataclass(frozen=True)
+class FusedQKV(Op):
+    """q, k, v interleaved by query group: [q heads of group 0, k0, v0, q heads of group 1, ...].
+
+    The interleaved rows are cut evenly over ranks. With more ranks than groups the cut falls inside
+    a group (megatron-core gathers the activations and picks its heads), so no weight is held
+    twice even then; the key/value *heads* are what ranks share.
+    """
+
+    bias: bool = False
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        kv = m.num_key_value_heads * m.head_dim
+        rows = (query(m), kv, kv)
+        return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // tp
+        return (rows,) if self.bias else (rows, m.hidden_size)
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        per = self.local_shape(m, tp, vocab_rows)[0]
+        cols = 1 if self.bias else m.hidden_size
+        q_rows = m.num_attention_heads // m.num_key_value_heads * m.head_dim
+        row = 0  # of the interleaved matrix
+        for group in range(m.num_key_value_heads):
+            for source, rows in enumerate((q_rows, m.head_dim, m.head_dim)):
+                start, stop = row, row + rows
+                while row < stop:
+                    rank, local = divmod(row, per)
+                    n = min(stop, (rank + 1) * per) - row
+                    hf_row = group * rows + row - start
+                    yield Segment(rank, source, local, hf_row, n, 0, cols)
+                    row += n

@@ -1,0 +1,63 @@
+"""get_logger: lines with time, rank and module; INFO on rank 0, WARNING elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+ROOT = "megarl"
+
+
+def env_rank() -> int:
+    """This process's rank as torchrun gives it, 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def get_logger(name: str = ROOT) -> logging.Logger:
+    """A logger below "megarl". MEGARL_LOG_LEVEL (DEBUG, INFO, ...) sets the level on every rank."""
+    _configure()
+    if name != ROOT and not name.startswith(ROOT + "."):
+        name = f"{ROOT}.{name}"
+    return logging.getLogger(name)
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at the time, so that redirecting it keeps working."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[no-untyped-def,override]
+        return sys.stderr
+
+
+class _Format(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.short = record.name.removeprefix(ROOT + ".")
+        record.rank = env_rank()
+        return super().format(record)
+
+
+def _configure() -> None:
+    root = logging.getLogger(ROOT)
+    if any(isinstance(h, _Stderr) for h in root.handlers):
+        return
+    handler = _Stderr()
+    handler.setFormatter(
+        _Format("%(asctime)s r%(rank)d %(levelname)-7s %(short)s: %(message)s", datefmt="%H:%M:%S")
+    )
+    root.addHandler(handler)
+    root.propagate = False
+    root.setLevel(_level())
+
+
+def _level() -> int:
+    text = os.environ.get("MEGARL_LOG_LEVEL")
+    if not text:
+        return logging.INFO if env_rank() == 0 else logging.WARNING
+    levels = logging.getLevelNamesMapping()
+    if text.upper() not in levels:
+        raise ValueError(f"MEGARL_LOG_LEVEL={text!r}: use one of {', '.join(sorted(levels))}")
+    return levels[text.upper()]

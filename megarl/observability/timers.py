@@ -1,0 +1,55 @@
+"""Timers: seconds spent in the named phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class Timers:
+    """    with timers.phase("rollout"): ...
+        stats |= timers.export()          # {"timing/rollout_s": 1.25}
+
+    Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
+    that a phase is charged for the kernels it launched; `clock` is for tests.
+    """
+
+    def __init__(
+        self, *, sync: bool = True, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._sync, self._clock = sync, clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to `name`, also when the body raises."""
+        if self._sync:
+            _synchronize()
+        start = self._clock()
+        try:
+            yield
+            if self._sync:
+                _synchronize()
+        finally:
+            self.add(name, self._clock() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        """What has gathered since the last export, by phase."""
+        return dict(self._seconds)
+
+    def export(self, prefix: str = "timing/") -> dict[str, float]:
+        """{prefix + phase + "_s": seconds}, and starts again from nothing."""
+        out = {f"{prefix}{name}_s": s for name, s in self._seconds.items()}
+        self._seconds.clear()
+        return out

@@ -1,0 +1,350 @@
+"""megatron-core on CPU and gloo: every patch we need, by name, with its reason.
+
+`install()` runs once, before megatron.core is imported, and only where the engine's device is the
+CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
+on such a machine, so no working code changes its meaning. Checked against megatron-core 0.16.1 and
+0.19.2 with torch 2.13.
+
+  P1   torch.cuda.current_device()            is the CPU device
+  P2   torch.cuda streams, events, memory     are null objects: CPU work is synchronous
+  P3   device="cuda", pin_memory, .cuda()     stay on the CPU
+  P4   Tensor.type() without argument         reads "torch.cuda.*Tensor", which the optimizer tests
+  P5   random states                          are those of the CPU generator, the tracker included
+  P6   torch.compile inside megatron-core     is the identity
+  P7   te_general_gemm                        exists although Transformer Engine does not
+  P8   MoE split sizes                        become numpy also when they are on the CPU already
+  P9   uneven all_gather                      is padded to even (gloo has no other)
+  P10  Adam                                   has Transformer Engine's state, so checkpoints agree
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+_CPU = torch.device("cpu")
+
+
+def _patch(target: Any, **attrs: Any) -> None:
+    for name, value in attrs.items():
+        setattr(target, name, value)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class NullEvent:
+    """torch.cuda.Event where everything has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: NullEvent) -> float:
+        return 0.0
+
+
+class NullStream:
+    """torch.cuda.Stream where ordering always holds. All of them are the same stream."""
+
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        return event or NullEvent()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NullStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def p1_current_device() -> None:
+    _patch(torch.cuda, current_device=lambda: _CPU)
+
+
+def p2_streams_and_memory() -> None:
+    null = NullStream()
+    for name in (
+        "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect",
+        "reset_peak_memory_stats",
+    ):  # fmt: skip
+        _patch(torch.cuda, **{name: _nothing})
+    for name in (
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    ):  # fmt: skip
+        _patch(torch.cuda, **{name: lambda *_, **__: 0})
+    _patch(
+        torch.cuda,
+        Stream=NullStream,
+        Event=NullEvent,
+        current_stream=lambda *_, **__: null,
+        default_stream=lambda *_, **__: null,
+        stream=lambda s: contextlib.nullcontext(s),
+        get_device_capability=lambda *_, **__: (0, 0),
+    )
+    _patch(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing)
+
+
+def p3_tensor_placement() -> None:
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            is_index = isinstance(device, int) and not isinstance(device, bool)
+            if is_index or str(device).startswith("cuda"):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return wrapper
+
+    for name in (
+        "tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like",
+        "ones_like",
+    ):  # fmt: skip
+        _patch(torch, **{name: on_cpu(getattr(torch, name))})
+    _patch(
+        torch.Tensor,
+        cuda=lambda self, *_, **__: self,
+        pin_memory=lambda self, *_, **__: self,
+        record_stream=_nothing,
+    )
+    _patch(torch.nn.Module, cuda=lambda self, *_, **__: self)
+
+
+def p4_tensor_type() -> None:
+    """megatron.core.optimizer sorts parameters by `param.type()` among torch.cuda names."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)  # type: ignore[union-attr]
+
+    _patch(torch.Tensor, type=type_)
+
+
+def p5_torch_random_state() -> None:
+    """torch.manual_seed calls torch.cuda.manual_seed_all, so seeding goes to the generator."""
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    _patch(torch.cuda, manual_seed=manual_seed, manual_seed_all=_nothing)
+    for module in (torch.cuda, torch.cuda.random):
+        _patch(module, get_rng_state=get_state, set_rng_state=set_state)
+
+
+def p5_tracker() -> None:
+    """The tracker sets states by a lazy CUDA call that never fires on CPU: without this half its
+    streams are silently those of the default generator, and differ across TP ranks.
+    """
+    from megatron.core.tensor_parallel import random as R
+
+    class CpuRNGStatesTracker(R.CudaRNGStatesTracker):
+        """Forks the CPU generator; otherwise megatron-core's tracker."""
+
+        _current_state_name: str
+
+        @contextlib.contextmanager
+        def fork(self, name: str = R._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"rng state {name} was never added")
+            outer, outer_name = torch.get_rng_state(), self._current_state_name
+            if outer_name != "default-rng":
+                self.states_[outer_name] = outer
+            torch.set_rng_state(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(
+                    outer if outer_name == "default-rng" else self.states_[outer_name]
+                )
+                self._current_state_name = outer_name
+
+    _patch(
+        R,
+        CudaRNGStatesTracker=CpuRNGStatesTracker,
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
+
+
+def p6_no_compile() -> None:
+    """megatron.core.jit binds torch.compile when it is imported. Compiling costs seconds per
+    function on a CPU and gains nothing at the sizes that run there.
+    """
+
+    def identity(model: Any = None, **_: Any) -> Any:
+        return model if model is not None else (lambda f: f)
+
+    compile_, torch.compile = torch.compile, identity  # type: ignore[assignment]
+    try:
+        import megatron.core
+        import megatron.core.jit
+
+        megatron.core.jit.disable_jit_fuser()  # for modules imported later
+    finally:
+        torch.compile = compile_  # type: ignore[assignment]
+
+
+def p7_te_general_gemm() -> None:
+    """0.16: the MoE router reads a name that is bound only when Transformer Engine imports."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _patch(moe_utils, te_general_gemm=None)
+
+
+def p8_moe_split_sizes() -> None:
+    """The alltoall dispatcher turns split sizes into numpy only when they sit on a GPU, but
+    torch.split wants integers, not a CPU tensor.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _patch(moe_utils, maybe_move_tensor_to_cpu=to_host)
+    _patch(token_dispatcher, maybe_move_tensor_to_cpu=to_host)
+
+
+def p9_uneven_all_gather() -> None:
+    """MoE with expert-tensor-parallel > 1 gathers uneven splits, which gloo refuses."""
+    from megatron.core.tensor_parallel import mappings
+
+    even = mappings._gather_along_first_dim
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        if output_split_sizes is None or group.size() == 1:
+            return even(input_, group, None, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = input_.new_zeros((max(*sizes, 1), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)])
+
+    _patch(mappings, _gather_along_first_dim=gather)
+
+
+class CpuFusedAdam(torch.optim.Optimizer):
+    """Transformer Engine's FusedAdam on torch ops: `step` is an int in the parameter group and the
+    state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, adam_w_mode: bool = True, **_: Any,
+    ) -> None:  # fmt: skip
+        self.adam_w_mode = adam_w_mode
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True
+        )
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, **_: Any) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            (adamw if self.adam_w_mode else adam)(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in params],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def p10_adam() -> None:
+    """Without Transformer Engine and apex, megatron-core falls back to torch.optim.AdamW, whose
+    distributed-optimizer (de)serialisation is broken: a fresh state fails an assertion, and one
+    step tensor is shared by all parameters.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        _patch(optimizer, Adam=CpuFusedAdam, USING_PYTORCH_OPTIMIZER=False)
+        _patch(
+            distrib_optimizer, Adam=CpuFusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True
+        )
+
+
+_installed = False
+
+
+def install() -> None:
+    """Installs P1..P10, once."""
+    global _installed
+    if _installed:
+        return
+    early = [m for m in sys.modules if m.startswith("megatron.core")]
+    assert not early, f"import megarl.parallel.mcore before megatron ({early[0]} is loaded)"
+    p1_current_device()
+    p2_streams_and_memory()
+    p3_tensor_placement()
+    p4_tensor_type()
+    p5_torch_random_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
+        p6_no_compile()
+        p5_tracker()
+        p7_te_general_gemm()
+        p8_moe_split_sizes()
+        p9_uneven_all_gather()
+        p10_adam()
+    _installed = True

@@ -1,0 +1,222 @@
+"""Process groups of a layout, and the scope in which megatron-core's globals are one engine's.
+
+megatron-core keeps groups, sizes and the random-state tracker in module globals. Several engines
+with different layouts live on the same ranks, so each has a ProcessGroups that remembers what those
+globals should be, and `model_scope(groups)` swaps it in around every call into megatron-core.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel import mcore
+from megarl.parallel.layout import Coords, Layout
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import random as mcore_random
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
+
+
+def init_distributed(addr: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Starts torch.distributed once: from torchrun's environment, else as a world of one.
+
+    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT.
+    """
+    if mcore.on_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(
+            mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        return
+    missing = [k for k in ("RANK", "WORLD_SIZE") if k not in os.environ]
+    if addr is None:
+        missing += [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
+        )
+    dist.init_process_group(
+        mcore.comm_backend(),
+        init_method=f"tcp://{addr}" if addr else "env://",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
+def _is_state(name: str) -> bool:
+    """parallel_state keeps everything in _UPPERCASE names, and one list of all groups."""
+    return (name.startswith("_") and name.isupper()) or name == "_global_process_group_list"
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict | list) else value
+
+
+def _read_parallel_state() -> dict[str, Any]:
+    return {k: _copy(v) for k, v in vars(ps).items() if _is_state(k)}
+
+
+def _write(module: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(module, name, _copy(value))
+
+
+def _read_rng() -> dict[str, Any]:
+    return {k: getattr(mcore_random, k) for k in _RNG_GLOBALS}
+
+
+# what the globals are while no engine is in scope
+_BLANK_STATE = _read_parallel_state()
+_BLANK_RNG = _read_rng()
+
+
+@dataclass
+class _Groups:
+    """The groups of one layout, shared by all engines that use it."""
+
+    state: dict[str, Any]
+    owned: list[Any]
+    users: int = 0
+
+
+_groups_by_layout: dict[Layout, _Groups] = {}
+
+
+def _create(layout: Layout, timeout: timedelta) -> _Groups:
+    """Collective over the world: megatron-core's groups for `layout`."""
+    outer = _read_parallel_state()
+    _write(ps, _BLANK_STATE)
+    on_gloo = mcore.comm_backend() == "gloo"
+    try:
+        ps.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+            create_gloo_process_groups=not on_gloo,
+        )
+        if on_gloo:  # the host-side twins would be the same groups a second time
+            for name in [n for n in vars(ps) if n.endswith("_GLOO")]:
+                setattr(ps, name, getattr(ps, name.removesuffix("_GLOO")))
+        state = _read_parallel_state()
+    finally:
+        _write(ps, outer)
+    owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
+    return _Groups(state, owned)
+
+
+class ProcessGroups:
+    """One engine's view: the groups of its layout and its own random-state tracker.
+
+    Creating one is a collective over the whole world. Engines of the same layout share the groups;
+    `release()` gives them back, and the last user destroys them.
+    """
+
+    def __init__(self, layout: Layout, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        world = dist.get_world_size()
+        if layout.world_size != world:
+            raise ValueError(f"{layout} is for {layout.world_size} ranks, but {world} are running")
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.coords: Coords = layout.coords(self.rank)
+        if layout not in _groups_by_layout:
+            _groups_by_layout[layout] = _create(layout, timeout)
+        self._shared: _Groups | None = _groups_by_layout[layout]
+        self._shared.users += 1
+        self._state = dict(self._shared.state)
+        self._rng = dict(_BLANK_RNG)
+        with model_scope(self):
+            self.tp = ps.get_tensor_model_parallel_group()
+            self.pp = ps.get_pipeline_model_parallel_group()
+            self.cp = ps.get_context_parallel_group()
+            self.dp = ps.get_data_parallel_group()
+            self.dp_cp = ps.get_data_parallel_group(with_context_parallel=True)
+            self.ep = ps.get_expert_model_parallel_group()
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coords.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coords.pp == self.layout.pp - 1
+
+    def barrier(self) -> None:
+        """All ranks of the world. On GPUs the device is named, else NCCL guesses it."""
+        on_gpu = mcore.comm_backend() == "nccl"
+        dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+
+    def release(self) -> None:
+        """Collective over the world (the last user of a layout destroys its groups)."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        shared.users -= 1
+        if shared.users:
+            return
+        del _groups_by_layout[self.layout]
+        self.barrier()
+        for group in shared.owned:
+            dist.destroy_process_group(group)
+
+
+_in_scope: list[ProcessGroups] = []
+
+
+@contextmanager
+def model_scope(groups: ProcessGroups) -> Iterator[None]:
+    """Inside, megatron-core's globals are those of `groups`. Re-entrant, and scopes nest."""
+    if _in_scope and _in_scope[-1] is groups:
+        yield
+        return
+    outer_state, outer_rng = _read_parallel_state(), _read_rng()
+    _write(ps, groups._state)
+    _write(mcore_random, groups._rng)
+    _in_scope.append(groups)
+    try:
+        yield
+    finally:
+        _in_scope.pop()
+        groups._state, groups._rng = _read_parallel_state(), _read_rng()
+        _write(ps, outer_state)
+        _write(mcore_random, outer_rng)
+
+
+@contextmanager
+def waiting_for(groups: ProcessGroups, what: str) -> Iterator[None]:
+    """Names the rank and what it was doing when a collective inside times out or loses a peer.
+
+    gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        if not any(s in text for s in ("timed out", "timeout", "connection closed", "peer")):
+            raise
+        raise RuntimeError(
+            f"rank {groups.rank} ({groups.coords}) gave up waiting for other ranks in {what}; "
+            f"look at the other ranks' logs for the first error. Cause: {error}"
+        ) from error

@@ -1,0 +1,46 @@
+"""The door to megatron-core: every module that imports `megatron` imports this one first.
+
+Importing it decides the device (CUDA where there is one, unless MEGARL_DEVICE=cpu) and installs the
+CPU backend where that is the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+
+def on_cuda() -> bool:
+    """Whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some."""
+    choice = os.environ.get("MEGARL_DEVICE", "")
+    if choice not in ("", "cpu", "cuda"):
+        raise ValueError(f"MEGARL_DEVICE={choice!r}: use 'cpu' or 'cuda', or leave it unset")
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ValueError("MEGARL_DEVICE=cuda, but torch sees no CUDA device")
+    return choice != "cpu" and torch.cuda.is_available()
+
+
+_ON_CUDA = on_cuda()
+if not _ON_CUDA:
+    from megarl.parallel import cpu_backend
+
+    cpu_backend.install()
+
+
+def device() -> torch.device:
+    """This rank's device: the current CUDA device (set from LOCAL_RANK), or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if _ON_CUDA else torch.device("cpu")
+
+
+def comm_backend() -> str:
+    return "nccl" if _ON_CUDA else "gloo"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
+    import megatron.core
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401

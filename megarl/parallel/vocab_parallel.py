@@ -1,0 +1,206 @@
+"""Log-probabilities, entropy and greedy match from hidden states over a sharded vocabulary.
+
+The full logits never exist: tokens go through the vocabulary projection in chunks, and every chunk
+is reduced over the shards to one number per token and output. With logits l (already divided by the
+temperature), Z = sum_j exp(l_j), p = exp(l) / Z:
+
+    logprob(y) = l_y - log Z              d/dl_j = [j = y] - p_j
+    entropy    = log Z - sum_j p_j l_j    d/dl_j = -p_j (log p_j + entropy)
+
+T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """Rows [start, start + rows) of the padded vocabulary, `vocab_size` of which are real."""
+
+    start: int
+    rows: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def real_rows(self) -> int:
+        return max(0, min(self.rows, self.vocab_size - self.start))
+
+    def all_reduce(self, x: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+
+def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[c,v] in fp32 (or fp64): the product in the model's dtype, as in inference, then widened.
+
+    The result is fresh memory, so that callers may change it in place.
+    """
+    product = h @ weight.t()
+    wide = product.to(torch.promote_types(product.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide.div_(temperature)
+
+
+def _local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """This shard's row of every label (0 where it is elsewhere), and whether it is here. [c]"""
+    row = labels - shard.start
+    here = (row >= 0) & (row < shard.real_rows)
+    return row.masked_fill(~here, 0), here
+
+
+def _greedy_match(
+    logits: torch.Tensor, top: torch.Tensor, labels: torch.Tensor, shard: VocabShard
+) -> torch.Tensor:
+    """1.0 where the label is the argmax; of equal logits the lowest id wins, as in torch.argmax."""
+    winner = torch.full_like(labels, shard.vocab_size)
+    if shard.real_rows:
+        best, where = logits.max(-1)
+        winner = torch.where(best == top, where + shard.start, winner)
+    shard.all_reduce(winner, dist.ReduceOp.MIN)
+    return (winner == labels).to(logits.dtype)
+
+
+def _reduce_chunk(
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
+
+    Two collectives, a third for greedy_match. Entropy is 0 where it is not asked for.
+    """
+    if shard.real_rows:
+        top = logits.amax(-1)
+    else:
+        top = logits.new_full(logits.shape[:1], float("-inf"))
+    shard.all_reduce(top, dist.ReduceOp.MAX)
+    values = {}
+    if "greedy_match" in outputs:
+        values["greedy_match"] = _greedy_match(logits, top, labels, shard)
+    centred = logits.sub_(top[:, None])
+    row, here = _local_target(labels, shard)
+    target = torch.zeros_like(top)
+    if shard.real_rows:
+        target = torch.where(here, centred.gather(-1, row[:, None])[:, 0], target)
+    weights = centred.exp()
+    sums = [weights.sum(-1), target]
+    if "entropy" in outputs:
+        sums.append(weights.mul_(centred).sum(-1))
+    total, target, *weighted = shard.all_reduce(torch.stack(sums), dist.ReduceOp.SUM)
+    log_total = total.log()
+    values["logprobs"] = target - log_total
+    values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
+    centred.sub_(log_total[:, None])
+    stacked = torch.stack([values[o] for o in outputs], -1)
+    return stacked, log_total + top, values["entropy"]
+
+
+class _TokenOutputs(torch.autograd.Function):
+    """[T,K] from hidden [T,H] and weight [rows,H], a chunk of tokens at a time.
+
+    Backward computes each chunk's logits again, except when all tokens fit one chunk: then they are
+    kept. The gradient of `hidden` is this shard's part only (its sum over the group is the caller's
+    business); the weight's is summed over chunks in fp32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
+        shard: VocabShard, outputs: tuple[str, ...], temperature: float, chunk: int,
+    ) -> torch.Tensor:  # fmt: skip
+        real = weight[: shard.real_rows]
+        parts, log_zs, entropies = [], [], []
+        log_p = None
+        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            log_p = None  # the chunk before is freed before this one is made
+            log_p = _logits(h, real, temperature)
+            part, log_z, entropy = _reduce_chunk(log_p, y, shard, outputs)
+            parts.append(part)
+            log_zs.append(log_z)
+            entropies.append(entropy)
+        ctx.kept = log_p if len(parts) == 1 and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, labels, torch.cat(log_zs), torch.cat(entropies))
+        ctx.how = shard, outputs, temperature, chunk
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+        shard, outputs, temperature, chunk = ctx.how
+        real = weight[: shard.real_rows]
+        g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        g_weight = None
+        if ctx.needs_input_grad[1]:
+            g_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
+        for lo in range(0, len(hidden), chunk):
+            s = slice(lo, lo + chunk)
+            log_p = ctx.kept
+            if log_p is None:
+                log_p = _logits(hidden[s], real, temperature).sub_(log_z[s, None])
+            g = _grad_logits(log_p, labels[s], entropy[s], grad[s], shard, outputs)
+            g = g.div_(temperature).to(hidden.dtype)
+            if g_hidden is not None:
+                torch.mm(g, real, out=g_hidden[s])
+            if g_weight is not None:
+                g_weight[: shard.real_rows] += g.t() @ hidden[s]
+        if g_weight is not None:
+            g_weight = g_weight.to(weight.dtype)
+        return g_hidden, g_weight, None, None, None, None, None
+
+
+def _grad_logits(
+    log_p: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor,
+    shard: VocabShard, outputs: Sequence[str],
+) -> torch.Tensor:  # fmt: skip
+    """[c,v]: what `grad` [c,K] of the outputs says about the logits."""
+
+    def of(name: str) -> torch.Tensor:
+        known = name in outputs
+        return grad[:, outputs.index(name)] if known else torch.zeros_like(grad[:, 0])
+
+    g_logprob = of("logprobs")
+    factor = g_logprob[:, None]
+    if "entropy" in outputs:
+        factor = factor + of("entropy")[:, None] * (log_p + entropy[:, None])
+    out = log_p.exp().mul_(factor).neg_()
+    if shard.real_rows:
+        row, here = _local_target(labels, shard)
+        out.scatter_add_(-1, row[:, None], torch.where(here, g_logprob, 0.0)[:, None])
+    return out
+
+
+def token_outputs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
+    shard: VocabShard, outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+    chunk_tokens: int = 4096,
+) -> torch.Tensor:  # fmt: skip
+    """Per-token outputs [T,K] in fp32, K in the order of `outputs` (names of TOKEN_OUTPUTS).
+
+    hidden [T,H], weight [rows,H] of this shard, labels [T]. Peak memory is one chunk of logits
+    [chunk_tokens, v] in fp32 with its softmax.
+    """
+    assert outputs and set(outputs) <= set(TOKEN_OUTPUTS), outputs
+    assert weight.shape[0] == shard.rows, (weight.shape, shard)
+    return _TokenOutputs.apply(
+        hidden, weight, labels, shard, tuple(outputs), float(temperature), chunk_tokens
+    )
+
+
+def gathered_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, *, shard: VocabShard, temperature: float = 1.0
+) -> torch.Tensor:
+    """Full logits [T,V] on every rank of the group. For tests: nothing else can afford them."""
+    local = _logits(hidden, weight, temperature)
+    if shard.group is not None and shard.group.size() > 1:
+        parts = [torch.empty_like(local) for _ in range(shard.group.size())]
+        dist.all_gather(parts, local.contiguous(), group=shard.group)
+        local = torch.cat(parts, -1)
+    return local[:, : shard.vocab_size]

@@ -1,0 +1,84 @@
+"""One episode: a row on its way through a workflow, and the batch it ends as."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.utils.batch import concat_padded
+
+
+@dataclass(kw_only=True, eq=False)
+class Episode:
+    """Ends with `batch` (accepted), `error` (failed) or neither (rejected).
+
+    number: place in the order of submission. drawn: the row came from prepare_batch's dataloader.
+    attempt: how often this row had been started under the same weights.
+    """
+
+    number: int
+    row: dict[str, Any]
+    workflow: RolloutWorkflow
+    should_accept: Callable[[Batch], bool] | None = None
+    drawn: bool = False
+    attempt: int = 0
+    batch: Batch | None = None
+    error: BaseException | None = None
+    latency: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"row {self.row.get('row_id', '?')}"
+
+    def oldest_version(self) -> int | None:
+        """The smallest version that wrote a trained token; None when there is none."""
+        if self.batch is None or "versions" not in self.batch:
+            return None
+        trained = self.batch["versions"][self.batch["loss_mask"].bool()]
+        return int(trained.min()) if trained.numel() else None
+
+
+async def run_episode(episode: Episode, engine: InferenceEngine, *, timeout: float) -> None:
+    """Runs the workflow and records its outcome in `episode`; only cancellation propagates."""
+    begun = time.monotonic()
+    clock = asyncio.timeout(timeout)
+    try:
+        async with clock:
+            data = {**episode.row, "attempt": episode.attempt}
+            batch = await episode.workflow.arun_episode(engine, data)
+        if batch is not None:
+            _check_batch(batch, episode)
+            if episode.should_accept is None or episode.should_accept(batch):
+                episode.batch = batch
+    except Exception as error:  # handed to whoever waits for the episode, see RolloutExecutor.wait
+        if clock.expired() and isinstance(error, TimeoutError):
+            error = TimeoutError(
+                f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
+            )
+        error.add_note(f"in the episode of {episode.name}")
+        episode.error = error
+    episode.latency = time.monotonic() - begun
+
+
+def _check_batch(batch: Any, episode: Episode) -> None:
+    name = type(episode.workflow).__name__
+    if not isinstance(batch, dict) or "input_ids" not in batch:
+        raise TypeError(f"{name} returned {type(batch).__name__}: use a padded batch [n,S] or None")
+    for key in ("attention_mask", "loss_mask"):
+        if key not in batch or batch[key].shape != batch["input_ids"].shape:
+            raise ValueError(f"{name} returned a batch without a {key} of input_ids' shape")
+
+
+def join_episodes(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> Batch:
+    """All samples padded to one length; `group_ids` [B] holds each sample's episode's id."""
+    batches = [e.batch for e in episodes if e.batch is not None]
+    joined = concat_padded(batches)
+    sizes = torch.tensor([len(b["input_ids"]) for b in batches])
+    joined["group_ids"] = torch.repeat_interleave(torch.tensor(list(group_ids)), sizes)
+    return joined

@@ -1,0 +1,155 @@
+"""One sample on its way through SGLang's /generate: request body, answer, continuation.
+
+A sample that a pause aborted is continued: its next request holds the prompt and the tokens so far,
+and the remaining budget. Its seed stays, since seeded sampling is keyed by the position in the
+sequence. (A stop string that straddles the interruption is not seen; stop tokens are.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.rollout import GenerationHyperparameters
+
+# what a server reports before its first weight update
+INITIAL_VERSION = "default"
+
+
+def stable_seed(*key: object) -> int:
+    """A 31-bit seed that depends on the key's values only: the same in every process and run."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 33
+
+
+class Sample:
+    """Collects the tokens of one ModelRequest over as many requests as it takes."""
+
+    def __init__(self, request: ModelRequest, *, seed: int | None) -> None:
+        if not request.input_ids:
+            raise ValueError(f"request {request.rid}: input_ids is empty")
+        self.request, self.seed = request, seed
+        self.response = ModelResponse(input_tokens=list(request.input_ids), stop_reason="")
+        self._begun = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        return bool(self.response.stop_reason)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.response.input_tokens + self.response.output_tokens
+
+    def sampling_params(self) -> dict[str, Any]:
+        config, written = self.request.gconfig, self.response.output_len
+        params = _sampling_params(config)
+        params["max_new_tokens"] = config.max_new_tokens - written
+        params["min_new_tokens"] = max(0, config.min_new_tokens - written)
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        return params
+
+    def absorb(self, item: dict[str, Any], *, initial_version: int) -> int:
+        """Takes one answer in; returns how many tokens it brought. Raises ValueError for an answer
+        that breaks the protocol and RuntimeError for a request the server gave up on.
+        """
+        meta = item["meta_info"]
+        tokens, logprobs = _tokens_and_logprobs(item)
+        response = self.response
+        response.output_tokens += tokens
+        response.output_logprobs += logprobs
+        response.output_versions += _versions(meta, len(tokens), initial_version)
+        reason = (meta.get("finish_reason") or {}).get("type")
+        if reason == "abort":
+            self._check_abort(meta["finish_reason"])
+            if response.output_len >= self.request.gconfig.max_new_tokens:
+                self._finish("length")
+        elif reason in ("stop", "length"):
+            self._finish(reason)
+        else:
+            raise ValueError(f"request {self.request.rid}: finish_reason {reason!r} is not known")
+        return len(tokens)
+
+    def _finish(self, reason: str) -> None:
+        self.response.stop_reason = reason
+        self.response.latency = time.monotonic() - self._begun
+
+    def _check_abort(self, finish: dict[str, Any]) -> None:
+        """A pause's abort carries no status; one with a status is the server's refusal."""
+        if finish.get("status_code") is not None:
+            raise RuntimeError(
+                f"request {self.request.rid}: server aborted it with status "
+                f"{finish['status_code']}: {finish.get('message', '(no message)')}"
+            )
+
+
+def batch_body(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The body of ONE /generate request for all samples, each with its own parameters and seed."""
+    return {
+        "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
+        "input_ids": [s.tokens for s in samples],
+        "sampling_params": [s.sampling_params() for s in samples],
+        "return_logprob": True,
+    }
+
+
+def _sampling_params(config: GenerationHyperparameters) -> dict[str, Any]:
+    params: dict[str, Any] = {"ignore_eos": config.ignore_eos}
+    if config.greedy:
+        params["temperature"] = 0.0
+    else:
+        if config.temperature <= 0:
+            raise ValueError(f"gconfig.temperature={config.temperature}: use greedy=true for 0")
+        params |= {
+            "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k,
+        }
+    if config.stop_token_ids:
+        params["stop_token_ids"] = list(config.stop_token_ids)
+    if config.stop:
+        params["stop"] = list(config.stop)
+    return params
+
+
+def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Both from output_token_logprobs ([logprob, id, text] each): they cannot disagree."""
+    meta = item["meta_info"]
+    entries = meta.get("output_token_logprobs")
+    if entries is None:  # a request aborted while it queued has a reduced meta_info
+        if item.get("output_ids"):
+            raise ValueError("the server answered tokens without output_token_logprobs")
+        return [], []
+    tokens, logprobs = [int(e[1]) for e in entries], [float(e[0]) for e in entries]
+    if bad := [lp for lp in logprobs if not math.isfinite(lp)]:
+        raise ValueError(f"the server answered a logprob of {bad[0]}")
+    return tokens, logprobs
+
+
+def _versions(meta: dict[str, Any], count: int, initial_version: int) -> list[int]:
+    """Weight version of each of `count` output tokens from spans [{version, start, end}]."""
+    spans = meta.get("weight_versions") or [
+        {"version": meta.get("weight_version", INITIAL_VERSION), "start": 0, "end": count}
+    ]
+    versions: list[int | None] = [None] * count
+    for span in spans:
+        number = parse_version(span["version"], initial_version)
+        for t in range(span["start"], min(span["end"], count)):
+            versions[t] = number
+    if None in versions:
+        raise ValueError(f"weight_versions {spans} do not cover all {count} output tokens")
+    return [v for v in versions if v is not None]
+
+
+def parse_version(text: str, initial_version: int) -> int:
+    if text == INITIAL_VERSION:
+        return initial_version
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"server weight_version {text!r} is not a number: only megarl may update its weights"
+        ) from None

@@ -1,0 +1,177 @@
+"""RewardPool: rewards in worker processes, each with a bound on its time.
+
+A reward is other people's code: it may be slow, hang in C, or kill its process. Every worker is
+driven by one thread, which kills and replaces it when its reward overruns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing as mp
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+# a worker's interpreter start and the import of the reward's module are not the reward's time
+START_TIMEOUT = 120.0
+
+
+class RewardError(RuntimeError):
+    """A reward that raised, died or returned no finite number; the message names the row."""
+
+
+class RewardTimeout(RewardError):
+    """A reward that took longer than rollout.reward_timeout and was killed."""
+
+
+def _serve(pipe: Connection) -> None:
+    """A worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error", value)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    while True:
+        try:
+            payload = pipe.recv_bytes()
+        except EOFError:  # the trainer is gone
+            return
+        try:
+            fn, args, kw = pickle.loads(payload)
+            pipe.send(("begun", None))
+            answer = ("ok", _number(fn(*args, **kw)))
+        except Exception:
+            answer = ("error", traceback.format_exc())
+        pipe.send(answer)
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, not a finite number")
+    return number
+
+
+class _Worker:
+    """One process and its pipe, started on first use. `end` may come from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def start(self) -> Connection:
+        with self._lock:
+            if self._ended:
+                raise EOFError("the reward pool is closed")
+            if self._pipe is None:
+                context = mp.get_context("spawn")  # fork would copy threads and CUDA state
+                self._pipe, theirs = context.Pipe()
+                self._process = context.Process(
+                    target=_serve, args=(theirs,), name="megarl-reward", daemon=True
+                )
+                self._process.start()
+                theirs.close()
+            return self._pipe
+
+    def discard(self) -> None:
+        """Kills the process and forgets it; the next job starts another."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+                self._process.close()
+            if self._pipe is not None:
+                self._pipe.close()
+            self._process = self._pipe = None
+
+    def end(self) -> None:
+        """Kills the process for good: a driver waiting on the pipe sees its end."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class RewardPool:
+    """`workers` processes; a reward may take `timeout` seconds. Close it, or use it in `with`."""
+
+    def __init__(self, workers: int, *, timeout: float) -> None:
+        if workers < 1:
+            raise ValueError(f"rollout.reward_workers={workers}: use at least 1")
+        if timeout <= 0:
+            raise ValueError(f"rollout.reward_timeout={timeout}: use a positive number of seconds")
+        self._timeout = timeout
+        self._workers = [_Worker() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="megarl-reward")
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def score(
+        self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], *,
+        row_id: object = "?",
+    ) -> float:
+        """fn(*args, **kw) in a worker. Raises RewardError naming `row_id`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._score, fn, args, kw, row_id)
+
+    def close(self) -> None:
+        """Kills the workers, also busy ones, and joins the threads. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(wait=True)
+        for worker in self._workers:
+            worker.discard()
+
+    def _score(
+        self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], row_id: object
+    ) -> float:
+        name = getattr(fn, "__name__", repr(fn))
+        try:
+            payload = pickle.dumps((fn, args, kw))
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            raise RewardError(
+                f"reward {name} on row {row_id} cannot be sent to a worker process ({e}); "
+                "a reward must be a function at the top level of a module"
+            ) from e
+        worker = self._idle.get()
+        try:
+            return self._drive(worker, payload, f"reward {name} on row {row_id}")
+        finally:
+            self._idle.put(worker)
+
+    def _drive(self, worker: _Worker, payload: bytes, what: str) -> float:
+        try:
+            pipe = worker.start()
+            pipe.send_bytes(payload)
+            kind, value = self._receive(pipe, START_TIMEOUT, f"{what}: its worker did not start")
+            if kind == "begun":
+                late = f"{what} took longer than rollout.reward_timeout={self._timeout:g} s"
+                kind, value = self._receive(pipe, self._timeout, late)
+        except RewardTimeout:
+            worker.discard()
+            raise
+        except (EOFError, OSError) as e:
+            worker.discard()
+            raise RewardError(f"{what} ended its worker process ({type(e).__name__})") from e
+        if kind == "error":
+            raise RewardError(f"{what} raised:\n{value}")
+        return value
+
+    @staticmethod
+    def _receive(pipe: Connection, timeout: float, late: str) -> tuple[str, Any]:
+        if not pipe.poll(timeout):
+            raise RewardTimeout(late)
+        return pipe.recv()

@@ -1,0 +1,144 @@
+"""The servers a client talks to: choice by load, retries, and control calls to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megarl.utils.http import HttpError, decode_answer, error_message, split_address
+
+log = logging.getLogger(__name__)
+
+RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DELAY
+MAX_RETRY_DELAY = 10.0
+POLL_INTERVAL = 0.2
+PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generates a token
+
+
+@dataclass
+class _Server:
+    address: str  # host:port
+    in_flight: int = 0  # samples
+
+
+class ServerPool:
+    """All methods run in the event loop that `open` ran in."""
+
+    def __init__(self, addresses: Sequence[str], *, request_timeout: float, retries: int) -> None:
+        if not addresses:
+            raise ValueError(
+                "no generation server: set rollout.addresses=[host:port,...] or the environment "
+                "variable MEGARL_LLM_SERVER_ADDRS, or use megarl.launcher.local, which starts them"
+            )
+        if retries < 1:
+            raise ValueError(f"rollout.request_retries={retries}: use at least 1")
+        self._servers = [_Server("{}:{}".format(*split_address(a))) for a in addresses]
+        self._timeout, self._retries = request_timeout, retries
+        self._next = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        return [s.address for s in self._servers]
+
+    async def open(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0)  # concurrency is bounded by the executor
+        self._session = aiohttp.ClientSession(connector=connector)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, body: dict[str, Any], samples: int) -> list[dict[str, Any]]:
+        """One batch request to the least loaded server, elsewhere on a connection error."""
+        failed: list[_Server] = []
+        for attempt in range(self._retries):
+            server = self._pick(avoid=failed)
+            server.in_flight += samples
+            try:
+                answer = await self.call(
+                    server.address, "POST", "/generate", body, timeout=self._timeout
+                )
+            except HttpError as error:
+                if error.status is not None and error.status < 500:
+                    raise
+                cause = error
+            else:
+                return _checked(answer, samples, server.address)
+            finally:
+                server.in_flight -= samples
+            failed.append(server)
+            log.warning("try %d of %d: %s", attempt + 1, self._retries, cause)
+            if attempt + 1 < self._retries:
+                await asyncio.sleep(min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY))
+        raise RuntimeError(
+            f"generation failed {self._retries} times (rollout.request_retries), the last time "
+            f"because {cause}"
+        ) from cause
+
+    def _pick(self, *, avoid: Sequence[_Server]) -> _Server:
+        """The least loaded server, in turns among equals; servers that just failed come last."""
+        n = len(self._servers)
+        order = [self._servers[(self._next + i) % n] for i in range(n)]
+        best = min(order, key=lambda s: (avoid.count(s), s.in_flight))
+        self._next = (self._servers.index(best) + 1) % n
+        return best
+
+    async def everywhere(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> dict[str, Any]:
+        """One control call to every server at once: {address: answer or its HttpError}."""
+        calls = (self.call(a, method, path, body, timeout=timeout) for a in self.addresses)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, HttpError):
+                raise answer
+        return dict(zip(self.addresses, answers, strict=True))
+
+    async def control(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
+        """POST to every server; raises one error that names all servers that did not comply."""
+        answers = await self.everywhere("POST", path, body, timeout=timeout)
+        if errors := [str(e) for e in answers.values() if isinstance(e, HttpError)]:
+            raise RuntimeError("; ".join(errors))
+
+    async def unhealthy(self, *, timeout: float = PROBE_TIMEOUT) -> dict[str, HttpError]:
+        """The servers whose /health does not answer 200, with the reason."""
+        answers = await self.everywhere("GET", "/health", timeout=timeout)
+        return {a: e for a, e in answers.items() if isinstance(e, HttpError)}
+
+    async def call(
+        self, address: str, method: str, path: str, body: dict[str, Any] | None = None, *,
+        timeout: float,
+    ) -> Any:
+        """The decoded answer of one call. Every failure is an HttpError naming the server."""
+        assert self._session is not None, "ServerPool.open() was not awaited"
+        limit = aiohttp.ClientTimeout(total=timeout)
+        url = f"http://{address}{path}"
+        try:
+            async with self._session.request(method, url, json=body, timeout=limit) as response:
+                status, raw = response.status, await response.read()
+        except TimeoutError as e:
+            raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            reason = f"failed: {type(e).__name__}: {e}".rstrip(": ")
+            raise HttpError(address, path, reason) from e
+        answer = decode_answer(raw)
+        if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
+            raise HttpError(address, path, error_message(answer), status)
+        return answer
+
+
+def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:
+    items = answer if isinstance(answer, list) else [answer]
+    if len(items) != samples or not all(isinstance(i, dict) and "meta_info" in i for i in items):
+        raise RuntimeError(
+            f"server {address}: /generate answered {str(answer)[:200]!r} to {samples} samples; "
+            "it does not speak SGLang's protocol"
+        )
+    return items

@@ -1,0 +1,48 @@
+"""Evaluation by generation: accuracy on held-out rows with a bootstrap confidence interval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.config.run import EvaluatorConfig
+from megarl.observability.bootstrap import bootstrap_ci
+from megarl.trainer.figures import completions
+
+N_SAMPLES_SHOWN = 12
+
+
+class Evaluator:
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], engine: InferenceEngine, workflow: RolloutWorkflow,
+        tokenizer: Any, *, config: EvaluatorConfig, seed: int,
+    ) -> None:
+        n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
+        self.rows = [rows[i] for i in range(n)]
+        self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
+        self._seed = seed
+
+    def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
+        """`eval/...` figures. A sample is right when its reward is at least 1. With `when`
+        ("before" or "after") the first completions are appended to `samples_path`.
+        """
+        batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
+        rewards = batch["rewards"].float()
+        right = (rewards >= 1).tolist()
+        low, high = bootstrap_ci(right, seed=self._seed)
+        if when is not None:
+            records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
+            with samples_path.open("a") as f:
+                f.writelines(json.dumps({"when": when} | r) + "\n" for r in records)
+        lengths = batch["loss_mask"].sum(1).float()
+        return {
+            "eval/accuracy": sum(right) / len(right),
+            "eval/accuracy_lo": low,
+            "eval/accuracy_hi": high,
+            "eval/reward": rewards.mean().item(),
+            "eval/response_len": lengths.mean().item(),
+            "eval/samples": float(len(right)),
+        }

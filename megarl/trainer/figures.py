@@ -1,0 +1,66 @@
+"""Figures of a rollout batch and of an evaluation: pure functions of padded batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.utils.batch import Batch
+
+
+def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
+    """Rewards, response lengths and staleness of a training batch ([B,S], CONTRACTS: rewards [B],
+    loss_mask, versions [B,S]). `version` is the trainer's.
+    """
+    rewards, mask = batch["rewards"].float(), batch["loss_mask"].bool()
+    lengths = mask.sum(1).float()
+    groups = group_means(rewards, batch["group_ids"])
+    figures = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(unbiased=False).item(),
+        "reward/pass_at_group": (groups["max"] >= 1).float().mean().item(),
+        "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
+        "response_len/mean": lengths.mean().item(),
+        "response_len/max": lengths.max().item(),
+        "tokens/trained": lengths.sum().item(),
+        "tokens/total": batch["attention_mask"].sum().item(),
+    }
+    if "truncated" in batch:
+        figures["response_len/truncated"] = batch["truncated"].float().mean().item()
+    if "versions" in batch:
+        staleness = (version - batch["versions"])[mask].float()
+        figures |= {"staleness/mean": staleness.mean().item(), "staleness/max": staleness.max().item()}
+    return figures
+
+
+def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """min and max of `values` [B] per group."""
+    _, inverse = group_ids.unique(return_inverse=True)
+    n = int(inverse.max()) + 1
+    out = {}
+    for name, op in (("min", "amin"), ("max", "amax")):
+        start = values.new_zeros(n)
+        out[name] = start.scatter_reduce(0, inverse, values, op, include_self=False)
+    return out
+
+
+def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record per row: prompt, completion, answer and reward of its first sample.
+
+    `batch` holds the rows' samples in order, an equal number per row.
+    """
+    per_row = len(batch["input_ids"]) // max(1, len(rows))
+    records = []
+    for i, row in enumerate(rows):
+        k = i * per_row
+        ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
+        records.append(
+            {
+                "prompt": row["prompt"],
+                "completion": tokenizer.decode(ids, skip_special_tokens=True),
+                "answer": str(row["answer"]),
+                "reward": batch["rewards"][k].item(),
+            }
+        )
+    return records

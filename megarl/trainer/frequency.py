@@ -1,0 +1,34 @@
+"""When to save and when to evaluate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megarl.config.run import FrequencyConfig
+
+
+class Frequency:
+    """True every n epochs, steps or seconds, whichever is set. Seconds follow one clock: pass a
+    `clock` that answers the same on every rank.
+    """
+
+    def __init__(
+        self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self._clock = config, clock
+        self._last = clock() if config.freq_secs else 0.0
+
+    def due(self, *, step: int, epoch_ended: bool, epoch: int) -> bool:
+        """`step` and `epoch` count from 1 and are the ones just finished."""
+        c = self.config
+        if c.freq_steps and step % c.freq_steps == 0:
+            return True
+        if c.freq_epochs and epoch_ended and epoch % c.freq_epochs == 0:
+            return True
+        if c.freq_secs:
+            now = self._clock()
+            if now - self._last >= c.freq_secs:
+                self._last = now
+                return True
+        return False

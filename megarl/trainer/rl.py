@@ -1,0 +1,206 @@
+"""The RL recipe. `step` below is the algorithm; everything above it is set-up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megarl.api.inference import Batch
+from megarl.api.records import FinetuneSpec, WeightUpdateMeta
+from megarl.config.algo import PPOActorConfig
+from megarl.config.recipes import GRPOConfig
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.data import build_dataloader, build_dataset, check_context
+from megarl.observability.logging import get_logger
+from megarl.observability.timers import Timers
+from megarl.rollout import RemoteSGLangEngine, RewardPool, RLVRWorkflow, get_reward_fn
+from megarl.trainer.context import RunContext
+from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.figures import rollout_figures
+from megarl.trainer.frequency import Frequency
+from megarl.trainer.roles import MegatronActor, MegatronRef
+from megarl.trainer.saver import Saver
+
+log = get_logger(__name__)
+
+
+def run(cfg: GRPOConfig) -> None:
+    """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
+    timeout = cfg.rollout.episode_timeout + cfg.rollout.request_timeout
+    with RunContext(cfg, model_path=cfg.actor.path, timeout=timeout) as ctx:
+        trainer = RLTrainer(cfg, ctx)
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+
+class Generation:
+    """Rank 0's side of the run: data, the rollout client, the workflows."""
+
+    def __init__(self, cfg: GRPOConfig, tokenizer: Any) -> None:
+        self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
+        check_context(self.data, cfg.gconfig, cfg.server.context_length)
+        self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
+        self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
+        self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
+        self.workflow = self._workflow(cfg, cfg.gconfig, tokenizer)
+        self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
+        self.evaluator = None
+        if cfg.valid_dataset is not None:
+            held_out = build_dataset(cfg.valid_dataset, tokenizer, purpose="rl", seed=cfg.seed)
+            check_context(held_out, cfg.eval_gconfig, cfg.server.context_length)
+            self.evaluator = Evaluator(
+                held_out, self.client, self._workflow(cfg, cfg.eval_gconfig, tokenizer), tokenizer,
+                config=cfg.evaluator, seed=cfg.seed,
+            )
+
+    def _workflow(
+        self, cfg: GRPOConfig, gconfig: GenerationHyperparameters, tokenizer: Any
+    ) -> RLVRWorkflow:
+        reward_fn = get_reward_fn(cfg.train_dataset.type)
+        return RLVRWorkflow(reward_fn, gconfig, tokenizer, reward_pool=self.pool)
+
+    def start(self) -> tuple[int, tuple[str, ...]]:
+        """Waits for the servers; the size of the training set and the servers' addresses."""
+        self.client.initialize()
+        return len(self.data), tuple(self.client.addresses)
+
+    def next_batch(self) -> Batch:
+        return self.client.prepare_batch(
+            self.loader, workflow=self.workflow, should_accept=self.should_accept
+        )
+
+    def close(self) -> None:
+        self.client.destroy()
+        self.pool.close()
+
+
+def has_signal(batch: Batch) -> bool:
+    """DAPO's dynamic sampling (arXiv 2503.14476): a group with equal rewards teaches nothing."""
+    return bool(batch["rewards"].min() != batch["rewards"].max())
+
+
+class RLTrainer:
+    def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
+        self.cfg, self.ctx = cfg, ctx
+        self.timers = Timers()
+        self.generation: Generation | None = None
+        size, self.addresses = ctx.zero(self._start_generation)
+        self.spec = FinetuneSpec(
+            total_train_epochs=cfg.total_train_epochs, dataset_size=size,
+            train_batch_size=cfg.train_dataset.batch_size, max_steps=cfg.total_train_steps,
+        )
+        self.actor = MegatronActor(cfg.actor, temperature=cfg.gconfig.temperature, seed=cfg.seed)
+        self.actor.initialize(None, self.spec)
+        self.ref = self._make_ref(cfg.actor)
+        self.saver = Saver(
+            cfg.saver, run_dir=ctx.run_dir, base_model_path=cfg.actor.path, clock=ctx.clock,
+            is_zero=ctx.is_zero,
+        )
+        self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
+
+    def _start_generation(self) -> tuple[int, tuple[str, ...]]:
+        self.generation = Generation(self.cfg, self.ctx.tokenizer)
+        return self.generation.start()
+
+    def _make_ref(self, actor: PPOActorConfig) -> MegatronRef | None:
+        if self.cfg.ref is None:
+            return None
+        config = copy.deepcopy(self.cfg.ref)
+        config.path = config.path or actor.path
+        config.optimizer = None
+        ref = MegatronRef(config, temperature=self.cfg.gconfig.temperature, seed=self.cfg.seed)
+        ref.initialize(None, None)
+        return ref
+
+    def fit(self) -> None:
+        total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
+        stats = self._evaluate("before") if self.cfg.evaluator.at_start else {}
+        if stats:
+            self.ctx.log_stats(0, stats, total_steps=total)
+        step = 0
+        while step < total and not self._out_of_time():
+            stats = self.step(step)
+            step += 1
+            epoch, ended = -(-step // per_epoch), step % per_epoch == 0
+            with self.timers.phase("save"):
+                self.saver.maybe_save(self.actor, step=step, epoch=epoch, epoch_ended=ended)
+            last = step == total or self._out_of_time()
+            if last and self.cfg.evaluator.at_end:
+                stats |= self._evaluate("after")
+            elif self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
+                stats |= self._evaluate(None)
+            self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+            if last:
+                break
+        self.saver.save_final(self.actor)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of GRPO."""
+        with self.timers.phase("step"):
+            with self.timers.phase("rollout"):
+                batch = self.ctx.zero(self._next_batch)
+            stats = rollout_figures(batch, version=self.actor.get_version())
+            with self.timers.phase("logp"):
+                self.actor.compute_prox_logp(batch)
+            if self.ref is not None:
+                with self.timers.phase("ref"):
+                    batch["ref_logp"] = self.ref.compute_logp(batch)
+            self.actor.compute_advantages(batch)
+            with self.timers.phase("train"):
+                stats |= self.actor.ppo_update(batch)
+                self.actor.step_lr_scheduler()
+            with self.timers.phase("update_weights"):
+                stats |= self.update_weights(step + 1)
+        return stats
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Streams the new weights to every server and bumps the version everywhere."""
+        sync = self.cfg.weight_sync
+        meta = WeightUpdateMeta(
+            type=sync.type, version=version, addresses=self.addresses,
+            path=str(self.ctx.run_dir / "weights"), bucket_bytes=sync.bucket_mb << 20,
+            flattened=sync.flattened, timeout=sync.timeout,
+            verify=sync.verify == "every" or (sync.verify == "first" and version == 1),
+        )
+        self.ctx.zero(self._pause)
+        stats = self.actor.upload_weights(meta)
+        self.ctx.zero(self._resume, meta)
+        self.actor.set_version(version)
+        return stats
+
+    def close(self) -> None:
+        if self.generation is not None:
+            self.generation.close()
+        for role in (getattr(self, "ref", None), getattr(self, "actor", None)):
+            if role is not None:
+                role.destroy()
+
+    # rank 0 only, called through ctx.zero
+    def _next_batch(self) -> Batch:
+        assert self.generation is not None
+        return self.generation.next_batch()
+
+    def _pause(self) -> None:
+        assert self.generation is not None
+        self.generation.client.pause()
+
+    def _resume(self, meta: WeightUpdateMeta) -> None:
+        assert self.generation is not None
+        self.generation.client.update_weights(meta).result(timeout=meta.timeout)
+        self.generation.client.resume()
+
+    def _evaluate(self, when: str | None) -> dict[str, float]:
+        with self.timers.phase("eval"):
+            return self.ctx.zero(self._evaluate_on_zero, when)
+
+    def _evaluate_on_zero(self, when: str | None) -> dict[str, float]:
+        assert self.generation is not None
+        if self.generation.evaluator is None:
+            return {}
+        return self.generation.evaluator.evaluate(self.ctx.run_dir / "samples.jsonl", when)
+
+    def _out_of_time(self) -> bool:
+        bound = self.cfg.max_train_seconds
+        return bound is not None and self.ctx.elapsed() >= bound

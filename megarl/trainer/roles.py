@@ -1,0 +1,33 @@
+"""The roles of algos/ bound to MegatronEngine, as scripts use them."""
+
+from __future__ import annotations
+
+from megarl.algos.actor import Actor
+from megarl.algos.ref import Ref
+from megarl.algos.sft import SFT
+from megarl.config.algo import PPOActorConfig
+from megarl.config.engine import TrainEngineConfig
+from megarl.engine import MegatronEngine
+
+
+class MegatronActor(Actor):
+    """The trained policy: `compute_logp`, `compute_advantages`, `ppo_update` + engine verbs."""
+
+    def __init__(self, config: PPOActorConfig, *, temperature: float = 1.0, seed: int = 1) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+
+
+class MegatronRef(Ref):
+    """A frozen policy: `compute_logp`."""
+
+    def __init__(
+        self, config: TrainEngineConfig, *, temperature: float = 1.0, seed: int = 1
+    ) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+
+
+class MegatronSFT(SFT):
+    """Supervised fine-tuning: `train`, `evaluate` + engine verbs."""
+
+    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed))

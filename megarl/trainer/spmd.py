@@ -1,0 +1,72 @@
+"""SPMD: every rank runs the same script; rank 0 alone talks to the outside world.
+
+Rank 0 drives rollouts and evaluation. The others wait for its result and get its error, not a
+timeout of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RankZero:
+    """Calls a function on rank 0 and hands its result, or its failure, to every rank.
+
+    Collective. Results travel pickled through host memory (gloo), so they may be any picklable
+    object; `timeout` bounds in seconds how long the other ranks wait.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        self._timeout = timeout
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
+        )
+
+    @property
+    def is_zero(self) -> bool:
+        return self.rank == 0
+
+    def __call__(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        if self._group is None:
+            return fn(*args, **kw)
+        name = getattr(fn, "__qualname__", repr(fn))
+        if self.is_zero:
+            return self._lead(name, fn, *args, **kw)
+        return self._follow(name)
+
+    def _lead(self, name: str, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        try:
+            result = fn(*args, **kw)
+        except BaseException as e:
+            dist.broadcast_object_list([("error", f"{type(e).__name__}: {e}")], 0, self._group)
+            raise
+        dist.broadcast_object_list([("ok", result)], 0, self._group)
+        return result
+
+    def _follow(self, name: str) -> Any:
+        box: list[Any] = [None]
+        try:
+            dist.broadcast_object_list(box, 0, self._group)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"rank {self.rank} waited for rank 0 to finish {name} and got no answer "
+                f"(bound: {self._timeout:.0f} s)"
+            ) from e
+        status, value = box[0]
+        if status == "error":
+            raise RuntimeError(f"rank 0 failed in {name}: {value}")
+        return value
+
+
+def world_size_from_env() -> int:
+    """The number of processes torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

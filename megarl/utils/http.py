@@ -1,0 +1,96 @@
+"""A small synchronous JSON-over-HTTP client for control calls, and threads to make several at once.
+
+Generation requests go through aiohttp; this is for the few calls that block anyway.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class HttpError(RuntimeError):
+    """A call that failed: `server` is host:port, `status` None when no answer came."""
+
+    def __init__(self, server: str, call: str, reason: str, status: int | None = None) -> None:
+        said = f"answered {status}: {reason}" if status is not None else reason
+        super().__init__(f"server {server}: {call} {said}")
+        self.server, self.status, self.reason = server, status, reason
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("10.0.0.1", 30000) from "10.0.0.1:30000", "http://10.0.0.1:30000" or "[::1]:30000"."""
+    bare = address.removeprefix("http://").rstrip("/")
+    host, _, port = bare.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"server address {address!r}: use host:port")
+    return host.strip("[]"), int(port)
+
+
+def call_json(
+    method: str, address: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+) -> Any:
+    """The decoded answer (text where it is not JSON, None where it is empty).
+
+    Raises HttpError with the server's own message on a status >= 400, on `"success": false`, and
+    when no answer comes within `timeout` s.
+    """
+    host, port = split_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    payload = None if body is None else json.dumps(body).encode()
+    try:
+        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        status, raw = response.status, response.read()
+    except TimeoutError as e:
+        raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
+    except (OSError, http.client.HTTPException) as e:
+        reason = str(e) or "connection closed"
+        raise HttpError(address, path, f"failed: {type(e).__name__}: {reason}") from e
+    finally:
+        connection.close()
+    answer = decode_answer(raw)
+    if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
+        raise HttpError(address, path, error_message(answer), status)
+    return answer
+
+
+def decode_answer(raw: bytes) -> Any:
+    if not raw:
+        return None
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def error_message(answer: Any) -> str:
+    """The human part of an error: {"message"}, {"error": {"message"}}, {"detail"} or the text."""
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        if isinstance(error, dict):
+            return str(error.get("message", error))
+        for key in ("message", "error", "detail"):
+            if answer.get(key):
+                return str(answer[key])
+    return "(no message)" if answer is None else str(answer)
+
+
+def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:
+    """Runs fn in a daemon thread: unlike an executor's, it cannot hold up the process's exit."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(fn(*args, **kw))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=work, name=getattr(fn, "__name__", "call"), daemon=True).start()
+    return future

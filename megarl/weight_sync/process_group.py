@@ -1,0 +1,114 @@
+"""A process group of its own between the trainer's sender and the generation servers.
+
+Wire-compatible with SGLang's `init_custom_process_group`: the same rendezvous and the same store
+prefixes, so either side may be ours or SGLang's. It stands beside torch.distributed's default
+group and does not need one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def listen(*, timeout: float) -> dist.TCPStore:
+    """The store rank 0 of a group to come waits at; `.port` was free when the kernel chose it."""
+    return dist.TCPStore(
+        "localhost", 0, None, is_master=True, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def init_update_group(
+    *, master_address: str, master_port: int, rank: int, world_size: int, group_name: str,
+    backend: str, timeout: float, store: dist.Store | None = None,
+) -> dist.ProcessGroup:
+    """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
+
+    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`).
+    Raises torch's DistStoreError or RuntimeError when the others do not come within `timeout` s.
+    """
+    wait = timedelta(seconds=timeout)
+    if store is None:
+        host = f"[{master_address}]" if ":" in master_address else master_address
+        url = f"tcp://{host}:{master_port}"
+        store, rank, world_size = next(dist.rendezvous(url, rank, world_size, timeout=wait))
+    store.set_timeout(wait)
+    with _loopback_gloo(master_address), _independent_of_default_group():
+        pg, _ = c10d._new_process_group_helper(
+            world_size, rank, [], dist.Backend(backend), dist.PrefixStore(group_name, store),
+            group_name=c10d.GroupName(group_name), timeout=wait,
+        )
+    # what dist.broadcast(src=...) reads; new_group() would do it for subgroups of the default
+    c10d._world.pg_group_ranks[pg] = {i: i for i in range(world_size)}
+    return pg
+
+
+def destroy_update_group(pg: dist.ProcessGroup, *, abort: bool = False) -> None:
+    """Leaves the group. `abort` also ends collectives in flight, ours and (by the closed
+    connections) the other members', instead of waiting for them.
+    """
+    if abort:
+        pg.abort()
+    dist.destroy_process_group(pg)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a host name
+        return False
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the interface that routes to `host`. No packet is sent."""
+    if is_loopback(host):
+        return "127.0.0.1"
+    family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as s:
+        s.connect(where)
+        return str(s.getsockname()[0])
+
+
+@contextlib.contextmanager
+def _loopback_gloo(master_address: str) -> Iterator[None]:
+    """Gloo picks its interface by resolving the host name, which laptops and containers often
+    cannot; for a group on one machine the loopback interface is right without asking.
+    """
+    if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
+
+
+@contextlib.contextmanager
+def _independent_of_default_group() -> Iterator[None]:
+    """torch makes a new NCCL group by splitting the default one when that is bound to a device,
+    and a split waits for every rank of the default group. Ours has other members: hide the binding.
+    """
+    default = dist.group.WORLD if dist.is_initialized() else None
+    bound = default.bound_device_id if default is not None else None
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
