@@ -139,8 +139,9 @@ class Actor(Role):
                 "trainer and server disagree about tokens of the current weights by more than "
                 "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
                 self.config.logp_gap_warn,
-                "\n  ".join(f"{gap}, token {batch['input_ids'][gap.row, gap.position]}"
-                            for gap in worst),
+                "\n  ".join(
+                    f"{gap}, token {batch['input_ids'][gap.row, gap.position]}" for gap in worst
+                ),
             )
         return logp_gap_stats(prox, behav, mask)
 
@@ -208,7 +209,7 @@ def _check(config: PPOActorConfig, temperature: float) -> None:
     """Cross-field checks; each error names the value and the fix."""
     if temperature <= 0:
         raise ValueError(
-            f"temperature={temperature}: training needs sampled tokens, with gconfig.temperature > 0"
+            f"temperature={temperature}: training needs sampled tokens: set gconfig.temperature > 0"
         )
     if config.ppo_n_minibatches < 1:
         raise ValueError(f"actor.ppo_n_minibatches={config.ppo_n_minibatches}: must be at least 1")

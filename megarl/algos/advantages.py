@@ -33,7 +33,8 @@ def grpo_advantages(
         raise ValueError(f"adv_norm={mode!r}: use one of {', '.join(ADV_MODES)}")
     if rewards.shape != group_ids.shape or rewards.ndim != 1:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]"
+            f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}: both must be "
+            "[B]"
         )
     if mode == "none":
         return rewards.float()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
 
+
 def logp_gap_stats(prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, float]:
     """How far the trainer's and the server's logprobs of the same tokens are apart, all [B,S].
 
@@ -46,7 +47,7 @@ class LogpGap:
 def worst_logp_gaps(
     prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor, k: int = 5
 ) -> list[LogpGap]:
-    """The k trained tokens with the largest |trainer - server|, worst first; NaN is worst of all."""
+    """The k trained tokens of largest |trainer - server|, worst first; NaN is worst of all."""
     mask = loss_mask.bool()
     gap = (prox_logp.double() - logprobs.double()).abs().nan_to_num(nan=float("inf"))
     gap = gap.masked_fill(~mask, -1.0).flatten()

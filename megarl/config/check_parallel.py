@@ -31,16 +31,15 @@ def parallel_problems(
         yield f"{key}.{name}={getattr(p, name)}: degrees start at 1"
     if small:
         return
-    if world_size is not None and world_size % dense_ranks(p):
-        yield (
-            f"{key}: tp*pp*cp = {p.tp}*{p.pp}*{p.cp} = {dense_ranks(p)} does not divide the world "
-            f"size {world_size}; start a multiple of {dense_ranks(p)} processes or lower a degree"
-        )
-    if world_size is not None and world_size % expert_ranks(p):
-        yield (
-            f"{key}: etp*ep*pp = {p.etp}*{p.ep}*{p.pp} = {expert_ranks(p)} does not divide the world "
-            f"size {world_size}; start a multiple of {expert_ranks(p)} processes or lower a degree"
-        )
+    for what, degrees, ranks in (
+        ("tp*pp*cp", f"{p.tp}*{p.pp}*{p.cp}", dense_ranks(p)),
+        ("etp*ep*pp", f"{p.etp}*{p.ep}*{p.pp}", expert_ranks(p)),
+    ):
+        if world_size is not None and world_size % ranks:
+            yield (
+                f"{key}: {what} = {degrees} = {ranks} does not divide the world size "
+                f"{world_size}; start a multiple of {ranks} processes or lower a degree"
+            )
     if p.vpp > 1 and p.pp < 2:
         yield f"{key}.vpp={p.vpp}: needs {key}.pp > 1 (it is {p.pp})"
     if p.sequence_parallel and p.tp < 2:

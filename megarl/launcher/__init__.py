@@ -1,0 +1,1 @@
+"""Launchers start servers and trainers, watch them, and leave nothing behind."""

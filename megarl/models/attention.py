@@ -1,5 +1,5 @@
-"""Core attention on torch SDPA, for megatron-core's local layer spec: causal, GQA, packed sequences,
-context parallelism. The contract is that of TEDotProductAttention:
+"""Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
+sequences, context parallelism. The contract is that of TEDotProductAttention:
 
 sbhd: query [s, b, nq, d], key and value [s, b, nk, d]  ->  [s, b, nq * d]
 thd:  query [T, nq, d], key and value [T, nk, d]        ->  [T, nq * d]
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.packing_plan import Group, plan_groups
+from megarl.models.packing_plan import Plan, make_plan
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -65,39 +65,39 @@ class SDPACoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._sdpa(q, k, v, None)
             return out.permute(2, 0, 1, 3).reshape(s, b, -1)
-        # one path for context parallelism: b sequences of equal length, packed
-        lengths = [s * self.cp_group.size()] * b
+        # context parallelism: b sequences of equal length, packed
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._grouped(q, *self._gather_kv(k, v, lengths), self._plan(lengths, q.device))
+        out = self._grouped(q, k, v, self._plan([s * self.cp_group.size()] * b, q.device))
         return out.view(b, s, -1).transpose(0, 1)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams) -> Tensor:
         # every layer of a micro-batch sees the same PackedSeqParams: the plan is made once and kept
         # on it, which on a GPU also saves a device synchronisation per layer
-        made = getattr(packed, "_megarl_plan", None)
-        if made is None:
+        plan = getattr(packed, "_megarl_plan", None)
+        if plan is None:
             cu = packed.cu_seqlens_q_padded
             cu = packed.cu_seqlens_q if cu is None else cu
-            lengths = (cu[1:] - cu[:-1]).tolist()
-            made = (lengths, self._plan(lengths, q.device))
-            packed._megarl_plan = made
-        lengths, plan = made
-        assert sum(lengths) == q.shape[0] * self.cp_group.size(), "cu_seqlens must span all tokens"
-        return self._grouped(q, *self._gather_kv(k, v, lengths), plan)
+            plan = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
+            packed._megarl_plan = plan
+        return self._grouped(q, k, v, plan)
 
-    def _plan(self, lengths: list[int], device: torch.device) -> tuple[Group, ...]:
-        return plan_groups(lengths, self.cp_group.size(), self.cp_group.rank(), device)
+    def _plan(self, lengths: list[int], device: torch.device) -> Plan:
+        return make_plan(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: tuple[Group, ...]) -> Tensor:
-        """q [T, nq, d], k and v [T * cp, nk, d] in global order -> [T, nq * d]."""
-        pieces = []
-        for g in plan:
-            qs = q[g.q_index].transpose(1, 2)  # [n, nq, Lq, d]
-            ks, vs = (x[g.k_index].transpose(1, 2) for x in (k, v))
-            out = self._sdpa(qs, ks, vs, g.mask).transpose(1, 2)  # [n, Lq, nq, d]
-            pieces.append(out.reshape(-1, q.shape[1] * q.shape[2])[g.real])
-        order = torch.argsort(torch.cat([g.rows for g in plan]))
-        return torch.cat(pieces)[order]
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        """q [T, nq, d], k and v [T, nk, d] -> [T, nq * d]."""
+        tokens, heads, d = q.shape
+        assert plan.take.numel() == tokens, "cu_seqlens must span all tokens"
+        k, v = self._gather_kv(k, v, plan)
+        outs = []
+        for g in plan.groups:
+            qs, ks, vs = (
+                x.index_select(0, index).view(g.n, -1, *x.shape[1:]).transpose(1, 2)
+                for x, index in ((q, g.q_index), (k, g.k_index), (v, g.k_index))
+            )
+            out = self._sdpa(qs, ks, vs, g.mask)  # [n, nq, Lq, d]
+            outs.append(out.transpose(1, 2).reshape(-1, heads * d))
+        return torch.cat(outs).index_select(0, plan.take)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -110,29 +110,16 @@ class SDPACoreAttention(MegatronModule):
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
-    def _gather_kv(self, k: Tensor, v: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    def _gather_kv(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """[T, nk, d] twice -> [T * cp, nk, d] twice, in global order."""
-        cp = self.cp_group.size()
-        if cp == 1:
+        if plan.kv_order is None:
             return k, v
         kv = _AllGather.apply(torch.stack((k, v), dim=1), self.cp_group)
-        held = torch.cat([zigzag_index(lengths, cp, r, k.device) for r in range(cp)])
-        kv = kv.index_select(0, torch.argsort(held))
+        kv = kv.index_select(0, plan.kv_order)
         return kv[:, 0], kv[:, 1]
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
-
-
-def zigzag_index(lengths: list[int], cp: int, rank: int, device: torch.device) -> Tensor:
-    """Positions, in the packed global order, of the tokens that context-parallel rank holds."""
-    out, base = [], 0
-    for n in lengths:
-        c = n // (2 * cp)
-        for chunk in (rank, 2 * cp - 1 - rank):
-            out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c, device=device))
-        base += n
-    return torch.cat(out)
 
 
 class _AllGather(torch.autograd.Function):

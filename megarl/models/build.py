@@ -51,8 +51,8 @@ def build_model(
     """This rank's chunks of `model`; collective over the layout's ranks.
 
     megatron-core's parallel_state must hold the groups of `layout`. Parameters have `dtype`; they
-    are random by `seed` (the same model for every layout), or left uninitialised for load_hf to fill
-    when it is None. `overrides` go to the TransformerConfig.
+    are random by `seed` (the same model for every layout), or, when it is None, uninitialised until
+    load_hf fills them. `overrides` go to the TransformerConfig.
     """
     device = torch.device(device) if device is not None else mcore.device()
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
@@ -182,7 +182,11 @@ def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
 
 
 def _chunk(
-    model: ModelConfig, config: TransformerConfig, vocab_rows: int, vp_stage: int | None, use_te: bool
+    model: ModelConfig,
+    config: TransformerConfig,
+    vocab_rows: int,
+    vp_stage: int | None,
+    use_te: bool,
 ) -> GPTModel:
     ignore_virtual = vp_stage is None
     chunk = GPTModel(

@@ -1,10 +1,10 @@
-"""The families, one declaration each: every Megatron parameter once, with the HF tensors it is made of.
+"""The families, one declaration each: every Megatron parameter once, with its HF tensors.
 
 To add a family: list its layer's parameters (most are shared below), name its architecture, and add
 it to FAMILIES. Loading, saving, streaming, coverage checks and random weights follow.
 
-Megatron names are those of megatron-core's local layer spec, with global layer numbers; `{i}` stands
-for the layer. HF tensors of a layer are relative to `model.layers.{i}.`.
+Megatron names are those of megatron-core's local layer spec, with global layer numbers. Names in
+a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fills a rank's parameters from whatever gives boxes of HF tensors: files, or a random generator."""
+"""Fills a rank's parameters from whatever gives boxes of HF tensors: files, a random generator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def local_view(param: Tensor, piece: Piece) -> Tensor:
 
 
 @torch.no_grad()
-def fill_params(
-    table: PieceTable, c: Coords, params: Mapping[str, Tensor], read: ReadBox
-) -> None:
+def fill_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], read: ReadBox) -> None:
     """Writes every element of the rank's parameters: pieces from `read`, padding rows with zero.
 
     Reads each box once and one at a time, casting to the parameter's dtype on the way.
@@ -40,9 +38,7 @@ def fill_params(
             local_view(params[piece.param], piece).copy_(data.reshape(piece.view.shape))
 
 
-def fill_random(
-    table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, seed: int
-) -> None:
+def fill_random(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, seed: int) -> None:
     """HF's initialisation: N(0, initializer_range) matrices, unit norms, zero biases.
 
     Keyed by (seed, HF name), so the model does not depend on the layout. Every rank draws each

@@ -8,7 +8,6 @@ un-fused into temporaries, and the vocabulary padding is never sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -69,8 +69,8 @@ def read_hf_config(path: str | Path) -> ModelConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"no config.json in {str(path)!r}: give a local Hugging Face model directory (fetch one "
-            "with `hf download NAME --local-dir DIR`)"
+            f"no config.json in {str(path)!r}: give a local Hugging Face model directory (fetch "
+            "one with `hf download NAME --local-dir DIR`)"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -193,7 +193,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> 
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
-    """Qwen configs carry `sliding_window` even where it is switched off; only its use is refused."""
+    """Qwen configs carry `sliding_window` even where it is off; only its use is refused."""
     types = raw.get("layer_types")
     layers = raw.get("num_hidden_layers", 0)
     if types:

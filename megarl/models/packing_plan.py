@@ -37,16 +37,28 @@ class Item:
 
 @dataclass(frozen=True)
 class Group:
-    """n items padded to Lq queries and Lk keys. q_index [n, Lq] and k_index [n, Lk] gather tokens
-    (padding repeats an item's last token); `real` [n * Lq] lists the rows that are not padding and
-    `rows` [sum of q_len] the tokens they belong to. `mask` [n, 1, Lq, Lk] is None where plain causal
-    attention is right: padding comes after every real query, so causality hides it."""
+    """n items padded to Lq queries and Lk keys; padding repeats an item's last token.
 
+    q_index [n * Lq], k_index [n * Lk]: the tokens they are gathered from. `mask` [n, 1, Lq, Lk] is
+    None where plain causal attention is right: padding comes after every real query, so causality
+    hides it.
+    """
+
+    n: int
     q_index: Tensor
     k_index: Tensor
-    real: Tensor
-    rows: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`take` [T]: where token t's row lies in the groups' outputs, concatenated as [n * Lq] rows.
+    `kv_order` [T * cp]: global token t among the keys gathered rank after rank; None without cp.
+    """
+
+    groups: tuple[Group, ...]
+    take: Tensor
+    kv_order: Tensor | None
 
 
 def items(lengths: Sequence[int], cp: int, rank: int) -> Iterator[Item]:
@@ -71,29 +83,50 @@ def length_class(n: int) -> int:
     return 0 if n <= SHORT else math.ceil(math.log(n / SHORT) / math.log(GROWTH) - 1e-9)
 
 
-def plan_groups(
-    lengths: Sequence[int], cp: int, rank: int, device: torch.device
-) -> tuple[Group, ...]:
-    """Groups that together hold every query of this rank once."""
-    # items of one class share the ratio k_len / q_len: the chunk number is part of the class
+def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) -> Plan:
+    """The plan of context-parallel rank `rank` for packed sequences of (padded, global) `lengths`;
+    its groups together hold every query of the rank once."""
+    # the chunk number (k_len / q_len) is part of the class: one group's keys are then alike too
     classes: dict[tuple[int, int], list[Item]] = {}
     for item in items(lengths, cp, rank):
         key = (length_class(item.q_len), item.k_len // item.q_len)
         classes.setdefault(key, []).append(item)
-    return tuple(_group(members, cp > 1, device) for members in classes.values())
+    take = torch.empty(sum(lengths) // cp, dtype=torch.long)
+    groups, row = [], 0
+    for members in classes.values():
+        width = max(m.q_len for m in members)
+        for m in members:
+            take[m.q_start : m.q_start + m.q_len] = torch.arange(row, row + m.q_len)
+            row += width
+        groups.append(_group(members, cp > 1, device))
+    kv_order = None
+    if cp > 1:
+        held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
+        kv_order = torch.argsort(held).to(device)
+    return Plan(tuple(groups), take.to(device), kv_order)
+
+
+def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
+    """Positions, in the packed global order, of the tokens that context-parallel rank holds."""
+    out, base = [], 0
+    for n in lengths:
+        c = n // (2 * cp)
+        for chunk in (rank, 2 * cp - 1 - rank):
+            out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c))
+        base += n
+    return torch.cat(out)
 
 
 def _group(members: Sequence[Item], masked: bool, device: torch.device) -> Group:
     q_start, q_len, k_start, k_len = (
-        torch.tensor([getattr(i, f) for i in members], device=device)[:, None]
+        torch.tensor([getattr(i, f) for i in members])[:, None]
         for f in ("q_start", "q_len", "k_start", "k_len")
     )
-    i = torch.arange(max(m.q_len for m in members), device=device)[None]
-    j = torch.arange(max(m.k_len for m in members), device=device)[None]
-    q_index = q_start + torch.minimum(i, q_len - 1)
-    k_index = k_start + torch.minimum(j, k_len - 1)
-    real = (i < q_len).flatten().nonzero().squeeze(1)
+    i = torch.arange(int(q_len.max()))[None]
+    j = torch.arange(int(k_len.max()))[None]
+    q_index = (q_start + torch.minimum(i, q_len - 1)).flatten()
+    k_index = (k_start + torch.minimum(j, k_len - 1)).flatten()
     mask = None
     if masked:
-        mask = (j[:, None, :] <= (i + k_len - q_len)[:, :, None])[:, None]
-    return Group(q_index, k_index, real, q_index.flatten()[real], mask)
+        mask = (j[:, None, :] <= (i + k_len - q_len)[:, :, None])[:, None].to(device)
+    return Group(len(members), q_index.to(device), k_index.to(device), mask)

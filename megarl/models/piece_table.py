@@ -2,10 +2,12 @@
 
 Pure data: no process group, no tensors; buildable for any layout anywhere. A piece says that a
 strided view of one rank's local parameter and a box of one HF tensor hold the same numbers in the
-same row-major order. `pieces` are owners: together they cover every element of the HF tensor exactly
-once. `replicas` repeat an owner's numbers elsewhere (norms on the other tensor-parallel ranks, the
-tied embedding on the last pipeline stage). Loading fills both; saving and streaming read owners.
-Data- and context-parallel replicas hold everything their (pp, tp) peer holds and are not listed.
+same row-major order.
+
+`pieces` are owners: together they cover every element of the HF tensor exactly once. `replicas`
+repeat an owner's numbers elsewhere (norms on the other tensor-parallel ranks, the tied embedding on
+the last pipeline stage). Loading fills both; saving and streaming read owners. Data- and
+context-parallel replicas hold everything their (pp, tp) peer holds and are not listed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megarl.models.ops import Segment, Shape
 from megarl.parallel.layout import Coords, Layout
 
 # Rows per tensor-parallel rank are padded to a multiple of this: 16-byte rows of bf16 logits, which
-# is what tensor cores ask for. Megatron-LM's own default is 128; give that to share its checkpoints.
+# is what tensor cores ask for. Megatron-LM's default is 128: give that to share its checkpoints.
 VOCAB_DIVISIBLE_BY = 8
 
 
@@ -231,7 +233,9 @@ def _piece(place: Place, name: str, run: list[Segment], ndim: int) -> Piece:
     stop = (last.hf_row + last.rows, first.hf_col + first.cols)
     if ndim == 1:  # a vector: drop the column
         shape, strides = shape[:-1], strides[:-1]
-    return Piece(place, name, View(first.row * first.cols, shape, strides), start[:ndim], stop[:ndim])
+    return Piece(
+        place, name, View(first.row * first.cols, shape, strides), start[:ndim], stop[:ndim]
+    )
 
 
 def _local_params(

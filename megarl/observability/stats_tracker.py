@@ -43,9 +43,11 @@ class _Moments:
     def merge(self, other: _Moments) -> None:
         self.total += other.total
         self.count += other.count
-        # NaN must survive: min(x, nan) depends on the order of its arguments
-        self.low = math.nan if math.isnan(self.low + other.low) else min(self.low, other.low)
-        self.high = math.nan if math.isnan(self.high + other.high) else max(self.high, other.high)
+        # `not >=` rather than min and max, which lose a NaN in their second argument
+        if not other.low >= self.low:
+            self.low = other.low
+        if not other.high <= self.high:
+            self.high = other.high
 
     def value(self, reduction: str) -> float:
         if reduction == "avg":

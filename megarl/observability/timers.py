@@ -15,8 +15,11 @@ def _synchronize() -> None:
 
 
 class Timers:
-    """    with timers.phase("rollout"): ...
-        stats |= timers.export()          # {"timing/rollout_s": 1.25}
+    """Usage:
+
+        with timers.phase("rollout"):
+            ...
+        stats |= timers.export()  # {"timing/rollout_s": 1.25}
 
     Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
     that a phase is charged for the kernels it launched; `clock` is for tests.

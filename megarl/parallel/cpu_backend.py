@@ -95,7 +95,8 @@ def p2_streams_and_memory() -> None:
         "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect",
         "reset_peak_memory_stats",
     ):  # fmt: skip
-        _patch(torch.cuda, **{name: _nothing})
+        # one function per name: torch._dynamo keys its rules by function and refuses duplicates
+        _patch(torch.cuda, **{name: lambda *_, **__: None})
     for name in (
         "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
     ):  # fmt: skip
@@ -109,7 +110,8 @@ def p2_streams_and_memory() -> None:
         stream=lambda s: contextlib.nullcontext(s),
         get_device_capability=lambda *_, **__: (0, 0),
     )
-    _patch(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing)
+    for name in ("range_push", "range_pop"):
+        _patch(torch.cuda.nvtx, **{name: lambda *_, **__: None})
 
 
 def p3_tensor_placement() -> None:

@@ -7,6 +7,7 @@ globals should be, and `model_scope(groups)` swaps it in around every call into 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,26 +20,29 @@ import torch.distributed as dist
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
-from megatron.core import parallel_state as ps
-from megatron.core.tensor_parallel import random as mcore_random
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+from megatron.core import parallel_state as ps  # isort: skip
+from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
+
+DEFAULT_TIMEOUT = 1800.0  # seconds a collective may wait for its peers
 
 _RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 
 
-def init_distributed(addr: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+def init_distributed(addr: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
     """Starts torch.distributed once: from torchrun's environment, else as a world of one.
 
-    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT.
+    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds, bounds every
+    collective of the world group.
     """
     if mcore.on_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
+    bound = timedelta(seconds=timeout)
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(
-            mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=bound
         )
         return
     missing = [k for k in ("RANK", "WORLD_SIZE") if k not in os.environ]
@@ -53,8 +57,25 @@ def init_distributed(addr: str | None = None, timeout: timedelta = DEFAULT_TIMEO
         init_method=f"tcp://{addr}" if addr else "env://",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timeout,
+        timeout=bound,
     )
+
+
+def shutdown_distributed(*, failed: bool = False) -> None:
+    """Ends torch.distributed in an orderly way, all ranks together.
+
+    With `failed` it waits for nobody: the other ranks may be stuck in a collective, and the process
+    is about to exit with the error.
+    """
+    if dist.is_initialized() and not failed:
+        _barrier()
+        dist.destroy_process_group()
+
+
+def _barrier() -> None:
+    """All ranks of the world. On GPUs the device is named, else NCCL guesses it."""
+    on_gpu = mcore.comm_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def _is_state(name: str) -> bool:
@@ -96,7 +117,7 @@ class _Groups:
 _groups_by_layout: dict[Layout, _Groups] = {}
 
 
-def _create(layout: Layout, timeout: timedelta) -> _Groups:
+def _create(layout: Layout, timeout: float) -> _Groups:
     """Collective over the world: megatron-core's groups for `layout`."""
     outer = _read_parallel_state()
     _write(ps, _BLANK_STATE)
@@ -109,7 +130,7 @@ def _create(layout: Layout, timeout: timedelta) -> _Groups:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+            distributed_timeout_minutes=max(1, math.ceil(timeout / 60)),
             create_gloo_process_groups=not on_gloo,
         )
         if on_gloo:  # the host-side twins would be the same groups a second time
@@ -129,7 +150,7 @@ class ProcessGroups:
     `release()` gives them back, and the last user destroys them.
     """
 
-    def __init__(self, layout: Layout, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         world = dist.get_world_size()
         if layout.world_size != world:
             raise ValueError(f"{layout} is for {layout.world_size} ranks, but {world} are running")
@@ -164,9 +185,8 @@ class ProcessGroups:
         return self.coords.pp == self.layout.pp - 1
 
     def barrier(self) -> None:
-        """All ranks of the world. On GPUs the device is named, else NCCL guesses it."""
-        on_gpu = mcore.comm_backend() == "nccl"
-        dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+        """All ranks of the world."""
+        _barrier()
 
     def release(self) -> None:
         """Collective over the world (the last user of a layout destroys its groups)."""

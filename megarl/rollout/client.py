@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +18,6 @@ from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool
 from megarl.utils.http import HttpError
-
-log = logging.getLogger(__name__)
 
 ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -46,7 +43,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
         self._executor: RolloutExecutor | None = None
-        self._admitted = asyncio.Event()  # cleared while paused; used inside the loop only
+        self._admitted: asyncio.Event  # cleared while paused; used inside the loop only
         self._pauses = 0
 
     # life
@@ -54,7 +51,7 @@ class RemoteSGLangEngine(InferenceEngine):
     @property
     def addresses(self) -> list[str]:
         """host:port of every server."""
-        return self._open()[1].addresses if self._pool else _addresses(self.config)
+        return self._pool.addresses if self._pool else _addresses(self.config)
 
     def initialize(self) -> None:
         assert self._loop is None, "initialize() was called twice"
@@ -63,6 +60,7 @@ class RemoteSGLangEngine(InferenceEngine):
             retries=self.config.request_retries,
         )
         self._pool, self._loop = pool, LoopThread()
+        self._admitted = asyncio.Event()
         self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
         try:
             self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
@@ -171,7 +169,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def pause(self) -> None:
         """Stops admitting requests here, then pauses every server."""
         loop, pool = self._open()
-        self.executor.hold()
+        self.executor.pipeline.hold()
 
         async def work() -> None:
             self._admitted.clear()
@@ -189,7 +187,7 @@ class RemoteSGLangEngine(InferenceEngine):
             self._admitted.set()
 
         loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
-        self.executor.release()
+        self.executor.pipeline.release()
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Resolves once every server reports `meta.version`, which then is the client's too.
@@ -221,7 +219,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._executor is not None:
-            self._executor.version_changed(version)
+            self._executor.pipeline.version_changed(version)
 
     def get_version(self) -> int:
         return self._version

@@ -40,7 +40,8 @@ class LoopThread:
             if future.done():  # its own, not ours
                 raise
             future.cancel()
-            raise TimeoutError(f"{coro.__qualname__} took longer than {timeout:.0f} s") from None
+            what = getattr(coro, "__qualname__", "a coroutine")
+            raise TimeoutError(f"{what} took longer than {timeout:.0f} s") from None
 
     async def here(self, coro: Coroutine[Any, Any, T]) -> T:
         """Awaits `coro`, run in this loop, from a coroutine of any loop."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from megarl.observability.logging import get_logger
 from megarl.utils.http import HttpError, decode_answer, error_message, split_address
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DELAY
 MAX_RETRY_DELAY = 10.0

@@ -44,7 +44,7 @@ def init_update_group(
         url = f"tcp://{host}:{master_port}"
         store, rank, world_size = next(dist.rendezvous(url, rank, world_size, timeout=wait))
     store.set_timeout(wait)
-    with _loopback_gloo(master_address), _independent_of_default_group():
+    with _loopback_gloo(master_address), _independent_of_default_group(backend):
         pg, _ = c10d._new_process_group_helper(
             world_size, rank, [], dist.Backend(backend), dist.PrefixStore(group_name, store),
             group_name=c10d.GroupName(group_name), timeout=wait,
@@ -61,6 +61,11 @@ def destroy_update_group(pg: dist.ProcessGroup, *, abort: bool = False) -> None:
     if abort:
         pg.abort()
     dist.destroy_process_group(pg)
+
+
+def set_group_timeout(pg: dist.ProcessGroup, timeout: float) -> None:
+    """Bounds every later collective of `pg` to `timeout` s."""
+    c10d._set_pg_timeout(timedelta(seconds=timeout), pg)
 
 
 def is_loopback(host: str) -> bool:
@@ -98,11 +103,11 @@ def _loopback_gloo(master_address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _independent_of_default_group() -> Iterator[None]:
+def _independent_of_default_group(backend: str) -> Iterator[None]:
     """torch makes a new NCCL group by splitting the default one when that is bound to a device,
     and a split waits for every rank of the default group. Ours has other members: hide the binding.
     """
-    default = dist.group.WORLD if dist.is_initialized() else None
+    default = dist.group.WORLD if dist.is_initialized() and backend == "nccl" else None
     bound = default.bound_device_id if default is not None else None
     if default is None or bound is None:
         yield

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megarl.utils.http import HttpError, call_json, in_thread
 from megarl.weight_sync.agreement import Deadline
 
@@ -20,6 +22,36 @@ class Answer:
     server: str
     value: Any
     at: float
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """tp: workers that receive; dtype: that of the weights held, None where only the server knows;
+    hf_checksums: whether checksums there are of HF tensors, as ours are (the embedded server).
+    """
+
+    tp: int
+    dtype: torch.dtype | None
+    hf_checksums: bool
+
+    @classmethod
+    def parse(cls, server: str, answer: Mapping[str, Any]) -> ServerInfo:
+        """From /server_info. RuntimeError for a server with several replicas or stages inside: it
+        counts its ranks within one tensor-parallel group, so theirs would collide.
+        """
+        replicas = 1 if answer.get("enable_dp_attention") else int(answer.get("dp_size") or 1)
+        stages = int(answer.get("pp_size") or 1)
+        if replicas > 1 or stages > 1:
+            raise RuntimeError(
+                f"server {server} runs with dp_size={replicas}, pp_size={stages}: weights can be "
+                "streamed to one replica with tp alone; start one server for each replica"
+            )
+        dtype = getattr(torch, str(answer.get("dtype")), None)
+        return cls(
+            tp=int(answer.get("tp_size") or 1),
+            dtype=dtype if isinstance(dtype, torch.dtype) else None,
+            hf_checksums=str(answer.get("version", "")).endswith("+megarl"),
+        )
 
 
 class Servers:
@@ -46,15 +78,12 @@ class Servers:
         self, path: str, body: Mapping[str, Any] | None, deadline: Deadline, *,
         method: str = "POST",
     ) -> dict[str, Any]:
-        """Every server's answer. Raises one HttpError with the messages of all that failed."""
-        calls = self.start(path, body, deadline.left, method=method)
-        cf.wait(calls.values(), timeout=deadline.left + 1)
-        raise_failures(calls)
-        return {server: f.result().value for server, f in calls.items()}
+        """Every server's answer. Raises one RuntimeError with the messages of all that failed."""
+        return _finish(self.start(path, body, deadline.left, method=method), deadline)
 
-    def tp_sizes(self, deadline: Deadline) -> list[int]:
-        infos = self.call("/server_info", None, deadline, method="GET")
-        return [int(info.get("tp_size") or 1) for info in infos.values()]
+    def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
+        answers = self.call("/server_info", None, deadline, method="GET")
+        return {server: ServerInfo.parse(server, answer) for server, answer in answers.items()}
 
     def begin_update(self, deadline: Deadline) -> bool:
         """Opens an update session everywhere. False where the servers know no sessions (404)."""
@@ -67,17 +96,23 @@ class Servers:
         calls = self.start(path, body, deadline.left)
         cf.wait(calls.values(), timeout=deadline.left + 1)
         unknown = {s for s, f in calls.items() if _status(f) == 404}
-        raise_failures({s: f for s, f in calls.items() if s not in unknown})
+        _finish({s: f for s, f in calls.items() if s not in unknown}, deadline)
         return len(unknown) < len(calls)
 
 
-def raise_failures(calls: Mapping[str, Future[Answer]]) -> None:
-    """One error with every failed or silent server's message, if there is any."""
-    said = [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
-    said += [f"server {server}: gave no answer in time" for server, f in calls.items()
-             if not f.done()]  # fmt: skip
+def failures(calls: Mapping[str, Future[Answer]]) -> list[str]:
+    """What went wrong at the servers whose call has failed so far."""
+    return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
+
+
+def _finish(calls: Mapping[str, Future[Answer]], deadline: Deadline) -> dict[str, Any]:
+    """Every server's answer, or one RuntimeError for all that failed or kept silent."""
+    cf.wait(calls.values(), timeout=deadline.left + 1)
+    silent = [s for s, f in calls.items() if not f.done()]
+    said = [*failures(calls), *(f"server {s}: gave no answer in time" for s in silent)]
     if said:
         raise RuntimeError("; ".join(said))
+    return {server: f.result().value for server, f in calls.items()}
 
 
 def _call(

@@ -42,9 +42,9 @@ def _serve(pipe: Connection) -> None:
         try:
             fn, args, kw = pickle.loads(payload)
             pipe.send(("begun", None))
-            answer = ("ok", _number(fn(*args, **kw)))
-        except Exception:
-            answer = ("error", traceback.format_exc())
+            answer: tuple[str, Any] = ("ok", _number(fn(*args, **kw)))
+        except Exception as e:
+            answer = ("error", f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
         pipe.send(answer)
 
 
@@ -167,7 +167,7 @@ class RewardPool:
             worker.discard()
             raise RewardError(f"{what} ended its worker process ({type(e).__name__})") from e
         if kind == "error":
-            raise RewardError(f"{what} raised:\n{value}")
+            raise RewardError(f"{what} raised {value}")
         return value
 
     @staticmethod

@@ -1,0 +1,74 @@
+# `make help` lists the targets. CPU and CI live in .venv with pinned versions; GPU targets use the
+# python they are given (PYTHON=...), with its own torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# asked only if it answers; otherwise pip's own configuration decides
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+CODE := megarl tools examples tests setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart demo-smollm2 lint format unit dist e2e test test-all test-gpu \
+	bench constraints clean
+
+help:  ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 16
+
+install: $(STAMP)  ## create .venv with the pinned CPU versions
+
+$(STAMP): setup.py pyproject.toml constraints/cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@index=; \
+	if $(BIN)/python -c "from urllib.request import urlopen as u; u('$(TORCH_INDEX)/', timeout=10)" \
+		2>/dev/null; then index="--extra-index-url $(TORCH_INDEX)"; fi; \
+	echo "pip install $$index $(TORCH)"; $(BIN)/python -m pip install $$index "$(TORCH)"
+	$(BIN)/python -m pip install -c constraints/cpu.txt -e ".[dev]"
+	@touch $@
+
+quickstart: install  ## SFT, then GRPO on CPU: about 6 minutes, ends with an HTML report
+	$(BIN)/python examples/quickstart.py
+
+demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
+	$(BIN)/python examples/smollm2.py
+
+lint: install  ## ruff, mypy, import-linter
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy megarl tools
+	$(BIN)/lint-imports --no-logo --no-cache
+
+format: install  ## let ruff fix and format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+unit: install  ## fast tests in one process
+	$(PYTEST) tests/unit
+
+dist: install  ## tests over several gloo processes
+	$(PYTEST) tests/dist
+
+e2e: install  ## tests with real servers and launchers
+	$(PYTEST) tests/e2e
+
+test: lint  ## what CI runs: lint and all tests for CPU
+	$(PYTEST) tests/unit tests/dist tests/e2e
+
+test-all: test  ## everything that runs without a GPU
+	$(PYTEST) tests/unit tests/dist tests/e2e -o addopts="-q --timeout=3600" --run-all
+
+test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
+	$(PYTHON) -m pytest tests/gpu
+
+bench: install  ## what the parts cost on this machine
+	$(BIN)/python tools/bench.py
+
+constraints: install  ## pin what .venv has now as constraints/cpu.txt
+	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' > constraints/cpu.txt
+
+clean:  ## remove what the targets made, except the caches of downloaded models
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

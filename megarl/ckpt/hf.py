@@ -1,0 +1,154 @@
+"""Loads and saves Hugging Face model directories, sharded over any layout.
+
+Both follow the piece table: loading, every rank reads only its own slices; saving, tensors are
+gathered bucket by bucket to rank 0, which streams them to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.ckpt.hf_dir import check_target, staged_directory, write_config, write_sidecars
+from megarl.ckpt.safetensors_files import SafetensorsDir, ShardWriter, plan_shards
+from megarl.models.fill import fill_params
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.parallel.layout import Layout
+
+BUCKET_BYTES = 512 << 20
+MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
+
+
+def load_hf(
+    path: str | Path, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, Tensor]
+) -> None:
+    """Fills this rank's `params` (canonical name -> tensor) from the safetensors of `path`.
+
+    Values are cast to the parameters' dtype, vocabulary padding becomes zero. No communication.
+    ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, or is one
+    the model does not have.
+    """
+    with SafetensorsDir(path) as files:
+        _check_tensors(files, table)
+
+        def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
+            return files.read(tensor.name, box)
+
+        fill_params(table, layout.coords(rank), params, read)
+
+
+def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
+    for t in table.tensors:
+        if t.name not in files:
+            hint = "its config.json does not belong to these weights, or files are missing"
+            if t.name == "lm_head.weight":
+                hint = "set tie_word_embeddings=true in config.json if the model has no output head"
+            raise ValueError(f"{files.path}: tensor {t.name} {list(t.shape)} is missing; {hint}")
+        if (found := files.shape(t.name)) != t.shape:
+            raise ValueError(
+                f"{files.file_of(t.name)}: tensor {t.name} has shape {list(found)}, config.json "
+                f"asks for {list(t.shape)}; use the config.json that belongs to these weights"
+            )
+    unknown = [n for n in files.names() if n not in table.by_name and not _ignorable(n, table)]
+    if unknown:
+        raise ValueError(
+            f"{files.file_of(unknown[0])}: {len(unknown)} tensors are not part of a "
+            f"{table.model.family} model with this config.json, the first is {unknown[0]}; "
+            "use the config.json that belongs to these weights"
+        )
+
+
+def _ignorable(name: str, table: PieceTable) -> bool:
+    """Tensors that may be in the files without being read: rotary frequencies, which old
+    checkpoints stored and the config determines, and the copy of a tied embedding."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    return name == "lm_head.weight" and table.model.tie_word_embeddings
+
+
+def save_hf(
+    path: str | Path,
+    table: PieceTable,
+    layout: Layout,
+    rank: int,
+    params: Mapping[str, Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    base_model_path: str | Path | None = None,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Writes a directory that AutoModelForCausalLM.from_pretrained loads. Collective.
+
+    group:           spans the layout's ranks; None is the default group.
+    dtype:           of the files; None is that of the parameters.
+    base_model_path: where config.json (else the loaded one), generation config, tokenizer and chat
+                     template are taken from.
+    tokenizer:       its save_pretrained() replaces the copied tokenizer files.
+
+    Everything is written beside `path` and renamed into place, so `path` is at any time the old
+    model or the new one. Rank 0 holds at most about two buckets in host or device memory. A failure
+    on rank 0 is raised on every rank.
+    """
+    target = Path(path)
+    first = next(iter(params.values()))
+    buckets = plan_buckets(table, dtype or first.dtype, bucket_bytes)
+    gatherer = BucketGatherer(
+        table, layout, rank, params, buckets, owner=0, group=group, device=first.device
+    )
+    if rank != 0:
+        _raise_if_failed(None, group, first.device)  # rank 0 has looked at the target
+        for bucket in buckets:
+            gatherer.gather(bucket)
+        _raise_if_failed(None, group, first.device)
+        return
+
+    failure: Exception | None = None
+    try:
+        check_target(target)
+    except (OSError, ValueError) as e:
+        failure = e
+    _raise_if_failed(failure, group, first.device)
+
+    shards = plan_shards([m for b in buckets for m in b.members], max_shard_bytes)
+    done = 0
+    try:
+        with staged_directory(target) as staging:
+            writer = ShardWriter(staging, shards)
+            try:
+                for bucket in buckets:
+                    flat = gatherer.gather(bucket)
+                    done += 1
+                    assert flat is not None
+                    for name, tensor in bucket.views(flat):
+                        writer.write(name, tensor)
+                writer.finish()
+            finally:
+                writer.abort()
+            write_sidecars(staging, base_model_path, tokenizer)
+            write_config(staging, base_model_path, table.model.raw, dtype or first.dtype)
+    except Exception as e:  # whatever it is, the other ranks must hear of it before it is raised
+        failure = e
+        for bucket in buckets[done:]:
+            gatherer.gather(bucket)  # the other ranks are sending: take it, then tell them
+    _raise_if_failed(failure, group, first.device)
+
+
+def _raise_if_failed(
+    failure: Exception | None, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Collective: rank 0's exception on rank 0, a RuntimeError with its message elsewhere."""
+    message: list[str | None] = [f"{type(failure).__name__}: {failure}" if failure else None]
+    dist.broadcast_object_list(message, group=group, device=device, group_src=0)
+    if failure is not None:
+        raise failure
+    if message[0] is not None:
+        raise RuntimeError(f"saving failed on rank 0: {message[0]}")

@@ -1,0 +1,188 @@
+"""Safetensors on disk: slices out of a model directory, shards into one.
+
+Reading goes through the safetensors library, so a rank touches only the bytes it needs. Writing is
+our own, as the format is eight bytes of header length, a JSON header and the data: since names,
+shapes and dtypes are known beforehand, tensors are streamed to disk and a shard never has to fit in
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megarl.models.gather import Member
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class SafetensorsDir:
+    """The tensors of a model directory, in one file or in shards. A context manager.
+
+    Every problem a user can have with the files is a ValueError naming file, tensor and fix.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}  # file name -> safe_open handle
+        self._file_of: dict[str, str] = {}  # tensor -> file name
+
+    def __enter__(self) -> SafetensorsDir:
+        for file in self._files():
+            handle = self._open(file)
+            self._handles[file] = handle
+            self._file_of.update(dict.fromkeys(handle.keys(), file))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    def file_of(self, name: str) -> Path:
+        return self.path / self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """The box of a tensor, in the file's dtype; only its bytes are read."""
+        try:
+            return self._slice(name)[box]
+        except SafetensorError as e:
+            raise ValueError(f"{self.file_of(name)}: cannot read {name}{list(box)} ({e})") from e
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._file_of[name]].get_slice(name)
+
+    def _files(self) -> list[str]:
+        index = self.path / INDEX
+        if index.is_file():
+            try:
+                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
+                raise ValueError(
+                    f"{index}: not a safetensors index ({type(e).__name__}: {e}); "
+                    "download or save the model again"
+                ) from e
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        hint = "download the model again"
+        if list(self.path.glob("*.bin")):
+            hint = (
+                "it holds pytorch .bin weights: convert them with "
+                "AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)"
+            )
+        raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX} there; {hint}")
+
+    def _open(self, name: str) -> Any:
+        file = self.path / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing but {INDEX} lists it; download the model again")
+        try:
+            return self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+        except SafetensorError as e:
+            raise ValueError(
+                f"{file}: not a whole safetensors file ({e}; {file.stat().st_size} bytes); "
+                "download or save the model again"
+            ) from e
+
+
+def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, list[Member]]:
+    """File name -> its tensors, in order; a tensor larger than a shard gets its own."""
+    shards: list[list[Member]] = [[]]
+    size = 0
+    for m in members:
+        if shards[-1] and size + m.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(m)
+        size += m.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    n = len(shards)
+    return {f"model-{i + 1:05d}-of-{n:05d}.safetensors": s for i, s in enumerate(shards)}
+
+
+class ShardWriter:
+    """Streams tensors, in plan order, into the shards of `directory`."""
+
+    def __init__(self, directory: Path, shards: dict[str, list[Member]]) -> None:
+        self.directory, self.shards = directory, shards
+        self._plan = [(file, m) for file, members in shards.items() for m in members]
+        self._at = 0
+        self._file: Any = None
+        self._name = ""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Appends the next tensor of the plan, which must be `name`."""
+        file, member = self._plan[self._at]
+        assert (name, tuple(tensor.shape), tensor.dtype) == (
+            member.name,
+            member.shape,
+            member.dtype,
+        ), f"expected {member}, got {name}{tuple(tensor.shape)} {tensor.dtype}"
+        if file != self._name:
+            self._close_file()
+            self._name, self._file = file, (self.directory / file).open("wb")
+            self._file.write(_header(self.shards[file]))
+        self._file.write(_bytes(tensor))
+        self._at += 1
+
+    def finish(self) -> None:
+        """Closes the last shard and writes the index, where there are several."""
+        assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
+        self._close_file()
+        if len(self.shards) > 1:
+            total = sum(m.nbytes for _, m in self._plan)
+            weight_map = {m.name: file for file, m in self._plan}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.abort()
+
+
+def _header(members: Sequence[Member]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for m in members:
+        entries[m.name] = {
+            "dtype": _DTYPE_NAMES[m.dtype],
+            "shape": list(m.shape),
+            "data_offsets": [end, end + m.nbytes],
+        }
+        end += m.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """A buffer of the row-major bytes of a tensor on any device."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()

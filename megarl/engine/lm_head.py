@@ -1,0 +1,129 @@
+"""The output layer that answers with per-token numbers instead of logits.
+
+It takes the place of GPTModel.output_layer and keeps its parameter, so that the data-parallel
+wrapper's gradient hooks, the shared embedding and checkpoints see what they saw before. Before each
+forward pass the engine tells it the labels, the temperature and the wanted outputs.
+
+T packed tokens, H hidden, V vocabulary, K numbers per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.engine import OUTPUTS
+from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.vocab_parallel import (
+    TOKEN_OUTPUTS,
+    VocabShard,
+    gathered_logits,
+    token_outputs,
+)
+
+from megatron.core.tensor_parallel import mappings  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+SUPPORTED = (*TOKEN_OUTPUTS, "logits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadJob:
+    """What one forward pass shall answer: `outputs` about `labels` [T] at `temperature`."""
+
+    labels: torch.Tensor
+    outputs: tuple[str, ...]
+    temperature: float
+
+
+class LMHead(torch.nn.Module):
+    """[T,1,H] hidden states to [T,1,K]; `split` takes the K numbers apart by name."""
+
+    def __init__(
+        self, output_layer: Any, *, vocab_size: int, tp_group: dist.ProcessGroup,
+        sequence_parallel: bool, chunk_tokens: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # None where the embedding's weight is passed in (tied, one pipeline stage)
+        self.weight = output_layer.weight
+        self.vocab_size, self.tp_group = vocab_size, tp_group
+        self.sequence_parallel = sequence_parallel
+        self.chunk_tokens = chunk_tokens
+        self._job: HeadJob | None = None
+
+    def prepare(self, job: HeadJob) -> None:
+        """Sets the job of the next forward pass."""
+        self._job = job
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        job, self._job = self._job, None
+        assert job is not None, "prepare() comes before every forward pass"
+        weight = self.weight if weight is None else weight
+        assert weight is not None
+        if self.sequence_parallel:  # [T/tp,1,H] -> [T,1,H]; backward sums and scatters
+            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:  # backward sums the shards' parts
+            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        rows = weight.shape[0]
+        shard = VocabShard(
+            start=self.tp_group.rank() * rows, rows=rows, vocab_size=self.vocab_size,
+            group=self.tp_group,
+        )  # fmt: skip
+        return self._answer(hidden.flatten(0, 1), weight, shard, job)[:, None], None
+
+    def _answer(
+        self, hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, job: HeadJob
+    ) -> torch.Tensor:
+        """[T,K]: the token outputs in the order of the job, then the logits if asked for."""
+        parts = []
+        names = [o for o in job.outputs if o in TOKEN_OUTPUTS]
+        if names:
+            parts.append(
+                token_outputs(
+                    hidden, weight, job.labels, shard=shard, outputs=names,
+                    temperature=job.temperature, chunk_tokens=self.chunk_tokens,
+                )
+            )  # fmt: skip
+        if "logits" in job.outputs:
+            with torch.no_grad():
+                parts.append(
+                    gathered_logits(hidden, weight, shard=shard, temperature=job.temperature)
+                )
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
+        """[T,K] to {name: [T]}, and [T,V] for "logits"."""
+        names = [o for o in outputs if o in TOKEN_OUTPUTS]
+        by_name = {name: out[:, k] for k, name in enumerate(names)}
+        if "logits" in outputs:
+            by_name["logits"] = out[:, len(names) :]
+        return {name: by_name[name] for name in outputs}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As megatron-core's ColumnParallelLinear."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
+        )  # fmt: skip
+
+
+def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
+    """Raises ValueError naming an output that does not exist or that this head cannot compute."""
+    names = tuple(outputs)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"outputs={names}: name at least one output, each once")
+    for name in names:
+        if name in SUPPORTED:
+            continue
+        known = "needs another head" if name in OUTPUTS else "does not exist"
+        raise ValueError(f"outputs={names}: {name!r} {known}; this engine has {SUPPORTED}")
+    return names

@@ -1,0 +1,165 @@
+"""One pass of the global batch through megatron-core's pipeline schedules.
+
+Scaling. The step is the gradient of sum(loss_sum) / W over all sequences. megatron-core's two-value
+loss path multiplies a micro-batch's loss by CP and divides it by M micro-batches; the data-parallel
+wrapper averages gradients over DP * CP ranks. So a micro-batch's loss is loss_sum * M * DP / W.
+(Its three-value path keeps weights as integers and would truncate fractional ones.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.engine import LossFn
+from megarl.engine.lm_head import HeadJob
+from megarl.engine.micro_batch import MicroBatch
+from megarl.models.names import unwrap
+from megarl.parallel import mcore
+from megarl.parallel.groups import ProcessGroups
+from megarl.parallel.packing import unpack
+from megarl.utils.batch import Batch
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """What a pass computes. Its results live on the ranks of the last pipeline stage.
+
+    With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
+    of every micro-batch in `outputs_of`, in the order of the micro-batches.
+    """
+
+    outputs: tuple[str, ...]
+    temperature: float
+    loss_fn: LossFn | None = None
+    loss_scale: float = 1.0
+    sums: list[Sums] = field(default_factory=list)
+    outputs_of: list[Batch] = field(default_factory=list)
+
+
+def run(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], job: Pass, *,
+    backward: bool,
+) -> None:  # fmt: skip
+    """All micro-batches through all chunks, with gradients into the wrappers' buffers if asked."""
+    iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
+    interleaved = len(chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, job),
+        data_iterator=iterators if interleaved else iterators[0],
+        model=list(chunks) if interleaved else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=max(len(mb.packed.input_ids) for mb in micro_batches),
+        micro_batch_size=1,
+        forward_only=not backward,
+    )
+
+
+def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+    mb = next(micro_batches)
+    model: Any = unwrap(chunk)
+    if model.post_process:
+        model.output_layer.prepare(
+            HeadJob(labels=mb.packed.labels, outputs=job.outputs, temperature=job.temperature)
+        )
+    out = chunk(
+        mb.packed.input_ids[None], mb.packed.position_ids[None], None, packed_seq_params=mb.params()
+    )
+    return out, partial(_finish, job, mb, getattr(model, "output_layer", None))
+
+
+def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[Any, Any]:
+    """On the last stage: [1,T,K] to the micro-batch's (scaled loss, nothing)."""
+    per_token = head.split(out[0], job.outputs)
+    outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
+    nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
+    if not mb.rows:
+        return nothing, None
+    if job.loss_fn is None:
+        job.outputs_of.append(outputs)
+        return nothing, None
+    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items()}
+    loss_sum, stats = job.loss_fn(outputs, batch)
+    if loss_sum.ndim:
+        raise ValueError(
+            f"loss_fn gave a loss of shape {tuple(loss_sum.shape)}: it must be a sum, a scalar"
+        )
+    if "loss" in stats:
+        raise ValueError("loss_fn's stats must not contain 'loss': the engine reports it")
+    job.sums.append({"loss": (loss_sum.detach(), 0.0), **stats})
+    return loss_sum * job.loss_scale + nothing, None
+
+
+def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, float]]:
+    """Collective: the sums over all micro-batches and data-parallel ranks, on every rank.
+
+    One rank of each data-parallel replica speaks: the last stage's first tensor- and
+    context-parallel one. Numbers are added in rank order, in fp64.
+    """
+    c = groups.coords
+    speaks = groups.is_last_stage and c.tp == 0 and c.cp == 0
+    mine = _add_up(job.sums) if speaks else {}
+    if groups.layout.world_size == 1:
+        return mine
+    said: list[Any] = [None] * groups.layout.world_size
+    dist.all_gather_object(said, mine)
+    total: dict[str, tuple[float, float]] = {}
+    for sums in said:
+        _accumulate(total, sums)
+    return total
+
+
+def _add_up(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
+    """Sums over micro-batches. One transfer from the device for all numbers."""
+    flat = [x for sums in parts for pair in sums.values() for x in pair]
+    tensors = [x.detach().double().reshape(()) for x in flat if torch.is_tensor(x)]
+    device = mcore.device()
+    on_host = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else [])
+    numbers = iter([next(on_host) if torch.is_tensor(x) else float(x) for x in flat])
+    total: dict[str, tuple[float, float]] = {}
+    for sums in parts:
+        _accumulate(total, {name: (next(numbers), next(numbers)) for name in sums})
+    return total
+
+
+def _accumulate(
+    total: dict[str, tuple[float, float]], sums: dict[str, tuple[float, float]]
+) -> None:
+    for name, (value, weight) in sums.items():
+        v, w = total.get(name, (0.0, 0.0))
+        total[name] = (v + value, w + weight)
+
+
+def collect_outputs(
+    job: Pass, micro_batches: Sequence[MicroBatch], shape: torch.Size, groups: ProcessGroups,
+    extra: dict[str, int],
+) -> Batch:  # fmt: skip
+    """Collective: every rank's outputs as [B,S] (and [B,S,extra[name]]) on the host, in the order
+    of the global batch. Each number has one owner; the others add zero.
+    """
+    c = groups.coords
+    owner = groups.is_last_stage and c.tp == 0 and c.cp == 0
+    filled = [mb for mb in micro_batches if mb.rows]
+    result = {}
+    for name in job.outputs:
+        full = torch.zeros(
+            *shape, *([extra[name]] if name in extra else []),
+            dtype=torch.float32, device=mcore.device(),
+        )  # fmt: skip
+        if owner:
+            for mb, outputs in zip(filled, job.outputs_of, strict=True):
+                values = outputs[name]
+                full[torch.tensor(mb.rows, device=full.device), : values.shape[1]] = values
+        if groups.layout.world_size > 1:
+            dist.all_reduce(full)
+        result[name] = full.cpu()
+    return result

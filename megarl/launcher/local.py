@@ -1,0 +1,286 @@
+"""Everything on this host: generation servers, then trainers, until the trainers are done.
+
+    python -m megarl.launcher.local [script.py] --config X.yaml [--nproc N] [key=value ...]
+
+`script` defaults to megarl/run.py. It is started N times (default: the fewest processes the
+parallel layout fits) with torchrun's environment, the same command line, and the addresses of the
+servers in MEGARL_LLM_SERVER_ADDRS and rollout.addresses. Servers are started as `server.*` says,
+unless rollout.addresses already names some; their logs are <run>/server_<i>.log.
+
+SIGINT, SIGTERM and SIGHUP are passed on to the trainers; a second one ends them at once. A server
+that dies ends the run. Nothing that was started outlives the launcher. The exit status is the
+trainers'; --help of megarl.run lists the configuration keys.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import megarl
+from megarl.config.check import check_config, smallest_world_size
+from megarl.config.command_line import parse_command_line
+from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.config.loader import load_config, run_dir
+from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.launcher.devices import Devices, share_out, visible_gpus
+from megarl.launcher.processes import POLL_INTERVAL, Child, Reaper, Signals, stop_all, wait_until
+from megarl.observability.logging import get_logger
+from megarl.rollout.server_process import ServerProcess, free_port, start_server
+from megarl.trainer.preflight import check_models
+from megarl.utils.env import set_loopback_default, set_trainer_defaults
+from megarl.utils.http import in_thread
+
+log = get_logger(__name__)
+
+PACKAGE = Path(megarl.__file__).resolve().parent
+SERVER_FAILED = 3  # exit status: a server died or never became healthy
+FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happened
+LOG_TAIL = 40  # lines of a dead server's log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to start, checked."""
+
+    cfg: BaseConfig
+    script: Path
+    arguments: tuple[str, ...]  # of the script
+    nproc: int
+    servers: int
+    devices: Devices
+
+
+class ServerFailed(RuntimeError):
+    """A server died or never became healthy; the message shows the end of its log."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print((__doc__ or "").strip())
+        return 0
+    try:
+        job = plan(argv)
+    except ConfigError as e:
+        print(e.report(), file=sys.stderr)
+        return EXIT_CODE
+    return launch(job)
+
+
+def plan(argv: Sequence[str]) -> Job:
+    """Reads and checks the command line; starts nothing."""
+    command = parse_command_line(argv, options=("config", "nproc"))
+    script = PACKAGE / "run.py"
+    if command.words and command.words[0].endswith(".py"):
+        script = Path(command.words.pop(0))
+        if not script.is_file():
+            raise ConfigError([f"{script}: no such script"])
+    config = command.options.get("config")
+    cfg = load_config(config, [*command.words, *command.overrides])
+    nproc = _nproc(command.options.get("nproc"), cfg)
+    check_config(cfg, nproc)
+    check_models(cfg)
+    servers = 0
+    if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
+        servers = cfg.server.count
+    return Job(
+        cfg=cfg,
+        script=script,
+        arguments=(*(["--config", config] if config else []), *command.overrides),
+        nproc=nproc,
+        servers=servers,
+        devices=share_out(
+            visible_gpus(os.environ),
+            trainers=nproc,
+            servers=servers,
+            server_tp=cfg.server.tp if isinstance(cfg, GRPOConfig) else 1,
+        ),
+    )
+
+
+def _nproc(given: str | None, cfg: BaseConfig) -> int:
+    if given is None:
+        return smallest_world_size(cfg)
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError([f"--nproc {given}: a number of processes"])
+    return int(given)
+
+
+def launch(job: Job) -> int:
+    """Runs the job to its end and returns the exit status."""
+    servers: list[ServerProcess] = []
+    trainers: list[Child] = []
+    with Signals() as signals, ExitStack() as stack:  # the stack ends things in reverse order
+        reaper = Reaper()
+        stack.callback(reaper.close)
+        stack.callback(end_servers, servers, reaper)
+        stack.callback(end_trainers, trainers, signals, reaper)
+        try:
+            start_servers(job, servers, reaper)
+            if not wait_for_servers(servers, signals, timeout=_start_timeout(job.cfg)):
+                return 128 + signals.received[0]
+            start_trainers(job, trainers, reaper, addresses=[s.address for s in servers])
+            return watch(trainers, servers, signals)
+        except ServerFailed as e:
+            log.error("%s", e)
+            return SERVER_FAILED
+
+
+def end_servers(servers: Sequence[ServerProcess], reaper: Reaper) -> None:
+    """All at once; `stop` bounds its own waits."""
+    for future in [in_thread(server.stop) for server in servers]:
+        future.result()
+    for server in servers:
+        reaper.forget(server.pid)
+
+
+def end_trainers(trainers: Sequence[Child], signals: Signals, reaper: Reaper) -> None:
+    stop_all(trainers, signals)
+    for trainer in trainers:
+        reaper.forget(trainer.pid)
+
+
+# servers
+
+
+def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> None:
+    """Starts them all at once, appending to `servers` as they start."""
+    if not job.servers:
+        return
+    cfg = job.cfg
+    assert isinstance(cfg, GRPOConfig)
+    if job.devices.shared:
+        log.warning(
+            "servers and trainers share GPUs; NCCL cannot connect two processes on one GPU, so "
+            "sync weights with weight_sync.type=disk"
+        )
+    for i in range(job.servers):
+        gpus = job.devices.servers[i]
+        env = dict(os.environ) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        set_loopback_default(env)
+        server = start_server(
+            cfg.server,
+            model_path=cfg.actor.path,
+            dtype=_dtype(cfg, on_gpu=gpus is not None),
+            log_path=run_dir(cfg) / f"server_{i}.log",
+            env=env,
+            wait=False,
+        )
+        servers.append(server)
+        reaper.watch(server.pid)
+
+
+def _dtype(cfg: GRPOConfig, *, on_gpu: bool) -> str:
+    """The trainer's compute dtype, as its "auto" resolves."""
+    if cfg.actor.dtype != "auto":
+        return cfg.actor.dtype
+    return "bfloat16" if on_gpu else "float32"
+
+
+def _start_timeout(cfg: BaseConfig) -> float:
+    return cfg.server.start_timeout if isinstance(cfg, GRPOConfig) else 0.0
+
+
+def wait_for_servers(servers: Sequence[ServerProcess], signals: Signals, *, timeout: float) -> bool:
+    """Until all are healthy; False when a signal came first. Raises ServerFailed."""
+    waiting: list[Future[None]] = [in_thread(s.wait_healthy, timeout) for s in servers]
+    while waiting:
+        if signals.received:
+            return False
+        for future in [f for f in waiting if f.done()]:
+            if (error := future.exception()) is not None:
+                raise ServerFailed(str(error)) from error
+            waiting.remove(future)
+        time.sleep(POLL_INTERVAL)
+    if servers:
+        log.info("%d server(s) healthy: %s", len(servers), ", ".join(s.address for s in servers))
+    return not signals.received
+
+
+# trainers
+
+
+def start_trainers(
+    job: Job, trainers: list[Child], reaper: Reaper, *, addresses: Sequence[str]
+) -> None:
+    """What torchrun does on one host, without its agent: the exit status stays the trainers'."""
+    arguments = list(job.arguments)
+    if addresses:
+        arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
+    port = free_port()
+    for rank in range(job.nproc):
+        env = trainer_env(job, rank=rank, port=port, addresses=addresses)
+        child = Child(f"trainer {rank}", [sys.executable, str(job.script), *arguments], env=env)
+        trainers.append(child)
+        reaper.watch(child.pid)
+    log.info("%d trainer process(es): %s %s", job.nproc, job.script, " ".join(arguments))
+
+
+def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> dict[str, str]:
+    env = dict(os.environ)
+    env.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.nproc),
+        LOCAL_WORLD_SIZE=str(job.nproc),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if addresses:
+        env["MEGARL_LLM_SERVER_ADDRS"] = ",".join(addresses)
+    if job.devices.trainers is not None:
+        env["CUDA_VISIBLE_DEVICES"] = job.devices.trainers
+    known = job.cfg.rollout.addresses if isinstance(job.cfg, GRPOConfig) else []
+    set_trainer_defaults(env, servers=[*addresses, *known])
+    path = [str(PACKAGE.parent), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(p for p in path if p)  # for scripts outside the package
+    return env
+
+
+# watching
+
+
+def watch(trainers: Sequence[Child], servers: Sequence[ServerProcess], signals: Signals) -> int:
+    """Until the trainers are done, one of them fails, a server dies or a signal comes."""
+    while True:
+        if signals.received:
+            return _interrupted(trainers, signals)
+        states = [(t, t.poll()) for t in trainers]
+        for trainer, status in states:
+            if status:
+                log.error("%s exited with status %d; ending the run", trainer.name, status)
+                # its peers are failing too, and one of them may be about to print the cause
+                wait_until(lambda: all(t.poll() is not None for t in trainers), timeout=FAIL_GRACE)
+                return status
+        if all(status == 0 for _, status in states):
+            return 0
+        for server in servers:
+            if (code := server.poll()) is not None:
+                raise ServerFailed(_obituary(server, code))
+        time.sleep(POLL_INTERVAL)
+
+
+def _interrupted(trainers: Sequence[Child], signals: Signals) -> int:
+    """Passes the signal on; 0 if every trainer then ends well, else 128 + its number."""
+    number = signals.received[0]
+    log.warning("signal %d: ending %d trainer process(es)", number, len(trainers))
+    stop_all(trainers, signals, first=number)
+    return 128 + number if any(t.poll() for t in trainers) else 0
+
+
+def _obituary(server: ServerProcess, code: int) -> str:
+    lines = server.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    tail = "\n".join(lines)
+    return f"server {server.address} exited with {code}; end of {server.log_path}:\n{tail}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Child processes in groups of their own, signals as flags, and a reaper for the worst case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+POLL_INTERVAL = 0.1  # seconds
+TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
+ORPHAN_GRACE = 2.0  # for what an ended process left running
+KILL_TIMEOUT = 10.0
+
+
+class Child:
+    """A process that leads its own process group, so that all it starts can be ended with it."""
+
+    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status as a shell gives it (128 + n after signal n), None while it runs."""
+        status = self._process.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def signal(self, number: int) -> None:
+        """To the leader only: what it started is its own to end."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout: float) -> None:
+        self._process.wait(timeout)
+
+
+def signal_group(pgid: int, number: int) -> bool:
+    """False when the whole group has ended."""
+    try:
+        os.killpg(pgid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Signals:
+    """Remembers SIGINT, SIGTERM and SIGHUP instead of dying of them."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in self.NUMBERS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+
+def stop_all(children: Sequence[Child], signals: Signals, *, first: int = signal.SIGTERM) -> None:
+    """Sends `first` to each, waits TERM_TIMEOUT for all, then kills what is left of the groups.
+
+    One more signal from the user cuts the waiting short.
+    """
+    for child in children:
+        child.signal(first)
+    seen = len(signals.received)
+    wait_until(
+        lambda: len(signals.received) > seen or all(c.poll() is not None for c in children),
+        timeout=TERM_TIMEOUT,
+    )
+    if all(c.poll() is not None for c in children):  # what they started may be on its way out
+        wait_until(lambda: not any(signal_group(c.pid, 0) for c in children), timeout=ORPHAN_GRACE)
+    for child in children:
+        signal_group(child.pid, signal.SIGKILL)
+    for child in children:
+        child.wait(KILL_TIMEOUT)
+
+
+def wait_until(done: Callable[[], bool], *, timeout: float) -> bool:
+    """Whether `done` came true within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (ended := done()) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL)
+    return ended
+
+
+class Reaper:
+    """Ends process groups if this process dies without a chance to do so (SIGKILL, OOM).
+
+    It is a process of its own that holds the read end of a pipe: end of file means we are gone.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _REAPER],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    def watch(self, pgid: int) -> None:
+        self._tell(f"+{pgid}")
+
+    def forget(self, pgid: int) -> None:
+        """To call once the group has ended: its number may be given to others."""
+        self._tell(f"-{pgid}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait(KILL_TIMEOUT)
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody ended it; we still clean up ourselves
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+_REAPER = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 0)):
+    for group in groups:
+        try:
+            os.killpg(group, number)
+        except ProcessLookupError:
+            pass
+    if groups:
+        time.sleep(patience)
+"""

@@ -1,0 +1,117 @@
+"""The console's view of a step: a table of its figures and one progress line."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+UNGROUPED = "train"
+FIRST_GROUPS = ("reward", "eval", UNGROUPED, "response_len", "timing")
+
+
+class ConsoleSink:
+    def __init__(
+        self,
+        *,
+        table: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table, self._clock = table, clock
+        self._console = console or Console(highlight=False)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=21)  # (step, when it was committed)
+
+    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        self._ends.append((step, self._clock()))
+        if self._table and stats:
+            self._console.print(stats_table(stats, width=self._console.width))
+        line = progress_line(step, stats, total_steps, seconds_per_step(self._ends))
+        self._console.print(Text(line, style="bold"))
+
+    def close(self) -> None:
+        pass
+
+
+def seconds_per_step(ends: deque[tuple[int, float]]) -> float | None:
+    """The median over recent steps, so that one evaluation does not upset the forecast."""
+    pairs = list(ends)
+    spans = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairwise(pairs) if s1 > s0]
+    return statistics.median(spans) if spans else None
+
+
+def progress_line(
+    step: int, stats: Mapping[str, float], total_steps: int | None, pace: float | None
+) -> str:
+    parts = [f"step {step}" + (f"/{total_steps}" if total_steps else "")]
+    for name, key in (("reward", "reward/mean"), ("loss", "loss"), ("accuracy", "eval/accuracy")):
+        if key in stats and not (name == "loss" and "reward/mean" in stats):
+            parts.append(f"{name} {stats[key]:.3f}")
+    seconds, tokens = stats.get("timing/step_s"), stats.get("tokens/total")
+    if seconds:
+        parts.append(f"{seconds:.2f} s/step")
+    if seconds and tokens:
+        parts.append(f"{number(tokens / seconds)} tok/s")
+    if pace is not None and total_steps is not None and total_steps > step:
+        parts.append(f"ETA {duration(pace * (total_steps - step))}")
+    return " · ".join(parts)
+
+
+def stats_table(stats: Mapping[str, float], *, width: int) -> Table:
+    """Figures by group (the part of the name before the first /), in as many columns as fit."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key, value in stats.items():
+        group, _, name = key.partition("/") if "/" in key else (UNGROUPED, "", key)
+        groups.setdefault(group, []).append((name, number(value)))
+    name_width = min(24, max(len(n) for cells in groups.values() for n, _ in cells))
+    columns = max(1, (width - 20) // (name_width + 14))
+
+    table = Table(box=SIMPLE_HEAD, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column(style="bold cyan", max_width=18, overflow="fold")
+    for _ in range(columns):
+        table.add_column(style="dim", max_width=name_width, overflow="fold")
+        table.add_column(justify="right", no_wrap=True, min_width=9)
+    first = {g: i for i, g in enumerate(FIRST_GROUPS)}
+    for group in sorted(groups, key=lambda g: (first.get(g, len(first)), g)):
+        cells = groups[group]
+        for start in range(0, len(cells), columns):
+            row = [text for cell in cells[start : start + columns] for text in cell]
+            table.add_row(group if start == 0 else "", *row)
+        table.add_section()
+    return table
+
+
+def number(value: float) -> str:
+    """At most nine characters, four digits that matter."""
+    v = float(value)
+    if not math.isfinite(v):
+        return str(v)
+    if v == int(v) and abs(v) < 100_000:
+        return str(int(v))
+    size = abs(v)
+    if 1e-3 <= size < 10_000:
+        return f"{v:.4g}"
+    for bound, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if bound <= size < 1e15:
+            return f"{v / bound:.4g}{unit}"
+    return f"{v:.2e}"
+
+
+def duration(seconds: float) -> str:
+    """5s, 4m 07s, 2h 05m, 3d 04h"""
+    s = max(0, round(seconds))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m {s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h {s % 3600 // 60:02d}m"
+    return f"{s // 86400}d {s % 86400 // 3600:02d}h"

@@ -1,0 +1,50 @@
+"""One self-contained HTML file about one run, or several beside each other.
+
+runs.py reads run directories, figures.py decides what is drawn, svg.py draws, page.py lays out,
+assets.py holds style and script. The file needs no network; charts are inline SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.observability.report.page import render_page
+from megarl.observability.report.runs import Run, load_run
+
+__all__ = ["Run", "load_run", "write_report"]
+
+
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run | str | Path],
+    *,
+    title: str | None = None,
+    subtitle: str = "",
+    samples: Sequence[Mapping[str, Any]] | None = None,
+    config: str | None = None,
+    max_samples: int = 12,
+) -> Path:
+    """Writes the report of `runs` to `path` and returns it.
+
+    runs: run directories (stats.jsonl, samples.jsonl, config.yaml), "label=directory", or `Run`s;
+    the first is the one the report is about, the others stand beside it (a control, other seeds).
+    title: None is the first run's label. samples: records {"when": "before"|"after", "prompt",
+    "completion", "answer", "reward"}; None takes the first run's. config: text; None likewise.
+    """
+    if not runs:
+        raise ValueError("write_report: name at least one run directory")
+    loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
+    html = render_page(
+        loaded,
+        title=title or loaded[0].label,
+        subtitle=subtitle,
+        samples=list(loaded[0].samples if samples is None else samples),
+        config=loaded[0].config if config is None else config,
+        max_samples=max_samples,
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path

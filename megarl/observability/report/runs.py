@@ -1,0 +1,94 @@
+"""A run as the report reads it: figures by step, samples, configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """`rows` are the objects of stats.jsonl, one per step, ascending."""
+
+    label: str
+    rows: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""
+
+    def points(self, *keys: str, x: str = "step") -> Points:
+        """(x, value) wherever one of `keys` (aliases, the first present wins) has a number."""
+        out = []
+        for row in self.rows:
+            value = next((row[k] for k in keys if row.get(k) is not None), None)
+            if value is not None and row.get(x) is not None:
+                out.append((float(row[x]), float(value)))
+        return out
+
+    def values(self, *keys: str) -> list[float]:
+        return [y for _, y in self.points(*keys)]
+
+    @property
+    def elapsed(self) -> float | None:
+        seconds = [row["elapsed_s"] for row in self.rows if row.get("elapsed_s") is not None]
+        return max(seconds) if seconds else None
+
+
+def load_run(source: str | Path) -> Run:
+    """`source` is a run directory, or "label=directory"; the label defaults to its last two names
+    (<experiment>/<trial>). Raises FileNotFoundError naming the missing stats.jsonl.
+    """
+    label, directory = "", Path(source)
+    if "=" in str(source) and not directory.exists():
+        label, _, name = str(source).partition("=")
+        directory = Path(name)
+    stats = directory / "stats.jsonl"
+    if not stats.exists():
+        raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
+    by_step = {row["step"]: row for row in _read_jsonl(stats)}  # a resumed run: the later line
+    samples, config = directory / "samples.jsonl", directory / "config.yaml"
+    return Run(
+        label=label or "/".join(directory.resolve().parts[-2:]),
+        rows=[by_step[s] for s in sorted(by_step)],
+        samples=_read_jsonl(samples) if samples.exists() else [],
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+    )
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Every object of the file, but for lines that a crash cut short."""
+    text = path.read_text(encoding="utf-8")
+    rows = []
+    for i, line in enumerate(text.split("\n")):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            if line.endswith("}"):  # whole, yet not JSON: somebody else's file
+                raise ValueError(f"{path}:{i + 1}: not a JSON object: {e}") from e
+    return rows
+
+
+def pair_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record per prompt in order of appearance: {"prompt", "answer", "before", "after"}; the
+    last two are sample records or None. The latest of several counts.
+    """
+    pairs: dict[str, dict[str, Any]] = {}
+    for s in samples:
+        prompt = prompt_text(s.get("prompt", ""))
+        pair = pairs.setdefault(prompt, {"prompt": prompt, "before": None, "after": None})
+        pair["answer"] = s.get("answer", "")
+        if s.get("when") in ("before", "after"):
+            pair[s["when"]] = s
+    return [p for p in pairs.values() if p["before"] or p["after"]]
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt is text, or a list of chat messages."""
+    if isinstance(prompt, list):
+        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
+    return str(prompt)

@@ -1,0 +1,290 @@
+"""Charts as inline SVG. Pure: points in, text out.
+
+A chart is a <figure> with a header (title, legend), the drawing, and a JSON block from which the
+page's script makes the hover box. Colours are CSS classes (c0, c1, ...), so that light, dark and
+print each have their own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+
+Points = Sequence[tuple[float, float]]
+Format = Callable[[float], str]
+
+WIDTH, HEIGHT = 560, 264
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 38
+MAX_POINTS = 400
+
+
+@dataclass(kw_only=True)
+class Line:
+    """One series. `whiskers` are (x, low, high); `smooth` is a window in points, 0 draws as is."""
+
+    label: str
+    points: Points
+    color: int
+    dashed: bool = False
+    smooth: int = 0
+    markers: bool = False
+    whiskers: Sequence[tuple[float, float, float]] = ()
+
+
+@dataclass(kw_only=True)
+class LineChart:
+    title: str
+    lines: list[Line]
+    note: str = ""
+    x_label: str = "step"
+    format: Format = field(default=lambda v: f"{v:.4g}")
+    log: bool = False
+    y_from: float | None = None
+    y_to: float | None = None
+
+
+@dataclass(kw_only=True)
+class StackedChart:
+    """`layers`: (label, color class, one height per x). Bars sit at `xs`."""
+
+    title: str
+    xs: Sequence[float]
+    layers: Sequence[tuple[str, int, Sequence[float]]]
+    note: str = ""
+    x_label: str = "step"
+    format: Format = field(default=lambda v: f"{v:.3g}")
+
+
+class Scale:
+    """Data to pixels along one axis; linear, or base-10 logarithmic."""
+
+    def __init__(self, lo: float, hi: float, a: float, b: float, *, log: bool = False) -> None:
+        self.log = log
+        self.lo, self.hi = (math.log10(lo), math.log10(hi)) if log else (lo, hi)
+        self.a, self.b = a, b
+
+    def __call__(self, value: float) -> float:
+        v = math.log10(value) if self.log else value
+        span = self.hi - self.lo
+        return self.a + (self.b - self.a) * ((v - self.lo) / span if span else 0.5)
+
+
+def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
+    """About n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi]."""
+    if hi <= lo:
+        hi = lo + (abs(lo) * 0.1 or 1.0)
+    rough = (hi - lo) / max(1, n - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(lo: float, hi: float) -> list[float]:
+    """Powers of ten that enclose [lo, hi], every second or third of them when there are many."""
+    first, last = math.floor(math.log10(lo)), math.ceil(math.log10(hi))
+    last = max(last, first + 1)
+    step = max(1, math.ceil((last - first) / 5))
+    return [10.0**e for e in range(first, last + step, step)]
+
+
+def smooth(points: Points, window: int) -> list[tuple[float, float]]:
+    """Centred moving average; at the ends over what there is of the window."""
+    values, half = [y for _, y in points], window // 2
+    out = []
+    for i, (x, _) in enumerate(points):
+        part = values[max(0, i - half) : i + half + 1]
+        out.append((x, sum(part) / len(part)))
+    return out
+
+
+def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """At most `limit` points: neighbours averaged."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / limit)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
+
+
+def line_chart(chart: LineChart) -> str:
+    lines = [_prepare(line, chart.log) for line in chart.lines]
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    ys += [v for line in lines for _, lo, hi in line.whiskers for v in (lo, hi)]
+    if not xs:
+        return ""
+    y_ticks = log_ticks(min(ys), max(ys)) if chart.log else _y_ticks(chart, min(ys), max(ys))
+    x = Scale(min(xs), max(xs), LEFT + 6, WIDTH - RIGHT - 6)
+    y = Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=chart.log)
+    body = _axes(x, y, _x_ticks(min(xs), max(xs)), y_ticks, chart.format, chart.x_label)
+    for line in lines:
+        body += _draw_line(line, x, y)
+    legend = [(line.label, line.color, line.dashed) for line in lines]
+    return _figure(
+        chart.title,
+        chart.note,
+        legend if len(lines) > 1 else [],
+        body,
+        _hover_lines(lines, x, y, chart),
+    )
+
+
+def _prepare(line: Line, log: bool) -> Line:
+    points = [(x, v) for x, v in line.points if math.isfinite(v) and (v > 0 or not log)]
+    return Line(**{**vars(line), "points": thin(points)})
+
+
+def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
+    if 0 <= lo < 0.5 * hi:
+        lo = 0.0
+    lo = lo if chart.y_from is None else min(lo, chart.y_from)
+    hi = hi if chart.y_to is None else max(hi, chart.y_to)
+    return nice_ticks(lo, hi)
+
+
+def _x_ticks(lo: float, hi: float) -> list[float]:
+    if hi <= lo:
+        return [lo]
+    return [t for t in nice_ticks(lo, hi, 6) if lo <= t <= hi]
+
+
+def _draw_line(line: Line, x: Scale, y: Scale) -> str:
+    css = f"c{line.color}"
+    out = ""
+    smoothed = line.smooth > 1 and len(line.points) > 2 * line.smooth
+    if smoothed:
+        out += f'<path class="line raw {css}" d="{_path(line.points, x, y)}"/>'
+    for wx, lo, hi in line.whiskers:
+        px, a, b = x(wx), y(lo), y(hi)
+        out += (
+            f'<path class="whisker {css}" d="M{px:.1f},{a:.1f}V{b:.1f}'
+            f'M{px - 4:.1f},{a:.1f}h8M{px - 4:.1f},{b:.1f}h8"/>'
+        )
+    points = smooth(line.points, line.smooth) if smoothed else line.points
+    dash = " dashed" if line.dashed else ""
+    out += f'<path class="line {css}{dash}" d="{_path(points, x, y)}"/>'
+    if line.markers or len(points) == 1:
+        out += "".join(
+            f'<circle class="dot {css}" cx="{x(px):.1f}" cy="{y(py):.1f}" r="3.2"/>'
+            for px, py in points
+        )
+    return out
+
+
+def _path(points: Points, x: Scale, y: Scale) -> str:
+    return "M" + "L".join(f"{x(px):.1f},{y(py):.1f}" for px, py in points)
+
+
+def stacked_chart(chart: StackedChart) -> str:
+    totals = [sum(parts) for parts in zip(*(h for _, _, h in chart.layers), strict=True)]
+    if not totals:
+        return ""
+    ticks = nice_ticks(0.0, max(totals))
+    gap = min(b - a for a, b in pairwise(chart.xs)) if totals[1:] else 1.0
+    x = Scale(chart.xs[0] - gap / 2, chart.xs[-1] + gap / 2, LEFT + 2, WIDTH - RIGHT)
+    y = Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
+    x_ticks = _x_ticks(chart.xs[0], chart.xs[-1])
+    body = _axes(x, y, x_ticks, ticks, chart.format, chart.x_label)
+    width = min(28.0, (x(gap) - x(0.0)) * 0.82)
+    base = [0.0] * len(totals)
+    for _, color, heights in chart.layers:
+        path = ""
+        for i, h in enumerate(heights):
+            top, bottom = y(base[i] + h), y(base[i])
+            left = x(chart.xs[i]) - width / 2
+            path += f"M{left:.2f},{bottom:.2f}V{top:.2f}h{width:.2f}V{bottom:.2f}Z"
+            base[i] += h
+        body += f'<path class="bar c{color}" d="{path}"/>'
+    series = [
+        {"n": label, "c": f"c{color}", "v": [chart.format(h) for h in heights]}
+        for label, color, heights in reversed(chart.layers)
+    ]
+    series.append({"n": "total", "c": "", "v": [chart.format(t) for t in totals]})
+    hover = {
+        "x": [round(x(v), 1) for v in chart.xs],
+        "l": [_place(chart.x_label, v) for v in chart.xs],
+        "s": series,
+    }
+    legend = [(label, color, False) for label, color, _ in chart.layers]
+    return _figure(chart.title, chart.note, legend, body, hover)
+
+
+def _hover_lines(lines: list[Line], x: Scale, y: Scale, chart: LineChart) -> dict[str, object]:
+    """Per x of any line: the values standing there, as text, and the height of their dots."""
+    xs = sorted({px for line in lines for px, _ in line.points})
+    series = []
+    for line in lines:
+        at = dict(line.points)
+        bounds = {wx: (lo, hi) for wx, lo, hi in line.whiskers}
+        texts: list[str | None] = []
+        for px in xs:
+            text = chart.format(at[px]) if px in at else None
+            if text is not None and px in bounds:
+                lo, hi = bounds[px]
+                text += f" [{chart.format(lo)}, {chart.format(hi)}]"
+            texts.append(text)
+        heights = [round(y(at[px]), 1) if px in at else None for px in xs]
+        series.append({"n": line.label, "c": f"c{line.color}", "y": heights, "v": texts})
+    return {
+        "x": [round(x(v), 1) for v in xs],
+        "l": [_place(chart.x_label, v) for v in xs],
+        "s": series,
+    }
+
+
+def _axes(
+    x: Scale,
+    y: Scale,
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    fmt: Format,
+    x_label: str,
+) -> str:
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    out = ""
+    for i, t in enumerate(y_ticks):
+        css = "axis" if i == 0 else "grid"
+        out += f'<path class="{css}" d="M{LEFT},{y(t):.1f}H{right}"/>'
+        out += f'<text class="tick" x="{LEFT - 8}" y="{y(t) + 3.6:.1f}" text-anchor="end">'
+        out += f"{escape(fmt(t).replace('.0%', '%'))}</text>"
+    for t in x_ticks:
+        out += f'<text class="tick" x="{x(t):.1f}" y="{floor + 16}" text-anchor="middle">'
+        out += f"{_tick_text(t)}</text>"
+    middle = (LEFT + right) / 2
+    out += f'<text class="tick" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">'
+    return out + f"{escape(x_label)}</text>"
+
+
+def _tick_text(value: float) -> str:
+    return f"{value:g}" if value == int(value) else f"{value:.4g}"
+
+
+def _place(x_label: str, value: float) -> str:
+    """ "step 12", or "3.4 minutes"."""
+    return f"step {_tick_text(value)}" if x_label == "step" else f"{value:.1f} {x_label}"
+
+
+def _figure(
+    title: str, note: str, legend: list[tuple[str, int, bool]], body: str, hover: dict[str, object]
+) -> str:
+    keys = "".join(
+        f'<li><i class="key c{color}{" dashed" if dashed else ""}"></i>{escape(label)}</li>'
+        for label, color, dashed in legend
+    )
+    # "</" inside a script element would end it
+    data = json.dumps(hover, separators=(",", ":")).replace("</", "<\\/")
+    return (
+        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3>'
+        + (f"<p>{escape(note)}</p>" if note else "")
+        + (f'<ul class="legend">{keys}</ul>' if keys else "")
+        + f'</figcaption><div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{body}'
+        f'<g class="cursor"><path d="M0,{TOP}V{HEIGHT - BOTTOM}"/></g></svg>'
+        f'<div class="tip" hidden></div></div>'
+        f'<script type="application/json">{data}</script></figure>\n'
+    )

@@ -1,0 +1,57 @@
+"""SGLangEngine: a client that starts and ends its own servers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megarl.config.rollout import RolloutConfig, ServerConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.server_process import ServerProcess, start_server
+
+
+class SGLangEngine(RemoteSGLangEngine):
+    """`server.count` servers on this host, from `initialize` to `destroy`; `config.addresses` is
+    not read. Logs go to <log_dir>/server<i>.log.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, server: ServerConfig, *, model_path: str = "",
+        dtype: str = "auto", log_dir: Path | str = "logs",
+        weight_sync: WeightSyncConfig | None = None, seed: int = 1,
+    ) -> None:
+        super().__init__(config, weight_sync=weight_sync, seed=seed)
+        if server.count < 1:
+            raise ValueError(f"server.count={server.count}: SGLangEngine starts at least 1")
+        if not (server.path or model_path):
+            raise ValueError("SGLangEngine: set server.path or pass model_path")
+        self._server, self._model_path, self._dtype = server, model_path, dtype
+        self._log_dir = Path(log_dir)
+        self._processes: list[ServerProcess] = []
+
+    def initialize(self) -> None:
+        try:
+            for i in range(self._server.count):
+                self._processes.append(
+                    start_server(
+                        self._server, model_path=self._model_path, dtype=self._dtype,
+                        log_path=self._log_dir / f"server{i}.log", wait=False,
+                    )
+                )
+            for process in self._processes:
+                process.wait_healthy(self._server.start_timeout)
+            addresses = [p.address for p in self._processes]
+            self.config = dataclasses.replace(self.config, addresses=addresses)
+            super().initialize()
+        except BaseException:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            for process in self._processes:
+                process.stop()
+            self._processes.clear()

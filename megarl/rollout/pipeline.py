@@ -1,0 +1,221 @@
+"""Episodes from submission to hand-out: the state the callers' threads share with the loop thread.
+
+Callers enqueue and take; the loop thread starts episodes while the StalenessManager has capacity
+and settles them. One condition variable, `changed`, guards everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.config.rollout import RolloutConfig
+from megarl.observability.logging import get_logger
+from megarl.rollout.episode import Episode, run_episode
+from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.rewards import RewardError
+from megarl.rollout.staleness import StalenessManager
+
+log = get_logger(__name__)
+
+ShouldAccept = Callable[[Batch], bool]
+
+# episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
+DEFAULT_CONCURRENCY = 256
+GRACE = 30.0  # seconds beyond episode_timeout before a wait without any progress is an error
+
+
+class Pipeline:
+    """`engine` is what workflows generate with; its version decides admission and staleness."""
+
+    def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
+        self.config, self._engine, self._loop = config, engine, loop
+        self.staleness = StalenessManager(
+            max_concurrent=config.max_concurrent_rollouts or DEFAULT_CONCURRENCY,
+            max_head_offpolicyness=config.max_head_offpolicyness,
+            start_version=engine.get_version(),
+        )
+        self.changed = threading.Condition()
+        self.pending: deque[Episode] = deque()
+        self.live: dict[int, Episode] = {}  # pending, running, accepted; in submission order
+        self.rejected_in_a_row = 0
+        self.reward_errors = 0
+        self.last_progress = time.monotonic()
+        self._failures: list[BaseException] = []
+        self._held = False
+        self._submissions = 0
+        self._attempts: dict[Any, int] = {}  # row_id -> starts under the current version
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # callers' side; methods marked * are called with `changed` held
+
+    def enqueue(
+        self, row: dict[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None,
+        *, drawn: bool = False,
+    ) -> None:
+        """Adds an episode at the end of the order of submission."""
+        with self.changed:
+            episode = Episode(
+                number=self._submissions, row=row, workflow=workflow,
+                should_accept=should_accept, drawn=drawn,
+            )
+            self._submissions += 1
+            self.live[episode.number] = episode
+            self.pending.append(episode)
+
+    def start_soon(self) -> None:
+        """Has the loop start what capacity allows."""
+        self._loop.call_soon(self._pump)
+
+    def serve(self, batch_size: int) -> None:
+        """From now on batches of `batch_size` episodes are consumed, one per version."""
+        with self.changed:
+            self.staleness.consumer_batch = batch_size
+            if self.config.max_concurrent_rollouts is None:
+                self.staleness.max_concurrent = batch_size
+
+    def wanted(self) -> int:
+        """Episodes to submit: the staleness room, plus one batch in waiting when asynchronous, so
+        that the pipe refills while the trainer trains. *
+        """
+        room = self.staleness.room(self._engine.get_version())
+        if self.config.max_head_offpolicyness > 0:
+            room += self.staleness.consumer_batch or 0
+        return room - len(self.pending)
+
+    def take(self, count: int) -> list[Episode] | None:
+        """The first `count` live episodes, once all of them are accepted; raises the error of a
+        failed one. What has become too stale is dropped and its row submitted again. *
+        """
+        if self._failures:
+            raise self._failures.pop(0)
+        version = self._engine.get_version()
+        ready: list[Episode] = []
+        for episode in list(self.live.values()):
+            if len(ready) == count or episode.batch is None:
+                break
+            if self.staleness.is_stale(episode.oldest_version(), version):
+                self._drop(episode)
+            else:
+                ready.append(episode)
+        if len(ready) < count:
+            return None
+        for episode in ready:
+            del self.live[episode.number]
+        return ready
+
+    def sleep(self, deadline: float | None, what: str) -> None:
+        """Waits for a change, until `deadline` or for episode_timeout without any. *
+
+        An episode fails at episode_timeout by itself; this bound is for what else may hang.
+        """
+        quiet = self.last_progress + self.config.episode_timeout + GRACE
+        until = quiet if deadline is None else min(deadline, quiet)
+        left = until - time.monotonic()
+        if left <= 0 or not self.changed.wait(left):
+            counters = ", ".join(f"{v} {k}" for k, v in self.staleness.counters().items())
+            raise TimeoutError(f"timed out waiting for {what}: {counters}")
+
+    def check_not_stuck(self, count: int) -> None:
+        """Raises where waiting for `count` episodes cannot help. *"""
+        if not self._loop.alive:
+            raise RuntimeError("the rollout thread has ended")
+        if self.staleness.running:
+            return
+        version = self._engine.get_version()
+        if self._held and self.pending:
+            raise RuntimeError("waiting for episodes while generation is paused: resume() first")
+        if self.staleness.capacity(version) <= 0:
+            raise RuntimeError(
+                f"no episode may start: the batches that version {version} allows under "
+                f"rollout.max_head_offpolicyness={self.config.max_head_offpolicyness} are handed "
+                "out; call update_weights or set_version after every training step"
+            )
+        if not self.pending:
+            raise RuntimeError(f"waiting for {count} episodes, but only {len(self.live)} are left")
+
+    def forgiven(self, error: BaseException) -> bool:
+        """Whether `error` only rejects its episode."""
+        if not isinstance(error, RewardError) or self.config.on_reward_error == "raise":
+            return False
+        self.reward_errors += 1
+        log.warning("rejected (rollout.on_reward_error=reject): %s", error)
+        return True
+
+    def version_changed(self, version: int) -> None:
+        with self.changed:
+            if not self.staleness.submitted:
+                self.staleness.start_version = version
+            self._attempts.clear()
+        self.start_soon()
+
+    def hold(self) -> None:
+        """Starts no further episodes (those running wait in the client)."""
+        with self.changed:
+            self._held = True
+
+    def release(self) -> None:
+        with self.changed:
+            self._held = False
+            self.last_progress = time.monotonic()
+        self.start_soon()
+
+    def _drop(self, episode: Episode) -> None:
+        self.staleness.drop()
+        del self.live[episode.number]
+        self.enqueue(episode.row, episode.workflow, episode.should_accept, drawn=episode.drawn)
+        self.start_soon()
+
+    # loop's side
+
+    def _pump(self) -> None:
+        with self.changed:
+            while (
+                self.pending and not self._held
+                and self.staleness.capacity(self._engine.get_version()) > 0
+            ):
+                episode = self.pending.popleft()
+                self.staleness.start()
+                self._count_attempt(episode)
+                task = asyncio.get_running_loop().create_task(self._run(episode))
+                self._tasks.add(task)
+                task.add_done_callback(self._reap)
+
+    def _count_attempt(self, episode: Episode) -> None:
+        """Seeds must differ when a row comes again under the same weights (row key `attempt`)."""
+        key = episode.row.get("row_id", id(episode.row))
+        episode.attempt = self._attempts.get(key, 0)
+        self._attempts[key] = episode.attempt + 1
+
+    async def _run(self, episode: Episode) -> None:
+        await run_episode(episode, self._engine, timeout=self.config.episode_timeout)
+        with self.changed:
+            self._settle(episode)
+            self.last_progress = time.monotonic()
+            self.changed.notify_all()
+        self._pump()
+
+    def _settle(self, episode: Episode) -> None:
+        if episode.batch is not None:
+            self.staleness.accept()
+            self.rejected_in_a_row = 0
+            return
+        del self.live[episode.number]
+        if episode.error is None or self.forgiven(episode.error):
+            self.staleness.reject()
+            self.rejected_in_a_row += 1
+        else:
+            self.staleness.fail()
+            self._failures.append(episode.error)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            with self.changed:  # a fault of ours, yet a waiting trainer must hear of it
+                self._failures.append(error)
+                self.changed.notify_all()

@@ -1,0 +1,23 @@
+"""python -m megarl.rollout.server --model-path DIR --port P"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from megarl.rollout.server.args import parse_args
+
+
+def main() -> int:
+    args = parse_args()
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"
+    )
+    # torch and transformers take seconds to import: --help and a wrong flag need not wait for them
+    from megarl.rollout.server.app import serve
+
+    return serve(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

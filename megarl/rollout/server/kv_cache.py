@@ -1,0 +1,191 @@
+"""Slot KV cache and the attention that writes and reads it.
+
+Every running sequence owns one row; rows 0..n-1 are always the running ones, so that a decode step
+attends over a view of the cache instead of a gathered copy. The model calls `attend` through
+transformers' attention registry; what to do in this forward stands in a plan that travels with
+the forward's keyword arguments.
+
+Shapes: R rows, C capacity in positions, K key/value heads, G query heads per key/value head, D head
+dimension; a forward has B rows of S positions, queries [B,K*G,S,D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+ATTENTION = "megarl_slots"
+_POSITIONS_STEP = 64
+# a decode step splits rows by length when padding would more than double the work ...
+_WASTE = 2.0
+# ... and there is enough work for the extra calls to pay
+_SPLIT_FROM = 16384
+
+
+class Plan(Protocol):
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Stores k, v [B,K,S,D]; returns the attention output [B,S,K*G,D]."""
+
+
+class KVCache:
+    """keys, values [layers,R,K,C,D], grown on demand."""
+
+    def __init__(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device, max_rows: int, max_positions: int,
+    ) -> None:
+        self._kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._shape = (layers, kv_heads, head_dim)
+        self._max = (max_rows, max_positions)
+        self.clear()
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def positions(self) -> int:
+        return self.keys.shape[3]
+
+    def clear(self) -> None:
+        """Gives the memory back; the content is lost."""
+        layers, heads, dim = self._shape
+        self.keys = torch.empty(layers, 0, heads, 0, dim, **self._kind)
+        self.values = torch.empty_like(self.keys)
+
+    def reserve(self, rows: int, positions: int, *, used: int) -> None:
+        """Room for `rows` sequences of `positions`; the first `used` rows keep their content."""
+        if rows <= self.rows and positions <= self.positions:
+            return
+        max_rows, max_positions = self._max
+        assert rows <= max_rows and positions <= max_positions
+        if rows > self.rows:
+            rows = min(max_rows, max(rows, 2 * self.rows))
+        if positions > self.positions:
+            positions = max(positions, self.positions * 3 // 2)
+            positions = min(max_positions, -(-positions // _POSITIONS_STEP) * _POSITIONS_STEP)
+        rows, positions = max(rows, self.rows), max(positions, self.positions)
+        self.keys = self._grown(self.keys, rows, positions, used)
+        self.values = self._grown(self.values, rows, positions, used)
+
+    def _grown(self, old: torch.Tensor, rows: int, positions: int, used: int) -> torch.Tensor:
+        layers, heads, dim = self._shape
+        new = torch.empty(layers, rows, heads, positions, dim, **self._kind)
+        new[:, :used, :, : old.shape[3]] = old[:, :used]
+        return new
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], positions: int) -> None:
+        """Copies the first `positions` of each source row to its target row."""
+        if not source:
+            return
+        device = self.keys.device
+        src, dst = torch.tensor(source, device=device), torch.tensor(target, device=device)
+        self.keys[:, dst, :, :positions] = self.keys[:, src, :, :positions]
+        self.values[:, dst, :, :positions] = self.values[:, src, :, :positions]
+
+
+class Prefill:
+    """B right-padded prompts [B,S] into the rows from `row` on.
+
+    Causality alone keeps real positions from seeing the padding behind them.
+    """
+
+    def __init__(self, cache: KVCache, row: int) -> None:
+        self.cache, self.row = cache, row
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
+        self.cache.keys[layer, rows, :, :width] = k
+        self.cache.values[layer, rows, :, :width] = v
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+
+class Decode:
+    """One new position for each row first..first+B-1; `lengths` [B] positions are there already."""
+
+    def __init__(self, cache: KVCache, first: int, lengths: Sequence[int], *, exact: bool) -> None:
+        device = cache.keys.device
+        self.cache, self.exact = cache, exact
+        self.rows = torch.arange(first, first + len(lengths), device=device)
+        self.positions = torch.tensor(lengths, device=device)
+        self._all = slice(first, first + len(lengths))
+        self._parts = [
+            (index, width, None if exact else self._mask(index, width))
+            for index, width in _split(lengths, device)
+        ]
+
+    def _mask(self, index: torch.Tensor | None, width: int) -> torch.Tensor:
+        """[b,1,1,width]: 0 where a row has a key, its new one included, -inf elsewhere."""
+        last = self.positions if index is None else self.positions[index]
+        keys = torch.arange(width, device=last.device)
+        mask = torch.zeros(len(last), width, dtype=self.cache.keys.dtype, device=last.device)
+        return mask.masked_fill_(keys > last[:, None], -torch.inf)[:, None, None]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.rows, :, self.positions] = k[:, :, 0]
+        values[self.rows, :, self.positions] = v[:, :, 0]
+        batch, heads, _, dim = q.shape
+        # the G queries that share a key/value head stand in for query positions: no repeated heads
+        q = q.view(batch, k.shape[1], heads // k.shape[1], dim)
+        if len(self._parts) == 1:
+            _, width, mask = self._parts[0]
+            key, value = keys[self._all, :, :width], values[self._all, :, :width]
+            if self.exact:  # fresh memory: kernels may treat unaligned views differently
+                key, value = key.contiguous(), value.contiguous()
+            out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        else:
+            out = torch.empty_like(q)
+            for index, width, mask in self._parts:
+                rows = self.rows[index]
+                out[index] = F.scaled_dot_product_attention(
+                    q[index], keys[rows, :, :width], values[rows, :, :width],
+                    attn_mask=mask, scale=scale,
+                )  # fmt: skip
+        return out.reshape(batch, 1, heads, dim)
+
+
+def _split(
+    lengths: Sequence[int], device: torch.device
+) -> list[tuple[torch.Tensor | None, int]]:
+    """[(rows of the batch, keys to read)]: one part for all (None), or parts of like lengths."""
+    width = max(lengths) + 1
+    padded, real = width * len(lengths), sum(lengths) + len(lengths)
+    if padded <= _WASTE * real or padded < _SPLIT_FROM:
+        return [(None, width)]
+    classes: dict[int, list[int]] = {}
+    for i, n in enumerate(lengths):
+        classes.setdefault((n + 1).bit_length(), []).append(i)
+    return [
+        (torch.tensor(rows, device=device), max(lengths[i] for i in rows) + 1)
+        for rows in classes.values()
+    ]
+
+
+def _attend(
+    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    attention_mask: torch.Tensor | None, *, plan: Plan, scaling: float | None = None,
+    dropout: float = 0.0, **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature -> the forward's plan."""
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(f"the embedded server does not support attention with {name}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return plan.attend(layer, q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,189 @@
+"""The model behind the server: batched prefill and decode over a slot KV cache.
+
+Any transformers causal LM with full attention and a plain LM head runs here; `ModelRunner` checks
+itself against the model's own attention when it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.rollout.server.args import ServerArgs
+from megarl.rollout.server.kv_cache import ATTENTION, Decode, KVCache, Prefill
+from megarl.rollout.server.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+_HEAD_CHUNK = 512  # prompt positions whose logits exist at once
+_LONGEST_PROMPT_RATIO = 2  # prompts in one prefill batch differ at most so much in length
+
+
+class ModelRunner:
+    def __init__(self, args: ServerArgs) -> None:
+        self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.deterministic = args.deterministic
+        config = AutoConfig.from_pretrained(args.model_path)
+        dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            args.model_path, dtype=dtype, attn_implementation="sdpa"
+        )
+        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        self.config: Any = self.model.config
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.context_length = args.context_length or int(config.max_position_embeddings)
+        self.max_rows = args.max_running_requests
+        self.max_prefill_tokens = args.max_prefill_tokens
+        self.cache = self._make_cache()
+        self.max_total_tokens = args.max_total_tokens or self._fitting_tokens()
+        if self.max_total_tokens < self.context_length:
+            raise ValueError(
+                f"--max-total-tokens={self.max_total_tokens} holds not even one sequence of "
+                f"--context-length={self.context_length}; raise one or lower the other"
+            )
+        self._self_check()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def _make_cache(self) -> KVCache:
+        c = self.config
+        return KVCache(
+            layers=c.num_hidden_layers, kv_heads=getattr(c, "num_key_value_heads", None)
+            or c.num_attention_heads, head_dim=getattr(c, "head_dim", None)
+            or c.hidden_size // c.num_attention_heads, dtype=self.dtype, device=self.device,
+            max_rows=self.max_rows, max_positions=self.context_length,
+        )  # fmt: skip
+
+    def _fitting_tokens(self) -> int:
+        """KV positions that 60 % of the memory free now holds, at most what could ever be used."""
+        most = self.max_rows * self.context_length
+        layers, heads, dim = self.cache._shape
+        per_token = 2 * layers * heads * dim * self.dtype.itemsize
+        fitting = int(0.6 * _free_memory(self.device)) // per_token
+        return max(self.context_length, min(most, fitting))
+
+    @torch.inference_mode()
+    def _self_check(self) -> None:
+        """Our attention and head must give the model's own logits: 4 prompt tokens, 1 decoded."""
+        ids = torch.arange(5, device=self.device)[None] % self.vocab_size
+        want = self.model(ids, use_cache=False).logits[0, 3:].float()
+        self.model.set_attn_implementation(ATTENTION)
+        self.cache.reserve(1, 5, used=0)
+        first = self._head(self._forward(ids[:, :4], 0, Prefill(self.cache, 0))[:, -1])
+        plan = Decode(self.cache, 0, [4], exact=self.deterministic)
+        second = self._head(self._forward(ids[:, 4:], 4, plan)[:, -1])
+        got = torch.cat([first, second]).float()
+        bound = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not bool(((got - want).abs() <= bound * (1 + want.abs().max())).all()):
+            raise ValueError(
+                f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
+                f"logits (off by {(got - want).abs().max():.2g}); it supports plain full attention "
+                "and an LM head without post-processing"
+            )
+        self.cache.clear()
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor | int, plan: Any) -> torch.Tensor:
+        """Hidden states [B,S,H] of ids [B,S]; an int is the position of the first column."""
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + ids.shape[1], device=ids.device)[None]
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, plan=plan
+        ).last_hidden_state
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    @torch.inference_mode()
+    def prefill(self, seqs: Seq[Sequence], first_row: int) -> tuple[list[Sequence], torch.Tensor]:
+        """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
+
+        Returns the sequences in the order of the rows they got, and logits [n,V] behind the last
+        token of each. Prompt logprobs are written where a sequence wants them.
+        """
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        for s in seqs:
+            groups.setdefault(tuple(s.tokens), []).append(s)
+        prompts = sorted(groups, key=len)
+        longest = len(prompts[-1])
+        self.cache.reserve(first_row + len(seqs), longest, used=first_row)
+        logits, row = [], first_row
+        for chunk in self._chunks(prompts):
+            hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
+            last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
+            logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
+            for i, p in enumerate(chunk):
+                for s in groups[p]:
+                    if s.wants_prompt_logprobs:
+                        self._prompt_logprobs(s, hidden[i])
+            row += len(chunk)
+        order = [groups[p][0] for p in prompts]
+        source = list(range(len(prompts)))
+        for i, p in enumerate(prompts):
+            for s in groups[p][1:]:
+                s.cached_tokens = len(p) - 1
+                order.append(s)
+                source.append(i)
+        copies = range(len(prompts), len(order))
+        self.cache.copy_rows(
+            [first_row + source[i] for i in copies], [first_row + i for i in copies], longest
+        )
+        return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
+
+    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Cuts prompts sorted by length so that padding and activations stay bounded."""
+        chunk: list[tuple[int, ...]] = []
+        for p in prompts:
+            if chunk and (
+                self.deterministic
+                or len(p) > _LONGEST_PROMPT_RATIO * len(chunk[0])
+                or len(p) * (len(chunk) + 1) > self.max_prefill_tokens
+            ):
+                yield chunk
+                chunk = []
+            chunk.append(p)
+        yield chunk
+
+    def _padded(self, prompts: list[tuple[int, ...]]) -> torch.Tensor:
+        width = len(prompts[-1])
+        rows = [p + (0,) * (width - len(p)) for p in prompts]
+        return torch.tensor(rows, device=self.device)
+
+    def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> None:
+        """Logprobs of prompt tokens after `logprob_start`, at temperature 1; hidden [S,H]."""
+        start, stop = seq.logprob_start, len(seq.prompt)
+        seq.input_logprobs, seq.input_top_logprobs = [None], [None]
+        for i in range(start, stop - 1, _HEAD_CHUNK):
+            j = min(i + _HEAD_CHUNK, stop - 1)
+            logprobs = torch.log_softmax(self._head(hidden[i:j]).float(), dim=-1)
+            targets = torch.tensor(seq.prompt[i + 1 : j + 1], device=self.device)
+            seq.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            if seq.top_logprobs_num:
+                values, ids = logprobs.topk(min(seq.top_logprobs_num, self.vocab_size))
+                seq.input_top_logprobs += [
+                    list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())
+                ]
+
+    def make_room(self, seqs: Seq[Sequence]) -> None:
+        """Grows the cache for the next token of `seqs`, which own the rows from 0 on."""
+        self.cache.reserve(len(seqs), max(s.length for s in seqs), used=len(seqs))
+
+    @torch.inference_mode()
+    def decode(self, seqs: Seq[Sequence], first_row: int = 0) -> torch.Tensor:
+        """Logits [n,V] behind the last token of `seqs`, which own the rows from `first_row` on."""
+        lengths = [s.length - 1 for s in seqs]
+        plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
+        ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
+        return self._head(self._forward(ids, plan.positions[:, None], plan)[:, -1])
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

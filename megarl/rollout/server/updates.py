@@ -1,0 +1,163 @@
+"""Weight updates: sessions, process groups, and what arrives through them.
+
+Everything here runs in the scheduler's thread except joining a group, which waits for its other
+members and must not stop generation meanwhile.
+
+A refused broadcast is received all the same wherever it can be: a tensor left in the pipe would be
+taken for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.rollout.server.errors import ControlError
+from megarl.rollout.server.weights import Spec, WeightStore
+from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+
+logger = logging.getLogger(__name__)
+DEFAULT_GROUP = "weight_update_group"
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")
+}
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """What a broadcast brings: names in order, with shape and dtype."""
+
+    specs: dict[str, Spec]
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> TensorList:
+        """From `names`, `dtypes` ("float32"), `shapes`; ControlError names the field."""
+        lists: dict[str, Any] = {}
+        for key in ("names", "dtypes", "shapes"):
+            lists[key] = body.get(key)
+            if not isinstance(lists[key], list):
+                raise ControlError(f"{key} must be a list")
+        names, dtypes, shapes = lists["names"], lists["dtypes"], lists["shapes"]
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ControlError(
+                f"names ({len(names)}), dtypes ({len(dtypes)}) and shapes ({len(shapes)}) "
+                "differ in length"
+            )
+        specs: dict[str, Spec] = {}
+        for name, dtype, shape in zip(names, dtypes, shapes):
+            kind = _DTYPES.get(str(dtype).removeprefix("torch."))
+            if kind is None:
+                raise ControlError(f"{name}: dtype {dtype!r}, use one of {sorted(_DTYPES)}")
+            if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+                raise ControlError(f"{name}: shape {shape!r} is not a list of sizes")
+            if name in specs:
+                raise ControlError(f"{name}: named twice")
+            specs[name] = (tuple(shape), kind)
+        return cls(specs)
+
+    def receive(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
+        """One broadcast for each tensor, in order."""
+        out = {n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.specs.items()}
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in out.values()]
+        for work in works:
+            work.wait()
+        return out
+
+    def receive_flat(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """One uint8 broadcast of all tensors' bytes, cut into views."""
+        sizes = [math.prod(s) * d.itemsize for s, d in self.specs.values()]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.broadcast(flat, src=0, group=group)
+        out, offset = {}, 0
+        for (name, (shape, dtype)), size in zip(self.specs.items(), sizes):
+            if offset % dtype.itemsize:
+                raise ControlError(
+                    f"{name}: offset {offset} in the flattened bucket is no multiple of the "
+                    f"itemsize of {dtype}; sort the tensors by itemsize, largest first"
+                )
+            out[name] = flat[offset : offset + size].view(dtype).view(shape)
+            offset += size
+        return out
+
+
+class WeightUpdates:
+    def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
+        self.store, self.device, self._timeout = store, device, timeout
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._session = False
+
+    def begin(self) -> None:
+        """Opens a session. Opening one that a dead trainer left open is no error."""
+        self._session = True
+
+    def end(self) -> None:
+        if not self._session:
+            raise ControlError("end_weight_update() without begin_weight_update()")
+        self._session = False
+
+    def init_group(self, body: dict[str, Any]) -> None:
+        """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
+        name = body.get("group_name") or DEFAULT_GROUP
+        if name in self._groups:
+            raise ControlError(f"group {name!r} exists; destroy_weights_update_group first")
+        backend = body.get("backend") or "nccl"
+        if backend == "nccl" and self.device.type != "cuda":
+            raise ControlError(f"backend 'nccl' needs a GPU, this server is on {self.device}")
+        try:
+            self._groups[name] = init_update_group(
+                master_address=str(body["master_address"]), master_port=int(body["master_port"]),
+                rank=int(body["rank_offset"]), world_size=int(body["world_size"]),
+                group_name=name, backend=backend, timeout=self._timeout,
+            )  # fmt: skip
+        except KeyError as e:
+            raise ControlError(f"{e.args[0]} is missing") from None
+        except (RuntimeError, ValueError, TypeError) as e:
+            raise ControlError(f"Failed to initialize custom process group: {e}.") from e
+
+    def destroy_group(self, name: str | None) -> None:
+        group = self._groups.pop(name or DEFAULT_GROUP, None)
+        if group is None:
+            raise ControlError(f"there is no group {name or DEFAULT_GROUP!r}")
+        with contextlib.suppress(RuntimeError):  # its other members may be gone already
+            destroy_update_group(group)
+
+    def from_distributed(self, body: dict[str, Any]) -> None:
+        """Receives the tensors of `body` and loads them all, or none and a ControlError."""
+        if not self._session:
+            raise ControlError(
+                "update_weights_from_distributed must run between begin_weight_update() and "
+                "end_weight_update()"
+            )
+        name = body.get("group_name") or DEFAULT_GROUP
+        group = self._groups.get(name)
+        if group is None:
+            raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
+        tensors = TensorList.parse(body)
+        load_format = body.get("load_format")
+        if load_format not in (None, "flattened_bucket"):
+            raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
+        with self._failures(tensors):
+            receive = tensors.receive_flat if load_format else tensors.receive
+            received = receive(group, self.device)
+        self.store.check(tensors.specs)
+        self.store.load(received.items())
+
+    @contextlib.contextmanager
+    def _failures(self, tensors: TensorList) -> Iterator[None]:
+        """A lost sender is the trainer's trouble, not the end of this server."""
+        try:
+            yield
+        except RuntimeError as e:
+            first = next(iter(tensors.specs), "(no tensors)")
+            raise ControlError(
+                f"Failed to receive {first} and {max(0, len(tensors.specs) - 1)} more: {e}"
+            ) from e

@@ -1,0 +1,122 @@
+"""The model's tensors under their HF checkpoint names: checked loads, checksums.
+
+A load is all or nothing: every name, shape and dtype is checked before the first tensor changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from megarl.rollout.server.errors import ControlError
+from megarl.utils.checksum import tensor_checksum
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+# safetensors' names of the dtypes weights come in
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+
+
+class WeightStore:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tensors = dict(_hf_tensors(model))
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        # a tied head is no tensor of its own: HF checkpoints may or may not hold it
+        self.tied: dict[str, torch.Tensor] = {}
+        if head.weight.data_ptr() == embedding.weight.data_ptr():
+            name = next(n for n, m in model.named_modules() if m is head) + ".weight"
+            self.tied[name] = self.tensors.pop(name, head.weight.data)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.tensors.get(name, self.tied.get(name))
+
+    def check(self, specs: Mapping[str, Spec]) -> None:
+        """ControlError naming the first tensor that does not fit the model."""
+        for name, (shape, dtype) in specs.items():
+            own = self.get(name)
+            if own is None:
+                raise ControlError(f"{name}: the model has no such parameter")
+            if tuple(shape) != tuple(own.shape):
+                raise ControlError(f"{name}: shape {list(shape)}, the model has {list(own.shape)}")
+            if not dtype.is_floating_point:
+                raise ControlError(f"{name}: dtype {dtype} is not a floating-point one")
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies checked tensors in, cast to the server's dtype. A tied head follows its embedding,
+        so its own copy is left out (as SGLang does).
+        """
+        for name, tensor in tensors:
+            if name not in self.tied:
+                self.tensors[name].copy_(tensor)
+
+    def checksums(self) -> dict[str, str]:
+        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head."""
+        return {name: tensor_checksum(t) for name, t in self.tensors.items()}
+
+    def load_directory(self, path: str) -> None:
+        """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
+        try:
+            files = [safe_open(f, framework="pt") for f in _safetensors(path)]
+            owner = {name: f for f in files for name in f.keys()}  # noqa: SIM118
+            self.check({name: _spec(f, name) for name, f in owner.items()})
+            if missing := sorted(self.tensors.keys() - owner.keys()):
+                raise ControlError(
+                    f"{path} lacks {missing[0]}"
+                    + (f" and {len(missing) - 1} more of the model's tensors" * (len(missing) > 1))
+                )
+            self.load((name, f.get_tensor(name)) for name, f in owner.items())
+        except (OSError, SafetensorError, json.JSONDecodeError) as e:
+            raise ControlError(f"{path}: cannot read the weights: {e}") from e
+
+
+def _spec(file: Any, name: str) -> Spec:
+    part = file.get_slice(name)
+    dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
+    if dtype is None:
+        raise ControlError(f"{name}: dtype {part.get_dtype()} is not supported")
+    return tuple(part.get_shape()), dtype
+
+
+def _safetensors(path: str) -> list[Path]:
+    """The safetensors files of an HF directory, by its index where there is one."""
+    root = Path(path)
+    if not root.is_dir():
+        raise ControlError(f"{path} is not a directory")
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (root / name).is_file():
+            raise ControlError(f"{path} has no {name}")
+    return [root / name for name in names]
+
+
+def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF checkpoint name, tensor of the model or a view of it)."""
+    for name, tensor in model.state_dict().items():
+        for suffix, split in _FUSED_EXPERTS.items():
+            if name.endswith(suffix) and tensor.ndim == 3:
+                base = name.removesuffix(suffix)
+                for e, expert in enumerate(tensor.unbind(0)):
+                    for part, view in split(expert):
+                        yield f"{base}experts.{e}.{part}.weight", view
+                break
+        else:
+            yield name, tensor
+
+
+# transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each alone
+_FUSED_EXPERTS: dict[str, Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]]] = {
+    "experts.gate_up_proj": lambda e: list(zip(("gate_proj", "up_proj"), e.chunk(2))),
+    "experts.down_proj": lambda e: [("down_proj", e)],
+}

@@ -1,0 +1,153 @@
+"""Starts a generation server as a subprocess, waits until it is healthy, ends it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import megarl
+from megarl.config.rollout import ServerConfig
+from megarl.observability.logging import get_logger
+from megarl.utils.http import HttpError, call_json
+
+log = get_logger(__name__)
+
+POLL_INTERVAL = 0.2
+PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
+TERM_TIMEOUT = 20.0  # seconds between SIGTERM and SIGKILL
+LOG_TAIL = 40  # lines of a dead server's log in its error
+
+
+class ServerProcess:
+    """A server in a process group of its own. It is ended at interpreter exit at the latest."""
+
+    def __init__(
+        self, command: list[str], *, host: str, port: int, log_path: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.address, self.log_path = f"{host}:{port}", Path(log_path)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})}, start_new_session=True,
+            )
+        atexit.register(self.stop)
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._process.poll()
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Until /health answers 200. A server that dies or stays silent is ended, and the error
+        shows the tail of its log.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if (status := self.poll()) is not None:
+                self.stop()
+                raise RuntimeError(f"server {self.address} exited with {status}\n{self._tail()}")
+            patience = max(1.0, min(left, PROBE_TIMEOUT))
+            try:
+                call_json("GET", self.address, "/health", timeout=patience)
+                return
+            except HttpError:
+                time.sleep(POLL_INTERVAL)
+        self.stop()
+        raise TimeoutError(
+            f"server {self.address} was not healthy within server.start_timeout={timeout:g} s\n"
+            f"{self._tail()}"
+        )
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what is left of it. May be called twice."""
+        atexit.unregister(self.stop)
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(TERM_TIMEOUT)
+        self._signal(signal.SIGKILL)
+        self._process.wait(TERM_TIMEOUT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(self.pid, number)
+
+    def _tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+        return f"--- end of {self.log_path} ---\n" + "\n".join(lines)
+
+
+def start_server(
+    server: ServerConfig, *, model_path: str, dtype: str, log_path: Path | str,
+    port: int | None = None, host: str = "127.0.0.1", env: Mapping[str, str] | None = None,
+    wait: bool = True,
+) -> ServerProcess:
+    """Starts one server of `server.type` on `port` (default: a free one).
+
+    `model_path` and `dtype` stand in where `server.path` is empty and `server.dtype` is "auto".
+    wait=False returns at once, to start several together; then call `wait_healthy`.
+    """
+    port = free_port(host) if port is None else port
+    command = server_command(server, model_path=model_path, dtype=dtype, host=host, port=port)
+    process = ServerProcess(
+        command, host=host, port=port, log_path=Path(log_path),
+        env={**_environment(server), **(env or {})},
+    )
+    log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)
+    if wait:
+        process.wait_healthy(server.start_timeout)
+    return process
+
+
+def server_command(
+    server: ServerConfig, *, model_path: str, dtype: str, host: str, port: int
+) -> list[str]:
+    """The command line; both servers share the flags they share with SGLang."""
+    sglang = server.type == "sglang"
+    command = [
+        (server.python if sglang else "") or sys.executable, "-m",
+        "sglang.launch_server" if sglang else "megarl.rollout.server",
+        "--model-path", server.path or model_path, "--host", host, "--port", str(port),
+        "--dtype", dtype if server.dtype == "auto" else server.dtype,
+        "--context-length", str(server.context_length),
+        "--max-running-requests", str(server.max_running_requests),
+    ]
+    if sglang:
+        command += ["--tp-size", str(server.tp)]
+        if server.deterministic:
+            command += ["--enable-deterministic-inference"]
+    else:
+        command += ["--threads", str(server.threads)]
+        if server.deterministic:
+            command += ["--deterministic"]
+    return command + list(server.extra_args)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def _environment(server: ServerConfig) -> dict[str, str]:
+    """The embedded server must find this very package, installed or not."""
+    if server.type == "sglang":
+        threads = {"OMP_NUM_THREADS": str(server.threads)} if server.threads else {}
+        return threads
+    root = str(Path(megarl.__file__).resolve().parents[1])
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root])}

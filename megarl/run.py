@@ -1,0 +1,138 @@
+"""The entry point of every recipe.
+
+    torchrun --nproc-per-node N megarl/run.py --config X.yaml [key=value ...] [+new.key=value ...]
+    python -m megarl.run --config X.yaml ...        (one process)
+
+    --help            every key with type, default, choices and meaning; --recipe NAME for one
+    --print-config    the configuration after all overrides, as YAML
+    --check           check the configuration and the models, then stop
+
+The configuration is parsed and checked before torch is imported and before any process group
+exists. A mistake in it prints what is wrong, without a traceback, and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HERE:
+    # run as a file: our folder's names (config, data, ...) must not stand in front of others'
+    sys.path[0] = str(_HERE.parent)
+
+from megarl.config.command_line import CommandLine, parse_command_line
+from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig
+
+OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        command = parse_command_line(
+            sys.argv[1:] if argv is None else argv,
+            options=("config", "recipe"),
+            switches=("help", "print-config", "check"),
+        )
+        if "help" in command.switches:
+            with contextlib.suppress(BrokenPipeError):  # --help | head
+                print(help_text(command.options.get("recipe")), flush=True)
+            return 0
+        cfg = load(command)
+        if "print-config" in command.switches:
+            from megarl.config.loader import config_yaml
+
+            _say(config_yaml(cfg))
+            return 0
+        check(cfg)
+    except ConfigError as e:
+        return _refuse(e)
+    if "check" in command.switches:
+        _say("the configuration is sound")
+        return 0
+    run(cfg)
+    return 0
+
+
+def help_text(recipe: str | None) -> str:
+    from megarl.config.help import render_help
+
+    if recipe is not None and recipe not in RECIPES:
+        raise ConfigError([f"--recipe {recipe}: not one of {', '.join(RECIPES)}"])
+    keys = render_help([recipe] if recipe else tuple(RECIPES))
+    return f"{(__doc__ or '').strip()}\n\n{keys}"
+
+
+def load(command: CommandLine) -> BaseConfig:
+    """The recipe of a command line. --recipe NAME is short for recipe=NAME."""
+    from megarl.config.loader import load_config
+
+    recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
+    return load_config(command.options.get("config"), [*recipe, *command.words, *command.overrides])
+
+
+def check(cfg: BaseConfig) -> None:
+    """Everything that can be checked without torch, or ConfigError."""
+    from megarl.config.check import check_config
+    from megarl.trainer.preflight import check_models
+
+    check_config(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    check_models(cfg)
+    if isinstance(cfg, GRPOConfig) and not _servers(cfg):
+        raise ConfigError(
+            [
+                "no generation server: name running ones in rollout.addresses=[host:port,...] or "
+                "MEGARL_LLM_SERVER_ADDRS, or start with python -m megarl.launcher.local"
+            ]
+        )
+
+
+def run(cfg: BaseConfig) -> None:
+    """Imports torch and runs the recipe."""
+    from megarl.utils.env import set_trainer_defaults
+
+    set_trainer_defaults(os.environ, servers=_servers(cfg))
+    if isinstance(cfg, GRPOConfig):
+        from megarl.trainer import rl
+
+        rl.run(cfg)
+    else:
+        from megarl.config.recipes import SFTConfig
+        from megarl.trainer import offline
+
+        assert isinstance(cfg, SFTConfig), type(cfg)
+        offline.run(cfg)
+
+
+def _servers(cfg: BaseConfig) -> list[str]:
+    if not isinstance(cfg, GRPOConfig):
+        return []
+    listed = os.environ.get("MEGARL_LLM_SERVER_ADDRS", "")
+    return cfg.rollout.addresses or [a.strip() for a in listed.split(",") if a.strip()]
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(text: str) -> None:
+    if _rank() == 0:
+        print(text)
+
+
+def _refuse(error: ConfigError) -> int:
+    """One report for all ranks: torchrun ends every rank as soon as one has failed."""
+    if _rank() == 0:
+        print(error.report(), file=sys.stderr, flush=True)
+    else:
+        time.sleep(OTHERS_WAIT)
+    return EXIT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

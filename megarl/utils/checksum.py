@@ -1,0 +1,17 @@
+"""The checksum both sides of a weight sync compute: equal strings mean equal bits."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def tensor_checksum(t: torch.Tensor) -> str:
+    """SHA-256 (64 hex digits) of the tensor's bytes in row-major order, in the dtype it has.
+
+    The shape is not part of it: compare tensors by their HF names, and cast to the dtype of the
+    other side first.
+    """
+    raw = t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()

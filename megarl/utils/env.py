@@ -1,0 +1,44 @@
+"""Environment variables a training process wants before torch is imported.
+
+Everything is a default: what the user has set stays.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import MutableMapping, Sequence
+
+
+def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
+    """For a process that torchrun or the launcher started; `servers` are host:port."""
+    world = int(env.get("WORLD_SIZE", "1"))
+    # forked reward workers and tokenizers' own threads do not mix
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # megatron-core overlaps TP communication by the order in which kernels are queued
+    env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if world > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+    if int(env.get("LOCAL_WORLD_SIZE", str(world))) == world:
+        set_loopback_default(env, servers=servers)
+
+
+def set_loopback_default(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
+    """Where every peer is on this host, gloo over `lo`: else it resolves the host's name, which
+    containers often cannot.
+    """
+    if all(is_loopback(a) for a in servers) and has_interface("lo"):
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port is this machine's loopback, by name or number; no look-up."""
+    host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def has_interface(name: str) -> bool:
+    return name in [interface for _, interface in socket.if_nameindex()]

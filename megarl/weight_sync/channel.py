@@ -1,0 +1,164 @@
+"""The sender's side of one group with all servers, and one bucket at a time through it."""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.utils.http import in_thread, split_address
+from megarl.weight_sync.agreement import Deadline
+from megarl.weight_sync.plan import rank_offsets
+from megarl.weight_sync.process_group import (
+    address_towards,
+    destroy_update_group,
+    init_update_group,
+    is_loopback,
+    listen,
+    set_group_timeout,
+)
+from megarl.weight_sync.servers import Answer, Servers, failures
+
+T = TypeVar("T")
+
+# A broken broadcast shows sooner than the server's own words about it; wait this long for them.
+GRACE = 5.0
+# For servers to leave the group at the end of a run.
+CLOSE_TIMEOUT = 30.0
+
+
+class UpdateChannel:
+    """Rank 0 of a group whose other ranks are the servers' workers. Lives on the owner only.
+
+    Opening joins the group while every server is asked to. A channel that failed once is closed
+    for good: its group may hold half a broadcast.
+    """
+
+    def __init__(
+        self, servers: Servers, *, backend: str, device: torch.device, deadline: Deadline
+    ) -> None:
+        self.servers, self.device = servers, device
+        self.group_name = f"megarl_weights_{uuid.uuid4().hex[:8]}"
+        self.info = servers.info(deadline)
+        offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
+        store = listen(timeout=deadline.left)
+        group: dict[str, Any] = {
+            "master_address": _address_for(servers), "master_port": store.port,
+            "world_size": world_size, "group_name": self.group_name, "backend": backend,
+        }  # fmt: skip
+        bodies = [{**group, "rank_offset": n} for n in offsets]
+        asked = servers.start("/init_weights_update_group", bodies, deadline.left)
+        joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)
+        what = f"connecting to {len(offsets)} servers over {backend}"
+        Exchange(what, joined, asked).wait(deadline)
+        self.group: dist.ProcessGroup = joined.result()
+        self._in_session = False
+
+    def begin(self, deadline: Deadline) -> None:
+        """Opens an update session on every server that knows sessions."""
+        self._in_session = True
+        self._in_session = self.servers.begin_update(deadline)
+
+    def end(self, deadline: Deadline) -> None:
+        if self._in_session:
+            self._in_session = False
+            self.servers.end_update(deadline)
+
+    def deliver(
+        self, what: str, tensors: Sequence[torch.Tensor], body: Mapping[str, Any],
+        deadline: Deadline,
+    ) -> Exchange[float]:
+        """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
+        stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
+        """
+        set_group_timeout(self.group, deadline.left)
+        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
+        return Exchange(what, in_thread(_broadcast, tensors, self.group, ready), answers)
+
+    def close(self, *, abort: bool = False) -> list[str]:
+        """Leaves the group, servers first, and ends an open session. Returns what the servers
+        objected, for the log: at the end of a run they may be gone, after a failure be stuck.
+
+        `abort` does not wait for a broadcast under way: it ends, here and at servers that wait for
+        it, when the servers that are not part of it leave the group.
+        """
+        patience = GRACE if abort else CLOSE_TIMEOUT
+        name = {"group_name": self.group_name}
+        calls = self.servers.start("/destroy_weights_update_group", name, patience)
+        cf.wait(calls.values(), patience)
+        destroy_update_group(self.group, abort=abort)
+        objections = failures(calls)
+        if self._in_session:
+            calls = self.servers.start("/end_weight_update", {}, patience)
+            cf.wait(calls.values(), patience)
+            objections += failures(calls)
+        return objections
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[T]):
+    """Something both we and every server must do, at the same time, for either to succeed."""
+
+    what: str
+    ours: Future[T]
+    theirs: Mapping[str, Future[Answer]]
+    begun: float = field(default_factory=time.monotonic)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when all sides are done. At the first failure, or at the deadline, raises a
+        RuntimeError with what the failed servers said.
+        """
+        sides: list[Future[Any]] = [self.ours, *self.theirs.values()]
+        done, pending = cf.wait(sides, deadline.left, return_when=cf.FIRST_EXCEPTION)
+        if not pending and all(f.exception() is None for f in done):
+            return
+        if pending and not failures(self.theirs):
+            cf.wait(self.theirs.values(), min(GRACE, deadline.left), return_when=cf.FIRST_EXCEPTION)
+        raise RuntimeError(f"{self.what}: {self._reason(deadline)}")
+
+    def answered(self) -> float:
+        """When the last server answered."""
+        return max(f.result().at for f in self.theirs.values())
+
+    def _reason(self, deadline: Deadline) -> str:
+        if said := failures(self.theirs):
+            return "; ".join(said)
+        silent = ", ".join(s for s, f in self.theirs.items() if not f.done())
+        broken = self.ours.exception() if self.ours.done() else None
+        if broken is not None:
+            return f"{type(broken).__name__}: {broken}" + (f" (silent: {silent})" if silent else "")
+        waiting = silent or "the collective, though every server answered"
+        return f"no answer within {deadline.timeout:.0f} s from {waiting}"
+
+
+def _broadcast(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, ready: torch.cuda.Event | None
+) -> float:
+    """Sends from rank 0 and blocks until everything has left. Runs in a thread of its own: NCCL
+    connects at the first broadcast, and without a receiver that call never returns.
+    """
+    if ready is not None:
+        torch.cuda.set_device(tensors[0].device)
+        torch.cuda.current_stream().wait_event(ready)
+    works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
+    for work in works:
+        assert work is not None
+        work.wait()
+    if ready is not None:
+        torch.cuda.current_stream().synchronize()
+    return time.monotonic()
+
+
+def _address_for(servers: Servers) -> str:
+    """The address every server can reach this process at: loopback only if all of them are here."""
+    hosts = [split_address(a)[0] for a in servers.addresses]
+    far = [h for h in hosts if not is_loopback(h)]
+    return address_towards((far or hosts)[0])

@@ -1,0 +1,76 @@
+"""The disk transport: a Hugging Face directory per version on shared storage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.ckpt.hf import save_hf
+from megarl.ckpt.safetensors_files import SafetensorsDir
+from megarl.models.piece_table import PieceTable
+from megarl.parallel.layout import Layout
+from megarl.weight_sync.agreement import Agreement, Deadline
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.servers import Servers
+from megarl.weight_sync.verify import Verifier
+
+_VERSION = re.compile(r"v\d+")
+
+
+class DiskTransport:
+    """Collective over the engine's ranks. Rank 0 writes, as in every save, and calls the servers."""
+
+    def __init__(
+        self, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None, *, dtype: torch.dtype | None, agreement: Agreement,
+    ) -> None:
+        self.table, self.layout, self.rank, self.params = table, layout, rank, params
+        self.group, self.dtype, self.agreement = group, dtype, agreement
+
+    def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        assert meta.path is not None, "WeightUpdateMeta checks that"
+        # absolute: the servers have working directories of their own
+        target = Path(meta.path).absolute() / f"v{meta.version}"
+        with phases.time("save"):
+            save_hf(
+                target, self.table, self.layout, self.rank, self.params, group=self.group,
+                dtype=self.dtype,
+            )  # fmt: skip
+        self.agreement.together(self._load, meta, target, deadline, phases)
+
+    def _load(
+        self, meta: WeightUpdateMeta, target: Path, deadline: Deadline, phases: Phases
+    ) -> None:
+        if self.rank != 0:
+            return
+        servers = Servers(meta.addresses)
+        body = {"model_path": str(target), "weight_version": str(meta.version)}
+        with phases.time("load_wait"):
+            servers.call("/update_weights_from_disk", body, deadline)
+        if meta.verify:
+            with phases.time("verify"):
+                phases.figures["verified"] = float(verify_files(servers, target, deadline))
+        phases.figures["bytes"] = float(sum(f.stat().st_size for f in target.glob("*.safetensors")))
+        remove_other_versions(target)
+
+
+def verify_files(servers: Servers, directory: Path, deadline: Deadline) -> bool:
+    verifier = Verifier(servers.info(deadline))
+    with SafetensorsDir(directory) as files:
+        for name in files.names():
+            box = tuple(slice(0, n) for n in files.shape(name))
+            verifier.add([(name, files.read(name, box))])
+    return verifier.check(servers, deadline)
+
+
+def remove_other_versions(keep: Path) -> None:
+    """Deletes the other v* directories beside `keep`, which every server has loaded."""
+    for other in keep.parent.iterdir():
+        if other != keep and other.is_dir() and _VERSION.fullmatch(other.name):
+            shutil.rmtree(other)

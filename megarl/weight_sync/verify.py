@@ -1,0 +1,92 @@
+"""Do the servers hold what was sent? Compared by checksums, tensor by tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.utils.checksum import tensor_checksum
+from megarl.weight_sync.agreement import Deadline
+from megarl.weight_sync.servers import ServerInfo, Servers
+
+log = logging.getLogger(__name__)
+
+Checksums = Mapping[str, str]
+
+
+class Verifier:
+    """Collects checksums of what is sent, in the dtype the servers hold it, then asks them.
+
+    A stock SGLang server fuses (qkv, gate/up) and shards its parameters and hashes them in its own
+    way, so its checksums say nothing about HF tensors. Such servers are only compared with each
+    other, and a warning says so.
+    """
+
+    def __init__(self, info: Mapping[str, ServerInfo]) -> None:
+        self.comparable = [s for s, i in info.items() if i.hf_checksums]
+        dtypes = {info[s].dtype for s in self.comparable}
+        if len(dtypes) > 1:
+            raise RuntimeError(f"servers hold weights in different dtypes: {dtypes}")
+        self.dtype = dtypes.pop() if dtypes else None
+        self.sent: dict[str, str] = {}
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self.comparable:
+            self.sent |= {n: tensor_checksum(t.to(self.dtype or t.dtype)) for n, t in tensors}
+
+    def check(self, servers: Servers, deadline: Deadline) -> bool:
+        """Whether every server was compared. RuntimeError naming the tensors that differ."""
+        answers = servers.call("/weights_checker", {"action": "checksum"}, deadline)
+        held = {server: _checksums(server, answer) for server, answer in answers.items()}
+        for server in self.comparable:
+            if wrong := differences(self.sent, held[server][0]):
+                raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
+        others = {s: sums for s, sums in held.items() if s not in self.comparable}
+        if others:
+            compare_with_each_other(others)
+            log.warning(
+                "weights on %s not verified: checksums there are of fused and sharded parameters, "
+                "which cannot be compared with HF tensors%s",
+                ", ".join(others),
+                "; these servers do agree with each other" if len(others) > 1 else "",
+            )
+        return not others
+
+
+def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:
+    """The first tensors that are missing, differ, or were never sent; "" if all is well.
+
+    A tensor that was not sent may only be another name of one that was (a tied output layer).
+    """
+    known = set(sent.values())
+    kinds = {
+        "missing": [n for n in sent if n not in held],
+        "different": [n for n in sent if n in held and held[n] != sent[n]],
+        "never sent": [n for n, c in held.items() if n not in sent and c not in known],
+    }
+    return "; ".join(
+        f"{kind}: {', '.join(names[:show])}"
+        + (f" and {len(names) - show} more" if len(names) > show else "")
+        for kind, names in kinds.items()
+        if names
+    )
+
+
+def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
+    """RuntimeError where servers of one tensor-parallel degree hold different weights."""
+    by_degree: dict[int, str] = {}
+    for server, ranks in held.items():
+        first = by_degree.setdefault(len(ranks), server)
+        if ranks != held[first]:
+            raise RuntimeError(f"servers {first} and {server} hold different weights")
+
+
+def _checksums(server: str, answer: Any) -> list[Checksums]:
+    """By the server's ranks."""
+    ranks = answer.get("ranks") if isinstance(answer, dict) else None
+    if not ranks or not all(r.get("checksums") for r in ranks):
+        raise RuntimeError(f"server {server}: /weights_checker answered without checksums")
+    return [r["checksums"] for r in ranks]

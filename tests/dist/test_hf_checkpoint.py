@@ -1,0 +1,253 @@
+"""HF -> sharded parameters -> HF, bit for bit; the directory around them; readable errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megarl.ckpt.hf import load_hf, save_hf
+from megarl.models import build_piece_table, named_params, read_hf_config
+from megarl.parallel.layout import Layout
+from tests.dist.models_util import built
+from tests.dist.world import World
+from tests.tiny import save_tiny
+
+TWO = (dict(tp=2), dict(pp=2), dict(), dict(tp=2, sequence_parallel=True))  # dict() is dp2
+FOUR = (dict(tp=2, pp=2), dict(pp=2, vpp=2), dict(tp=4), dict(pp=4), dict(cp=2, tp=2))
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator[World]:
+    with World(2) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    with World(4) as w:
+        yield w
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        out.update(load_file(file))
+    return out
+
+
+def same(a: Path, b: Path) -> None:
+    want, have = read_all(a), read_all(b)
+    assert want.keys() == have.keys()
+    for name, t in want.items():
+        assert t.dtype == have[name].dtype, name
+        bits = {2: torch.int16, 4: torch.int32}[t.element_size()]
+        assert torch.equal(t.view(bits), have[name].view(bits)), name
+
+
+def run_round_trip(
+    source: Path, target: Path, parallel: dict[str, Any], held: torch.dtype, **kw: Any
+) -> bool:
+    """Loads as `held`, saves, and says whether this rank's vocabulary padding is zero."""
+    divisible = kw.pop("vocab_divisible_by", 8)
+    with built(source, parallel, dtype=held, vocab_divisible_by=divisible) as (model, groups):
+        params = named_params(model.chunks)
+        save_hf(target, model.table, groups.layout, groups.rank, params, **kw)
+        local = model.table.local_params(groups.coords)
+        return all(
+            params[n].detach()[slice(*p.padding)].eq(0).all().item() for n, p in local.items()
+        )
+
+
+# every family, tied or not, dtype and layout at least once; every layout in both dtypes
+@pytest.mark.parametrize("i", range(len(TWO) + len(FOUR)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_round_trip_is_bit_exact(
+    world2: World, world4: World, i: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    parallel: dict[str, Any] = (*TWO, *FOUR)[i]
+    kind = ("llama", "qwen2", "qwen3")[(i + (dtype == torch.float32)) % 3]
+    source = save_tiny(tmp_path / "a", kind, tie=i % 2 == 0, dtype=dtype)
+    world = world2 if i < len(TWO) else world4
+    zero = world.run(
+        run_round_trip, source, tmp_path / "b", parallel, dtype,
+        base_model_path=source, vocab_divisible_by=128 if i % 3 == 0 else 8,
+        bucket_bytes=1 << (12 + i), max_shard_bytes=1 << (14 + i),
+    )  # fmt: skip
+    assert all(zero)
+    same(source, tmp_path / "b")
+
+
+def test_fewer_key_value_heads_than_ranks(world4: World, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "a", "qwen2", num_key_value_heads=2)
+    world4.run(run_round_trip, source, tmp_path / "b", dict(tp=4), torch.float32)
+    same(source, tmp_path / "b")
+
+
+def test_the_saved_directory_loads_and_brings_its_companions(world2: World, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "a", "qwen3", tie=True)
+    companions = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in companions:
+        (source / name).write_text(f"of the base model: {name}")
+    (source / "README.md").write_text("not carried over")
+    target = tmp_path / "deep" / "b"
+    world2.run(
+        run_round_trip, source, target, dict(tp=2), torch.float32,
+        dtype=torch.bfloat16, base_model_path=source, max_shard_bytes=100_000,
+    )  # fmt: skip
+    for name in companions:
+        assert (target / name).read_text() == (source / name).read_text()
+    assert not (target / "README.md").exists() and (target / "generation_config.json").is_file()
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 2 and all((target / s).is_file() for s in shards)
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    model, info = AutoModelForCausalLM.from_pretrained(
+        target, dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for name, p in AutoModelForCausalLM.from_pretrained(source).named_parameters():
+        assert torch.equal(p.bfloat16(), model.get_parameter(name)), name
+
+
+class BrokenTokenizer:
+    def save_pretrained(self, path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def run_failing_save(source: Path, target: Path, tokenizer: Any) -> str:
+    try:
+        run_round_trip(source, target, {}, torch.float32, tokenizer=tokenizer)
+    except (OSError, ValueError, RuntimeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_old_model(
+    world2: World, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "a", "llama")
+    target = save_tiny(tmp_path / "b", "llama", seed=1)
+    before = read_all(target)
+    errors = world2.run(run_failing_save, source, target, BrokenTokenizer())
+    assert all("No space left" in e for e in errors) and "rank 0" in errors[1]
+    assert all(torch.equal(t, before[n]) for n, t in read_all(target).items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    world2.run(run_round_trip, source, target, {}, torch.float32)  # and now it is replaced
+    same(source, target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_save_does_not_replace_what_is_no_model(world2: World, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "a", "llama")
+    thesis = tmp_path / "documents" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for target, words in ((thesis.parent, "holds no model"), (thesis, "a file is there")):
+        errors = world2.run(run_failing_save, source, target, None)
+        assert all(words in e for e in errors)
+    assert thesis.read_text() == "years of work"
+
+
+def load_one_rank(path: Path) -> dict[str, torch.Tensor]:
+    """load_hf needs no process group: a rank of tp=2 on its own."""
+    table = build_piece_table(read_hf_config(path), layout := Layout(tp=2))
+    params = {
+        n: torch.full(p.shape, torch.nan) for n, p in table.local_params(layout.coords(1)).items()
+    }
+    load_hf(path, table, layout, 1, params)
+    return params
+
+
+def test_ignorable_tensors_are_ignored(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, "llama", tie=True)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    save_file({**tensors, **extra}, file, {"format": "pt"})
+    assert all(p.isfinite().all() for p in load_one_rank(path).values())
+
+
+def truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def cut_header(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def empty_file(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def remove_file(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def bin_only(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def lose_shard(path: Path) -> None:
+    weight_map = dict.fromkeys(load_file(path / "model.safetensors"), "model-00001-of-00001.st")
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def break_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_m')
+
+
+def edit(path: Path, **change: torch.Tensor | None) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors = {n: t for n, t in {**tensors, **change}.items() if t is not None}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+DOWN = "model.layers.2.mlp.down_proj.weight"
+BROKEN = (
+    (truncate, r"model\.safetensors: not a whole safetensors file.*bytes\); download"),
+    (cut_header, r"model\.safetensors: not a whole safetensors file"),
+    (empty_file, r"model\.safetensors: not a whole safetensors file"),
+    (remove_file, r"neither model\.safetensors nor"),
+    (bin_only, r"pytorch \.bin weights: convert"),
+    (lose_shard, r"model-00001-of-00001\.st is missing but model\.safetensors\.index\.json"),
+    (break_index, r"index\.json: not a safetensors index"),
+    (lambda p: edit(p, **{DOWN: None}), r"tensor model\.layers\.2\.mlp\.down_proj.* is missing"),
+    (lambda p: edit(p, **{"lm_head.weight": None}), "lm_head.*tie_word_embeddings=true"),
+    (
+        lambda p: edit(p, **{DOWN: torch.zeros(64, 95)}),
+        r"down_proj\.weight has shape \[64, 95\], config\.json asks for \[64, 96\]",
+    ),
+    (
+        lambda p: edit(p, **{"model.layers.9.mlp.down_proj.weight": torch.zeros(1)}),
+        r"1 tensors are not part of a llama model.*layers\.9",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("whole"), "llama")
+
+
+@pytest.mark.parametrize("spoil, words", BROKEN)
+def test_broken_files_are_named(spoil: Any, words: str, whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(whole, path)
+    load_one_rank(path)
+    spoil(path)
+    with pytest.raises(ValueError, match=words):
+        load_one_rank(path)

@@ -1,0 +1,149 @@
+"""Built models against Hugging Face: logits, packed and padded, tensor and context parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.models.packing_plan import zigzag_index
+from tests.dist.models_util import all_gather_dim, built, positions, thd
+from tests.dist.world import World
+from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16, rope_theta=500.0,
+)  # fmt: skip
+LINEAR = dict(rope_type="linear", factor=2.5, rope_theta=10000.0)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{k: (k, {}) for k in KINDS},
+    "llama-tied": ("llama", dict(tie=True)),
+    "llama-llama3-rope": ("llama", dict(rope_parameters=LLAMA3)),
+    "qwen3-linear-rope": ("qwen3", dict(rope_parameters=LINEAR)),
+    "qwen2-one-kv-head": ("qwen2", dict(num_key_value_heads=1)),  # fewer than tp=2
+    "qwen3-one-kv-head": ("qwen3", dict(num_key_value_heads=1)),
+}
+LENGTHS = [5, 33, 1, 17, 40, 12, 12, 90]
+
+
+@pytest.fixture(scope="module", params=(1, 2), ids=("tp1", "tp2"))
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param) as w:
+        yield w
+
+
+def ids_of(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sbhd logits of two sequences [2, 48, V], thd logits of LENGTHS [T, V])."""
+    with built(path, parallel) as (model, groups), torch.no_grad():
+        chunk = model.chunks[0].eval()
+        ids = ids_of(96).view(2, 48)
+        padded = all_gather_dim(chunk(ids, positions(ids), None), groups.tp, -1)
+        packed_ids = ids_of(sum(LENGTHS), seed=1)[None]
+        out = chunk(packed_ids, positions(packed_ids), None, packed_seq_params=thd(LENGTHS))
+        packed = all_gather_dim(out, groups.tp, -1)[0]
+        return padded[..., :VOCAB], packed[..., :VOCAB]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_hf(world: World, name: str, tmp_path: Path) -> None:
+    kind, over = MODELS[name]
+    hf = tiny_hf(kind, layers=2, **over)
+    hf.save_pretrained(tmp_path)
+    sequence_parallel = world.size > 1 and kind == "qwen3"
+    parallel = dict(tp=world.size, sequence_parallel=sequence_parallel)
+    with torch.no_grad():
+        want = hf(ids_of(96).view(2, 48)).logits
+        parts = ids_of(sum(LENGTHS), seed=1).split(LENGTHS)
+        want_packed = torch.cat([hf(p[None]).logits[0] for p in parts])
+    assert want.std() > 0.3
+    if sequence_parallel:
+        assert sum(LENGTHS) % world.size == 0
+    for padded, packed in world.run(run_logits, tmp_path, parallel):
+        assert (padded - want).abs().max() < 1e-4
+        assert (packed - want_packed).abs().max() < 1e-4
+
+
+def run_gradients(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of a sum over the same tokens: packed with and without recomputation."""
+    grads = []
+    for checkpointing in (False, True):
+        with built(path, {}, gradient_checkpointing=checkpointing) as (model, _):
+            chunk = model.chunks[0].train()
+            ids = ids_of(sum(LENGTHS), seed=1)[None]
+            out = chunk(ids, positions(ids), None, packed_seq_params=thd(LENGTHS))
+            out[..., :VOCAB].logsumexp(-1).sum().backward()
+            grads.append({n: p.grad for n, p in chunk.named_parameters()})
+    return grads[0], grads[1]
+
+
+def test_packed_gradients_do_not_change_under_recomputation(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", layers=2)
+    with World(1) as world:
+        plain, recomputed = world.run(run_gradients, tmp_path)[0]
+    for name, grad in plain.items():
+        assert torch.equal(grad, recomputed[name]), name
+
+
+def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """thd logits of this rank's zigzag share, their positions, and a gradient norm."""
+    lengths = [8, 40, 4, 64]
+    with built(path, dict(cp=2)) as (model, groups):
+        chunk = model.chunks[0].train()
+        index = zigzag_index(lengths, 2, groups.coords.cp)
+        ids = ids_of(sum(lengths), seed=2)[index][None]
+        out = chunk(ids, positions(ids), None, packed_seq_params=thd(lengths))[0, :, :VOCAB]
+        out.logsumexp(-1).sum().backward()
+        grad = chunk.decoder.layers[0].self_attention.linear_qkv.weight.grad
+        torch.distributed.all_reduce(grad, group=groups.cp)
+        return out.detach(), index, float(grad.norm())
+
+
+def test_context_parallel_equals_hf(tmp_path: Path) -> None:
+    hf = tiny_hf("llama", layers=2)
+    hf.save_pretrained(tmp_path)
+    lengths = [8, 40, 4, 64]
+    want = torch.cat([hf(p[None]).logits[0] for p in ids_of(116, seed=2).split(lengths)])
+    want.logsumexp(-1).sum().backward()
+    attention = hf.model.layers[0].self_attn
+    norm = torch.cat([getattr(attention, f"{x}_proj").weight.grad.flatten() for x in "qkv"]).norm()
+    with World(2) as world:
+        for logits, index, grad_norm in world.run(run_context_parallel, tmp_path):
+            assert (logits - want[index]).abs().max() < 1e-4
+            assert abs(grad_norm / norm - 1) < 1e-4
+
+
+def run_random(path: Path, parallel: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    from megarl.models import BucketGatherer, named_params, plan_buckets
+
+    with built(path, parallel, load=False, seed=7) as (model, groups):
+        params = named_params(model.chunks)
+        buckets = plan_buckets(model.table, torch.float32, 1 << 14)
+        gatherer = BucketGatherer(model.table, groups.layout, groups.rank, params, buckets)
+        out = []
+        for bucket in buckets:
+            if (flat := gatherer.gather(bucket)) is not None:
+                out.extend(bucket.views(flat))
+        return out
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    """The same model for tp2, pp2 and dp2, drawn as HF draws it."""
+    save_tiny(tmp_path, "qwen2", layers=2)
+    with World(2) as world:
+        runs = [dict(world.run(run_random, tmp_path, p)[0]) for p in (dict(tp=2), dict(pp=2), {})]
+    for name, tensor in runs[0].items():
+        assert torch.equal(tensor, runs[1][name]) and torch.equal(tensor, runs[2][name]), name
+        if "norm" in name:
+            assert tensor.eq(1).all()
+        elif name.endswith("bias"):
+            assert tensor.eq(0).all()
+        else:
+            assert 0.018 < tensor.std() < 0.022

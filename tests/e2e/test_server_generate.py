@@ -1,0 +1,375 @@
+"""/generate of the embedded server: against HF, and as SGLang answers it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+
+import pytest
+import torch
+
+from tests.embedded_server import embedded_server
+from tests.tiny import VOCAB, save_tiny, tiny_hf
+from tests.tiny_tokenizer import save_tokenizer
+
+CONTEXT = 200
+PROMPT = [5, 6, 7, 8, 100, 101]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_hf("qwen3", tie=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3", tie=True)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model_dir, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "server"
+    flags = ("--dtype", "float32", "--context-length", str(CONTEXT), "--random-seed", "1")
+    with embedded_server(model_dir, *flags, log=log) as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def exact(model_dir, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "exact"
+    flags = ("--dtype", "float32", "--deterministic", "--max-running-requests", "24")
+    with embedded_server(model_dir, *flags, log=log) as s:
+        yield s
+
+
+def logprobs_of(answer):
+    return torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+
+
+def hf_logprobs(model, prompt, output, temperature=1.0):
+    """log p of each output token at the temperature, from one plain forward."""
+    ids = torch.tensor([prompt + output])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def prompts(count, seed=0, longest=60):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=g).tolist()
+    return [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_equal_hf(server, model, temperature):
+    given = prompts(12)
+    params = [
+        {"temperature": temperature, "max_new_tokens": 3 + 4 * i, "ignore_eos": True}
+        for i in range(12)
+    ]
+    answers = server.ok(
+        "/generate", {"input_ids": given, "sampling_params": params, "return_logprob": True}
+    )
+    for p, a, want in zip(given, answers, params, strict=True):
+        assert len(a["output_ids"]) == want["max_new_tokens"]
+        assert [e[1] for e in a["meta_info"]["output_token_logprobs"]] == a["output_ids"]
+        expected = hf_logprobs(model, p, a["output_ids"], temperature or 1.0)
+        torch.testing.assert_close(logprobs_of(a), expected, atol=1e-5, rtol=0)
+
+
+def test_greedy_equals_hf_generate(server, model):
+    want = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=20, min_new_tokens=20, do_sample=False
+    )
+    got = server.generate(PROMPT, temperature=0, max_new_tokens=20, ignore_eos=True)
+    assert got["output_ids"] == want[0, len(PROMPT) :].tolist()
+
+
+def test_truncation_bounds_what_is_drawn_and_not_what_is_reported(server, model):
+    for params, allowed in (({"top_k": 2}, 2), ({"min_p": 0.9}, 2), ({"top_p": 0.05}, 2)):
+        answer = server.generate(PROMPT, max_new_tokens=60, ignore_eos=True, **params)
+        output = answer["output_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
+        ranks = (logits > logits.gather(1, torch.tensor(output)[:, None])).sum(1)
+        assert int(ranks.max()) < allowed
+        expected = hf_logprobs(model, PROMPT, output)
+        torch.testing.assert_close(logprobs_of(answer), expected, atol=1e-5, rtol=0)
+
+
+def test_top_k_one_equals_greedy(server):
+    greedy = server.generate(PROMPT, temperature=0, max_new_tokens=30)
+    top_one = server.generate(PROMPT, temperature=1.0, top_k=1, max_new_tokens=30)
+    assert greedy["output_ids"] == top_one["output_ids"]
+
+
+def test_shape_of_the_answer(server):
+    answer = server.generate(
+        PROMPT, body={"rid": "mine", "logprob_start_len": 0, "top_logprobs_num": 3},
+        temperature=0, max_new_tokens=4, ignore_eos=True,
+    )  # fmt: skip
+    meta = answer["meta_info"]
+    assert set(answer) == {"text", "output_ids", "meta_info"}
+    assert meta["id"] == "mine" and meta["prompt_tokens"] == 6 and meta["completion_tokens"] == 4
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert meta["weight_version"] == "default" and meta["num_retractions"] == 0
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 4}]
+    assert meta["cached_tokens"] == 0 and meta["e2e_latency"] > 0
+    assert [e[1] for e in meta["input_token_logprobs"]] == PROMPT
+    assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
+    assert all(len(tops) == 3 for tops in meta["output_top_logprobs"])
+    assert [tops[0] for tops in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
+    assert all(e[2] is None for e in meta["output_token_logprobs"])
+
+
+def test_prompt_logprobs_without_generation(server, model):
+    answer = server.generate(PROMPT, body={"logprob_start_len": 2}, max_new_tokens=0)
+    entries = answer["meta_info"]["input_token_logprobs"]
+    assert answer["output_ids"] == [] and [e[1] for e in entries] == PROMPT[2:]
+    assert entries[0][0] is None
+    got = torch.tensor([e[0] for e in entries[1:]])
+    torch.testing.assert_close(got, hf_logprobs(model, PROMPT, [])[:0], atol=0, rtol=0) if len(
+        entries
+    ) == 1 else torch.testing.assert_close(
+        got, hf_logprobs(model, PROMPT[:3], PROMPT[3:]), atol=1e-5, rtol=0
+    )
+
+
+def test_a_group_shares_its_prompt_and_differs_in_its_samples(server):
+    answers = server.generate(PROMPT, n=6, max_new_tokens=12, ignore_eos=True, sampling_seed=3)
+    assert len({tuple(a["output_ids"]) for a in answers}) == 6
+    assert sorted(a["meta_info"]["cached_tokens"] for a in answers) == [0] + [5] * 5
+    again = server.generate(PROMPT, n=6, max_new_tokens=12, ignore_eos=True, sampling_seed=3)
+    assert [a["output_ids"] for a in again] == [a["output_ids"] for a in answers]
+
+
+def test_batch_of_items_keeps_order_and_rids(server):
+    body = {"rid": ["a", "b"], "return_logprob": [True, False]}
+    answers = server.generate(
+        [[5, 6], [7, 8, 9]], body=body | {"sampling_params": [{"max_new_tokens": 2}] * 2}
+    )
+    assert [a["meta_info"]["id"] for a in answers] == ["a", "b"]
+    assert [a["meta_info"]["prompt_tokens"] for a in answers] == [2, 3]
+    assert ["output_token_logprobs" in a["meta_info"] for a in answers] == [True, False]
+    two = server.generate([[5, 6], [7, 8]], body={"rid": "r"}, n=2, max_new_tokens=1)
+    assert [a["meta_info"]["id"] for a in two] == ["r_0_0", "r_0_1", "r_1_0", "r_1_1"]
+
+
+def test_text_in_text_out(server):
+    answer = server.ok(
+        "/generate",
+        {"text": "the quick", "sampling_params": {"max_new_tokens": 3, "temperature": 0},
+         "return_logprob": True, "return_text_in_logprobs": True},
+    )  # fmt: skip
+    pieces = [e[2] for e in answer["meta_info"]["output_token_logprobs"]]
+    assert answer["text"] == "".join(pieces) and len(answer["text"]) >= 3
+    assert answer["meta_info"]["prompt_tokens"] == 3
+
+
+def test_stop_tokens(server):
+    stops = list(range(3, 40))
+    answer = server.generate(PROMPT, max_new_tokens=150, stop_token_ids=stops)
+    *before, last = answer["output_ids"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": last}
+    assert last in [1, *stops] and not set(before) & {1, *stops}
+    trimmed = server.generate(
+        PROMPT, max_new_tokens=150, stop_token_ids=stops, sampling_seed=4, temperature=0.9
+    )
+    kept = server.generate(
+        PROMPT, max_new_tokens=150, stop_token_ids=stops, sampling_seed=4, temperature=0.9,
+        no_stop_trim=True,
+    )  # fmt: skip
+    assert kept["output_ids"] == trimmed["output_ids"]
+    assert kept["text"].startswith(trimmed["text"]) and len(kept["text"]) > len(trimmed["text"])
+
+
+def test_ignore_eos_and_min_new_tokens(server):
+    everything = list(range(3, VOCAB))  # with EOS (1): only ids 0 and 2 are no stop tokens
+    through = server.generate(
+        PROMPT, max_new_tokens=40, stop_token_ids=everything, ignore_eos=True
+    )
+    assert len(through["output_ids"]) == 40
+    held = server.generate(
+        PROMPT, max_new_tokens=40, min_new_tokens=7, stop_token_ids=everything, temperature=1.0
+    )
+    assert set(held["output_ids"][:7]) <= {0, 2} and len(held["output_ids"]) >= 8
+    assert held["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_stop_strings(server):
+    params = {"max_new_tokens": 150, "sampling_seed": 11, "ignore_eos": True}
+    free = server.generate(PROMPT, **params)
+    stop = free["text"][20:23]
+    answer = server.generate(PROMPT, stop=[stop, "never there"], **params)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["text"] == free["text"][: free["text"].index(stop)]
+    assert len(answer["output_ids"]) < 150
+    untrimmed = server.generate(PROMPT, stop=stop, no_stop_trim=True, **params)
+    assert stop in untrimmed["text"]
+
+
+def test_seeds_are_reproducible_in_any_company(server):
+    params = {"temperature": 1.0, "max_new_tokens": 25, "ignore_eos": True}
+    alone = server.generate(PROMPT, sampling_seed=7, **params)
+    others = [server.start(p, n=2, **params) for p in prompts(8, seed=2)]
+    busy = server.generate(PROMPT, sampling_seed=7, **params)
+    other_seed = server.generate(PROMPT, sampling_seed=8, **params)
+    assert busy["output_ids"] == alone["output_ids"] != other_seed["output_ids"]
+    unseeded = {tuple(server.generate(PROMPT, **params)["output_ids"]) for _ in range(3)}
+    assert len(unseeded) == 3
+    for future in others:
+        assert all(len(a["output_ids"]) == 25 for a in future.result(60))
+
+
+def test_a_seeded_sample_continues_as_it_would_have_gone_on(server):
+    """The client resumes an aborted sample as a longer prompt: the same randomness must follow."""
+    params = {"temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
+    whole = server.generate(PROMPT, max_new_tokens=24, **params)["output_ids"]
+    head = server.generate(PROMPT, max_new_tokens=10, **params)["output_ids"]
+    tail = server.generate(PROMPT + head, max_new_tokens=14, **params)["output_ids"]
+    assert head + tail == whole
+
+
+def test_deterministic_mode_is_bitwise_independent_of_the_rest(exact):
+    """Rows that come, go and move, longer neighbours, a grown cache: not one bit may change."""
+    given = prompts(6, seed=3)
+    params = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 40, "ignore_eos": True}
+    body = {"logprob_start_len": 0}
+
+    def one(i):
+        return exact.start(given[i], body=body, sampling_seed=i, **params)
+
+    alone = [one(i).result(60) for i in range(6)]
+    noise = [
+        exact.start(p, max_new_tokens=5 + 11 * i, ignore_eos=True)
+        for i, p in enumerate(prompts(12, seed=9, longest=150))
+    ]
+    exact.wait_running(3)
+    busy = [f.result(60) for f in [one(i) for i in range(6)]]
+    batch = exact.generate(
+        [given[0]] * 4 + given[1:],
+        body=body | {"sampling_params": [params | {"sampling_seed": i}
+                                         for i in (0, 0, 0, 0, 1, 2, 3, 4, 5)]},
+    )[3:]  # fmt: skip
+    for a, b, c in zip(alone, busy, batch, strict=True):
+        for key in ("output_token_logprobs", "input_token_logprobs"):
+            assert a["meta_info"][key] == b["meta_info"][key] == c["meta_info"][key]
+    for future in noise:
+        future.result(60)
+
+
+def test_deterministic_logprobs_equal_hf(exact, model):
+    answer = exact.generate(PROMPT, temperature=0.7, max_new_tokens=50, ignore_eos=True)
+    expected = hf_logprobs(model, PROMPT, answer["output_ids"], 0.7)
+    torch.testing.assert_close(logprobs_of(answer), expected, atol=1e-5, rtol=0)
+
+
+def test_more_requests_than_rows(exact):
+    answers = [f.result(60) for f in [exact.start(PROMPT, max_new_tokens=6, n=20)] * 1]
+    many = exact.generate([PROMPT] * 40, max_new_tokens=6, ignore_eos=True)
+    assert len(answers[0]) == 20 and all(len(a["output_ids"]) == 6 for a in many)
+
+
+def read_stream(server, body):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps(body | {"stream": True}))
+    raw = connection.getresponse().read().decode()
+    connection.close()
+    lines = raw.split("\n\n")
+    assert all(line.startswith("data: ") for line in lines[:-1]) and lines[-1] == ""
+    assert lines[-2] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_streaming_is_cumulative_and_ends_with_the_whole_answer(server):
+    params = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    whole = server.ok("/generate", body)
+    chunks = read_stream(server, body)
+    for i, chunk in enumerate(chunks, 1):
+        assert chunk["output_ids"] == whole["output_ids"][:i]
+        assert len(chunk["meta_info"]["output_token_logprobs"]) == i
+        assert (chunk["meta_info"]["finish_reason"] is None) == (i < len(chunks))
+    assert chunks[-1]["text"] == whole["text"] and len(chunks) == 9
+    assert chunks[-1]["meta_info"]["weight_versions"][0]["end"] == 9
+    batch = read_stream(server, body | {"input_ids": [PROMPT, PROMPT[:2]]})
+    assert {c["index"] for c in batch} == {0, 1} and len(batch) == 18
+
+
+def refused(server, body, status=400):
+    got, data = server.post("/generate", body)
+    assert got == status, (got, data)
+    return data["error"] if isinstance(data["error"], str) else data["error"]["message"]
+
+
+def test_refusals_name_what_is_wrong(server):
+    few = {"max_new_tokens": 2}
+    assert refused(server, {"input_ids": [5] * CONTEXT, "sampling_params": few}) == (
+        f"The input ({CONTEXT} tokens) is longer than the model's context length ({CONTEXT} tokens)."
+    )
+    assert f"a total of {CONTEXT + 1} tokens" in refused(
+        server, {"input_ids": [5], "sampling_params": {"max_new_tokens": CONTEXT}}
+    )
+    assert str(VOCAB) in refused(server, {"input_ids": [5, VOCAB]})
+    assert "-1" in refused(server, {"input_ids": [5, -1]})
+    assert "integers" in refused(server, {"input_ids": [5, 6.5]})
+    assert "empty" in refused(server, {"input_ids": []})
+    assert "exactly one of" in refused(server, {"input_ids": [5], "text": "a"})
+    assert refused(server, {"input_ids": [5], "sampling_params": {"bogus": 1}}).startswith(
+        "unknown field `bogus`, expected one of `max_new_tokens`"
+    )
+    assert "frequency_penalty" in refused(
+        server, {"input_ids": [5], "sampling_params": {"frequency_penalty": 0.5}}
+    )
+    assert "lora_path" in refused(server, {"input_ids": [5], "lora_path": "x"})
+    assert "sampling_params" in refused(server, {"input_ids": [[5], [6]], "sampling_params": [few]})
+    assert "stop_token_ids" in refused(
+        server, {"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB]}}
+    )
+    assert "top_logprobs_num" in refused(server, {"input_ids": [5], "top_logprobs_num": "x"})
+    assert "JSON" in server.post("/generate")[1]["error"]["message"]
+    # unknown top-level keys are ignored, as SGLang does; the default bound is 128 tokens
+    answer = server.ok(
+        "/generate", {"input_ids": [5], "bogus": 1, "sampling_params": {"ignore_eos": True}}
+    )
+    assert answer["meta_info"]["completion_tokens"] == 128
+    late = server.ok(
+        "/generate", {"input_ids": [5] * 150, "sampling_params": {"ignore_eos": True}}
+    )
+    assert late["meta_info"]["completion_tokens"] == CONTEXT - 150
+
+
+def test_unknown_routes_say_what_there_is(server):
+    status, data = server.post("/v1/chat/completions", {})
+    assert status == 404 and "/v1/chat/completions" in data["error"]["message"]
+    assert "/generate" in data["error"]["message"]
+
+
+def test_state_endpoints(server, model_dir):
+    assert server.get("/health") == (200, "")
+    assert server.get("/health_generate") == (200, "")
+    assert server.get("/ready") == (200, "")
+    for path in ("/model_info", "/get_model_info"):
+        info = server.get(path)[1]
+        assert info["model_path"] == str(model_dir) and info["weight_version"] == "default"
+    info = server.get("/server_info")[1]
+    assert info["context_length"] == CONTEXT and info["version"].startswith("0.5.23")
+
+
+def test_a_client_that_goes_away_frees_its_rows(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 190, "n": 200, "ignore_eos": True},
+    }
+    for stream in (False, True):
+        connection.request("POST", "/generate", json.dumps(body | {"stream": stream}))
+        server.wait_running(100)
+        connection.close()
+        deadline = time.monotonic() + 20
+        while server.get("/server_info")[1]["internal_states"][0]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

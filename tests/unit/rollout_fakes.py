@@ -1,0 +1,157 @@
+"""What the rollout tests need in place of servers: an engine without any, and an SGLang double."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from megarl.api.inference import RolloutWorkflow
+from megarl.rollout.loop_thread import LoopThread
+
+
+class FakeEngine:
+    """Only what the executor and workflows read: a version."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    def get_version(self) -> int:
+        return self.version
+
+
+def trajectory(tokens: list[int], *, version: int, reward: float = 0.0, n: int = 1):
+    """A batch [n, 1 + len(tokens)]: one prompt token, then `tokens`."""
+    ids = torch.tensor([[9, *tokens]] * n)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    loss_mask = mask.clone()
+    loss_mask[:, 0] = False
+    return {
+        "input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask,
+        "logprobs": -loss_mask.float(),
+        "versions": torch.where(loss_mask, version, -1).to(torch.int32),
+        "rewards": torch.full((n,), reward),
+    }
+
+
+class Scripted(RolloutWorkflow):
+    """Row keys steer it: `sleep` s, `error` to raise, `reject`, `n` samples, `age` of its weights
+    (the first time). The trajectory's tokens are [row_id].
+    """
+
+    def __init__(self) -> None:
+        self.running = self.peak = 0
+        self.started: list[tuple[int, int, int]] = []  # (row_id, version, attempt)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]):
+        version = engine.get_version()
+        self.started.append((data["row_id"], version, data["attempt"]))
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            await asyncio.sleep(data.get("sleep", 0.0))
+        finally:
+            self.running -= 1
+        if "error" in data:
+            raise data["error"]
+        if data.get("reject"):
+            return None
+        again = sum(row_id == data["row_id"] for row_id, _, _ in self.started) > 1
+        age = 0 if again else data.get("age", 0)
+        return trajectory([data["row_id"]], version=version - age, n=data.get("n", 1))
+
+
+def rows(count: int, **special: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows 0..count-1; special: r3={...} adds keys to row 3."""
+    return [{"row_id": i} | special.get(f"r{i}", {}) for i in range(count)]
+
+
+def row_ids(batch: dict[str, torch.Tensor]) -> list[int]:
+    return batch["input_ids"][:, 1].tolist()
+
+
+class FakeServer:
+    """Speaks /generate, pause, continue, /health and /model_info. It writes tokens 100, 101, ...
+    (100 + position of the token in the sequence), logprob -token, and ends at max_new_tokens.
+
+    abort_after: number of tokens after which the next requests are aborted, one entry a sample.
+    versions: the weight version of the next requests, `weight_version` after them.
+    fail: HTTP answers or "drop" (the connection) for the next /generate calls.
+    """
+
+    def __init__(self) -> None:
+        self.loop = LoopThread("fake-server")
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.fail: list[Any] = []
+        self.abort_after: list[int | None] = []
+        self.versions: list[str] = []
+        self.weight_version = "default"
+        self.healthy = True
+        self.pause_answer: Any = None
+        self.delay = 0.0
+        self.address = self.loop.run(self._start(), timeout=10)
+
+    async def _start(self) -> str:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/model_info", self._info)
+        for name in ("pause_generation", "continue_generation"):
+            app.router.add_post(f"/{name}", self._control)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        return "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        self.loop.run(self._runner.cleanup(), timeout=10)
+        self.loop.close()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    async def _control(self, request: web.Request) -> web.Response:
+        self.calls.append((request.path, await request.json()))
+        if self.pause_answer is not None:
+            return self.pause_answer
+        return web.json_response({"status": "ok"})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        if self.fail:
+            failure = self.fail.pop(0)
+            if failure == "drop":
+                request.transport.close()
+                return web.Response()
+            return web.json_response(failure[1], status=failure[0])
+        await asyncio.sleep(self.delay)
+        if self.versions:
+            self.weight_version = self.versions.pop(0)
+        answers = [
+            self._answer(rid, ids, params)
+            for rid, ids, params in zip(body["rid"], body["input_ids"], body["sampling_params"])
+        ]
+        return web.json_response(answers)
+
+    def _answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        count = params["max_new_tokens"]
+        finish: dict[str, Any] = {"type": "length", "length": count}
+        if self.abort_after and (limit := self.abort_after.pop(0)) is not None:
+            count, finish = limit, {"type": "abort", "message": "Aborted"}
+        meta: dict[str, Any] = {
+            "id": rid, "finish_reason": finish, "prompt_tokens": len(ids),
+            "weight_version": self.weight_version,
+        }
+        tokens = [100 + len(ids) + i for i in range(count)]
+        if tokens:
+            meta["output_token_logprobs"] = [[-float(t), t, None] for t in tokens]
+            meta["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": count}]
+        return {"text": "", "output_ids": tokens, "meta_info": meta}

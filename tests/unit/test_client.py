@@ -1,0 +1,302 @@
+"""RemoteSGLangEngine against a small double of SGLang's protocol: retries, aborts, versions."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+from megarl.api.records import ModelRequest, WeightUpdateMeta
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.generation import stable_seed
+from tests.dist.world import free_port
+from tests.unit.rollout_fakes import FakeServer
+
+
+@pytest.fixture
+def servers():
+    made = [FakeServer(), FakeServer()]
+    yield made
+    for s in made:
+        s.close()
+
+
+@pytest.fixture
+def connect():
+    clients = []
+
+    def build(*addresses, sync=None, **config):
+        config = {"setup_timeout": 5.0, "request_timeout": 10.0} | config
+        client = RemoteSGLangEngine(
+            RolloutConfig(addresses=list(addresses), **config), weight_sync=sync
+        )
+        clients.append(client)
+        client.initialize()
+        return client
+
+    yield build
+    for c in clients:
+        c.destroy()
+
+
+def request(ids=(1, 2, 3), *, seed=None, rid="r", **gconfig):
+    g = GenerationHyperparameters(**({"max_new_tokens": 6} | gconfig))
+    return ModelRequest(rid=rid, input_ids=list(ids), gconfig=g, seed=seed)
+
+
+def generate(client, *reqs):
+    return asyncio.run(client.agenerate_many(list(reqs)))
+
+
+def test_one_batch_request_carries_every_samples_own_parameters(servers, connect):
+    client = connect(servers[0].address)
+    out = generate(
+        client, request(seed=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=[8], stop=["."]),
+        request((4, 5), greedy=True, max_new_tokens=2, min_new_tokens=1, ignore_eos=True),
+    )
+    (body,) = servers[0].requests
+    assert body["input_ids"] == [[1, 2, 3], [4, 5]]
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == [
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 3, "stop_token_ids": [8], "stop": ["."],
+         "ignore_eos": False, "max_new_tokens": 6, "min_new_tokens": 0, "sampling_seed": 5},
+        {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 2, "min_new_tokens": 1},
+    ]
+    assert len(set(body["rid"])) == 2
+    assert out[0].input_tokens == [1, 2, 3]
+    assert out[0].output_tokens == [103, 104, 105, 106, 107, 108]
+    assert out[0].output_logprobs == [-103.0, -104.0, -105.0, -106.0, -107.0, -108.0]
+    assert out[0].output_versions == [0] * 6
+    assert out[1].output_tokens == [102, 103]
+    assert [r.stop_reason for r in out] == ["length", "length"]
+    assert out[0].latency >= 0
+
+
+def test_aborted_samples_are_continued_with_what_they_had(servers, connect):
+    server = servers[0]
+    server.abort_after = [2, None, 0, 1]  # request 1: both samples; then the first one twice more
+    client = connect(server.address)
+    first, second = generate(
+        client, request(seed=3, min_new_tokens=5), request((7,), max_new_tokens=3)
+    )
+    assert [r["input_ids"] for r in server.requests] == [
+        [[1, 2, 3], [7]], [[1, 2, 3, 103, 104]], [[1, 2, 3, 103, 104]], [[1, 2, 3, 103, 104, 105]],
+    ]
+    budgets = [
+        (p["max_new_tokens"], p["min_new_tokens"], p["sampling_seed"])
+        for p in (r["sampling_params"][0] for r in server.requests)
+    ]
+    assert budgets == [(6, 5, 3), (4, 3, 3), (4, 3, 3), (3, 2, 3)]
+    assert first.output_tokens == [103, 104, 105, 106, 107, 108]
+    assert first.output_logprobs == [-103.0, -104.0, -105.0, -106.0, -107.0, -108.0]
+    assert second.output_tokens == [101, 102, 103]
+    rids = [r["rid"][0] for r in server.requests]
+    assert len(set(rids)) == 4
+
+
+def test_continuation_stamps_tokens_with_the_version_that_wrote_them(servers, connect):
+    server = servers[0]
+    server.abort_after, server.versions = [2], ["default", "4"]
+    out = generate(connect(server.address), request())[0]
+    assert out.output_versions == [0, 0, 4, 4, 4, 4]
+
+
+def test_pause_holds_requests_back_and_resume_lets_them_go(servers, connect):
+    server = servers[0]
+    client = connect(*(s.address for s in servers), sync=WeightSyncConfig(pause_mode="retract"))
+    client.pause()
+    assert [s.calls for s in servers] == [[("/pause_generation", {"mode": "retract"})]] * 2
+
+    async def blocked():
+        task = asyncio.ensure_future(client.agenerate(request()))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        assert not any(s.requests for s in servers)
+        await asyncio.to_thread(client.resume)
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(blocked()).output_len == 6
+    assert server.calls[-1] == ("/continue_generation", {})
+
+
+def test_failed_pause_names_the_server(servers, connect):
+    client = connect(*(s.address for s in servers))
+    servers[1].pause_answer = web.json_response(
+        {"success": False, "message": "cannot pause now"}, status=400
+    )
+    with pytest.raises(RuntimeError, match=f"{servers[1].address}.*cannot pause now") as info:
+        client.pause()
+    assert servers[0].address not in str(info.value)
+
+
+def test_pause_without_resume_is_an_error_in_the_end(servers, connect):
+    client = connect(
+        servers[0].address, sync=WeightSyncConfig(timeout=0.1), request_timeout=0.2
+    )
+    client.pause()
+    with pytest.raises(TimeoutError, match="paused for"):
+        generate(client, request())
+
+
+def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.client.ABORT_DELAY", 0.0)
+    servers[0].abort_after = [0] * 1000
+    client = connect(servers[0].address)
+    with pytest.raises(RuntimeError, match="aborted 20 times in a row"):
+        generate(client, request())
+
+
+def test_connection_errors_are_retried_on_another_server(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    servers[0].fail = ["drop"]
+    client = connect(*(s.address for s in servers))
+    assert generate(client, request())[0].output_len == 6
+    assert len(servers[0].requests) == len(servers[1].requests) == 1
+
+
+def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 3
+    client = connect(servers[0].address, request_retries=3)
+    with pytest.raises(
+        RuntimeError, match=f"failed 3 times.*{servers[0].address}.*500: out of memory"
+    ):
+        generate(client, request())
+    assert len(servers[0].requests) == 3
+
+
+def test_refused_request_is_not_retried(servers, connect):
+    servers[0].fail = [(400, {"error": {"message": "longer than the context length"}})]
+    client = connect(servers[0].address)
+    with pytest.raises(RuntimeError, match="400: longer than the context length"):
+        generate(client, request())
+    assert len(servers[0].requests) == 1
+
+
+def test_slow_answer_is_a_timeout_naming_the_server(servers, connect):
+    servers[0].delay = 5.0
+    client = connect(servers[0].address, request_timeout=0.1, request_retries=1)
+    with pytest.raises(RuntimeError, match=f"{servers[0].address}.*no answer within"):
+        generate(client, request())
+
+
+def test_servers_share_the_load(servers, connect):
+    client = connect(*(s.address for s in servers))
+
+    async def many():
+        for s in servers:
+            s.delay = 0.2
+        big = client.agenerate_many([request(rid=str(i)) for i in range(4)])
+        tasks = [asyncio.ensure_future(big)]
+        await asyncio.sleep(0.05)
+        tasks += [asyncio.ensure_future(client.agenerate(request())) for _ in range(4)]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(many())
+    samples = sorted(sum(len(r["rid"]) for r in s.requests) for s in servers)
+    assert samples == [4, 4]
+
+
+def test_unreachable_servers_are_named_with_the_fix(servers):
+    servers[1].healthy = False
+    dead = f"127.0.0.1:{free_port()}"
+    addresses = [servers[0].address, servers[1].address, dead]
+    client = RemoteSGLangEngine(RolloutConfig(addresses=addresses, setup_timeout=0.5))
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="2 of 3 generation servers were not reachable") as info:
+        client.initialize()
+    text = str(info.value)
+    assert dead in text and servers[1].address in text and "rollout.addresses" in text
+    assert servers[0].address not in text
+    assert threading.active_count() == before
+
+
+def test_addresses_come_from_the_environment(servers, connect, monkeypatch):
+    monkeypatch.setenv("MEGARL_LLM_SERVER_ADDRS", ", ".join(s.address for s in servers))
+    assert connect().addresses == [s.address for s in servers]
+    monkeypatch.delenv("MEGARL_LLM_SERVER_ADDRS")
+    with pytest.raises(ValueError, match="MEGARL_LLM_SERVER_ADDRS"):
+        connect()
+    with pytest.raises(ValueError, match="'nowhere'"):
+        connect("nowhere")
+
+
+def test_check_health_names_the_sick(servers, connect):
+    client = connect(*(s.address for s in servers))
+    client.check_health()
+    servers[1].healthy = False
+    with pytest.raises(RuntimeError, match=f"{servers[1].address}.*503"):
+        client.check_health()
+
+
+def test_update_weights_resolves_when_every_server_serves_the_version(servers, connect):
+    client = connect(*(s.address for s in servers))
+    future = client.update_weights(WeightUpdateMeta(type="distributed", version=3, timeout=10))
+    servers[0].weight_version = "3"
+    time.sleep(0.3)
+    assert not future.done() and client.get_version() == 0
+    servers[1].weight_version = "3"
+    future.result(timeout=5)
+    assert client.get_version() == 3
+
+
+def test_update_weights_names_the_laggards(servers, connect):
+    client = connect(*(s.address for s in servers))
+    servers[0].weight_version = "3"
+    future = client.update_weights(WeightUpdateMeta(type="distributed", version=3, timeout=0.3))
+    with pytest.raises(TimeoutError, match=f"{servers[1].address} serves default") as info:
+        future.result(timeout=5)
+    assert servers[0].address not in str(info.value)
+    assert client.get_version() == 0
+
+
+def test_foreign_weight_versions_are_refused(servers, connect):
+    servers[0].weight_version = "nightly"
+    client = connect(servers[0].address)
+    with pytest.raises(ValueError, match="'nightly'"):
+        generate(client, request())
+
+
+def test_seeds_are_keyed_when_gconfig_has_one(servers, connect):
+    client = connect(servers[0].address)
+
+    def seeds(*reqs):
+        generate(client, *reqs)
+        return [p.get("sampling_seed") for p in servers[0].requests[-1]["sampling_params"]]
+
+    assert seeds(request()) == [None]
+    first = seeds(request(**{"max_new_tokens": 6}), request())
+    assert first == [None, None]
+    keyed = request()
+    keyed.gconfig.seed = 11
+    a = seeds(keyed, keyed)
+    assert a[0] != a[1] and a == seeds(keyed, keyed)
+    client.set_version(1)
+    assert set(a).isdisjoint(seeds(keyed, keyed))
+    assert seeds(request(seed=42)) == [42]
+
+
+def test_stable_seed_is_the_same_in_every_process():
+    assert stable_seed(1, 2, "x") == 2139474876
+    assert 0 <= stable_seed(0) < 2**31
+
+
+def test_destroy_leaves_no_thread_and_may_be_repeated(servers):
+    before = threading.active_count()
+    client = RemoteSGLangEngine(RolloutConfig(addresses=[servers[0].address]))
+    client.initialize()
+    servers[0].delay = 30.0
+    future = client._loop.submit(client.agenerate(request()))
+    while not servers[0].requests:
+        time.sleep(0.01)
+    client.destroy()
+    client.destroy()
+    assert future.cancelled()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="initialize"):
+        client.check_health()
+
+

@@ -1,0 +1,311 @@
+"""The executor over scripted episodes: order, admission, staleness, rejection, errors, shutdown."""
+
+import threading
+import time
+
+import pytest
+
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
+from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.rewards import RewardError
+from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, rows
+
+
+class Loader:
+    """A dataloader of consecutive rows."""
+
+    def __init__(self, data, batch_size):
+        self.data, self.batch_size, self.epochs = data, batch_size, 0
+
+    def __iter__(self):
+        self.epochs += 1
+        for i in range(0, len(self.data) - self.batch_size + 1, self.batch_size):
+            yield self.data[i : i + self.batch_size]
+
+
+@pytest.fixture
+def make():
+    loops = []
+
+    def build(version=0, **config):
+        loops.append(LoopThread("test-rollout"))
+        engine = FakeEngine(version)
+        executor = RolloutExecutor(RolloutConfig(**config), engine=engine, loop=loops[-1])
+
+        def bump(v):
+            engine.version = v
+            executor.pipeline.version_changed(v)
+
+        executor.bump = bump
+        return executor
+
+    yield build
+    for loop in loops:
+        loop.close()
+
+
+def settle(executor, timeout=5.0):
+    """Until nothing runs and nothing can start."""
+    deadline = time.monotonic() + timeout
+    pipe = executor.pipeline
+    while time.monotonic() < deadline:
+        with pipe.changed:
+            version = executor._engine.get_version()
+            startable = pipe.pending and pipe.staleness.capacity(version) > 0
+            if not pipe.staleness.running and not startable:
+                return
+        time.sleep(0.005)
+    raise AssertionError("did not settle")
+
+
+def test_results_come_in_order_of_submission(make):
+    ex, flow = make(), Scripted()
+    for row in rows(4, r0={"sleep": 0.2, "n": 2}, r2={"sleep": 0.05}):
+        ex.submit(row, flow)
+    batch = ex.wait(3, timeout=10)
+    assert row_ids(batch) == [0, 0, 1, 2]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 2]
+    assert row_ids(ex.wait(1, timeout=10)) == [3]
+
+
+def test_workflow_builder_and_should_accept(make):
+    ex, built = make(), []
+
+    def builder():
+        built.append(Scripted())
+        return built[-1]
+
+    for row in rows(4):
+        ex.submit(row, workflow_builder=builder,
+                  should_accept=lambda b: int(b["input_ids"][0, 1]) != 1)
+    assert row_ids(ex.wait(3, timeout=10)) == [0, 2, 3]
+    assert len(built) == 4
+    assert ex.stats()["rejected"] == 1
+    with pytest.raises(ValueError, match="workflow_builder"):
+        ex.submit({"row_id": 0})
+
+
+def test_concurrency_is_bounded(make):
+    ex, flow = make(max_concurrent_rollouts=3), Scripted()
+    for row in rows(10):
+        ex.submit(row | {"sleep": 0.02}, flow)
+    ex.wait(10, timeout=10)
+    assert flow.peak == 3
+
+
+def test_workflow_error_reaches_wait_with_its_row(make):
+    ex, flow = make(), Scripted()
+    for row in rows(3, r1={"error": KeyError("boom")}):
+        ex.submit(row, flow)
+    with pytest.raises(KeyError, match="boom") as info:
+        ex.wait(3, timeout=10)
+    assert "row 1" in info.value.__notes__[0]
+    assert ex.stats()["failed"] == 1
+
+
+def test_episode_timeout_names_the_row(make):
+    ex = make(episode_timeout=0.05)
+    ex.submit({"row_id": 7, "sleep": 30.0}, Scripted())
+    with pytest.raises(TimeoutError, match="row 7 took longer than rollout.episode_timeout=0.05"):
+        ex.wait(1, timeout=10)
+
+
+def test_a_workflows_own_timeout_is_not_taken_for_the_episodes(make):
+    ex = make()
+    ex.submit({"row_id": 7, "error": TimeoutError("the tool was slow")}, Scripted())
+    with pytest.raises(TimeoutError, match="the tool was slow"):
+        ex.wait(1, timeout=10)
+
+
+@pytest.mark.parametrize("returned", [[1], {"rewards": 1}])
+def test_a_result_that_is_no_batch_is_an_error(make, returned):
+    class Wrong(Scripted):
+        async def arun_episode(self, engine, data):
+            return returned
+
+    ex = make()
+    ex.submit({"row_id": 0}, Wrong())
+    with pytest.raises(TypeError, match="Wrong returned"):
+        ex.wait(1, timeout=10)
+
+
+def test_wait_times_out_and_keeps_what_is_there(make):
+    ex = make()
+    for row in rows(2, r1={"sleep": 0.5}):
+        ex.submit(row, Scripted())
+    with pytest.raises(TimeoutError, match="2 episodes: 2 submitted, 1 running"):
+        ex.wait(2, timeout=0.1)
+    assert row_ids(ex.wait(2, timeout=10)) == [0, 1]
+
+
+def test_waiting_for_more_than_was_submitted_is_an_error(make):
+    ex = make()
+    ex.submit({"row_id": 0}, Scripted())
+    with pytest.raises(RuntimeError, match="waiting for 2 episodes, but only 1"):
+        ex.wait(2)
+
+
+def test_reward_errors_stop_the_run_or_reject(make):
+    data = rows(3, r1={"error": RewardError("row 1 has no answer")})
+    strict, lenient = make(), make(on_reward_error="reject")
+    for row in data:
+        strict.submit(row, Scripted())
+        lenient.submit(row, Scripted())
+    with pytest.raises(RewardError, match="row 1 has no answer"):
+        strict.wait(3, timeout=10)
+    assert row_ids(lenient.wait(2, timeout=10)) == [0, 2]
+    assert lenient.stats()["reward_errors"] == lenient.stats()["rejected"] == 1
+
+
+def test_synchronous_batches_are_always_on_policy(make):
+    ex, flow = make(), Scripted()
+    loader = Loader(rows(8), 4)
+    for version in range(5):
+        batch = ex.prepare_batch(loader, flow)
+        assert row_ids(batch) == ([0, 1, 2, 3] if version % 2 == 0 else [4, 5, 6, 7])
+        assert set(batch["versions"][batch["loss_mask"]].tolist()) == {version}
+        settle(ex)
+        assert ex.stats()["submitted"] == 4 * (version + 1)  # nothing was started ahead
+        ex.bump(version + 1)
+    assert loader.epochs == 3
+    assert ex.stats()["staleness_max"] == 0
+
+
+def test_synchronous_without_a_version_bump_is_an_error(make):
+    ex, loader = make(), Loader(rows(8), 4)
+    ex.prepare_batch(loader, Scripted())
+    with pytest.raises(RuntimeError, match="call update_weights or set_version"):
+        ex.prepare_batch(loader, Scripted())
+
+
+def test_asynchronous_runs_ahead_up_to_the_bound(make):
+    ex, flow = make(max_head_offpolicyness=2, max_concurrent_rollouts=64), Scripted()
+    loader = Loader(rows(400), 4)
+    ages = []
+    for version in range(8):
+        batch = ex.prepare_batch(loader, flow)
+        assert row_ids(batch) == list(range(4 * version, 4 * version + 4))
+        ages.append(int((version - batch["versions"][batch["loss_mask"]]).max()))
+        settle(ex)
+        stats = ex.stats()
+        assert stats["accepted"] == (2 + version + 1) * 4
+        assert stats["pending"] == 4  # the next version starts these before the trainer returns
+        ex.bump(version + 1)
+    assert max(ages) == 2 and ages[0] == 0
+    assert ex.stats()["dropped"] == 0
+
+
+def test_what_is_too_stale_is_dropped_and_its_row_comes_again(make):
+    ex, flow = make(version=5, max_head_offpolicyness=1), Scripted()
+    loader = Loader(rows(12, r1={"age": 3}), 4)
+    batch = ex.prepare_batch(loader, flow)
+    versions = batch["versions"][batch["loss_mask"]]
+    assert int(5 - versions.min()) <= 1
+    assert row_ids(batch) == [0, 2, 3, 4]  # row 1 went to the end of the order
+    assert ex.stats()["dropped"] == 1
+    for version in (6, 7):
+        settle(ex)
+        ex.bump(version)
+        batch = ex.prepare_batch(loader, flow)
+    assert row_ids(batch) == [9, 10, 11, 1]
+    assert int(7 - batch["versions"][batch["loss_mask"]].min()) <= 1
+
+
+def test_rejected_groups_are_replaced_by_new_prompts(make):
+    ex, flow = make(), Scripted()
+    loader = Loader(rows(16, r1={"reject": True}, r2={"reject": True}, r4={"reject": True}), 4)
+    assert row_ids(ex.prepare_batch(loader, flow)) == [0, 3, 5, 6]
+    ex.bump(1)
+    assert row_ids(ex.prepare_batch(loader, flow)) == [7, 8, 9, 10]
+
+
+def test_rejecting_everything_is_an_error(make):
+    ex, loader = make(), Loader(rows(4), 2)
+    with pytest.raises(RuntimeError, match="groups in a row were rejected"):
+        ex.prepare_batch(loader, Scripted(), should_accept=lambda b: False)
+    assert ex.stats()["rejected"] >= 2 * MAX_REJECTED_BATCHES
+
+
+def test_a_row_that_comes_again_under_the_same_weights_is_another_attempt(make):
+    ex, flow, seen = make(), Scripted(), []
+
+    def third_time(batch):
+        seen.append(0)
+        return len(seen) > 4
+
+    ex.prepare_batch(Loader(rows(2), 2), flow, should_accept=third_time)
+    assert flow.started == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 0, 2), (1, 0, 2)]
+
+
+def test_rollout_batch_ignores_staleness_and_keeps_row_numbers(make):
+    ex, flow = make(), Scripted()
+    ex.prepare_batch(Loader(rows(4), 2), flow)  # synchronous: no capacity left
+    batch = ex.rollout_batch(rows(9, r0={"sleep": 0.1}, r4={"reject": True}), flow)
+    assert row_ids(batch) == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert batch["group_ids"].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert ex.stats()["submitted"] == 2
+
+
+def test_rollout_batch_raises_the_first_error_and_cancels_the_rest(make):
+    ex, flow = make(), Scripted()
+    data = rows(3, r0={"sleep": 60.0}, r1={"error": ValueError("bad row")}, r2={"sleep": 60.0})
+    with pytest.raises(ValueError, match="bad row"):
+        ex.rollout_batch(data, flow)
+    assert flow.running == 0
+    with pytest.raises(RuntimeError, match="all 1 rows were rejected"):
+        ex.rollout_batch(rows(1, r0={"reject": True}), flow)
+
+
+def test_held_executor_starts_nothing(make):
+    ex, flow = make(), Scripted()
+    ex.pipeline.hold()
+    ex.submit({"row_id": 0}, flow)
+    with pytest.raises(RuntimeError, match="paused: resume"):
+        ex.wait(1, timeout=10)
+    assert flow.started == []
+    ex.pipeline.release()
+    assert row_ids(ex.wait(1, timeout=10)) == [0]
+
+
+def test_resumed_run_continues_with_the_rows_in_flight(make):
+    config = {"max_head_offpolicyness": 1, "max_concurrent_rollouts": 64}
+    data = rows(40)
+    first, reference = make(**config), make(**config)
+    for ex in (first, reference):
+        ex.prepare_batch(Loader(data, 4), Scripted())
+    settle(first)
+    state = first.state_dict()
+    drawn = first.pipeline._submissions + len(first._feeder.buffered)
+    second = make(version=1, **config)
+    second.load_state_dict(state)
+    resumed = second.prepare_batch(Loader(data[drawn:], 4), Scripted())
+    reference.bump(1)
+    loader = reference._feeder._loader
+    assert row_ids(resumed) == row_ids(reference.prepare_batch(loader, Scripted()))
+
+
+def test_another_dataloader_is_refused(make):
+    ex = make()
+    ex.prepare_batch(Loader(rows(2), 2), Scripted())
+    with pytest.raises(ValueError, match="another dataloader"):
+        ex.prepare_batch(Loader(rows(2), 2), Scripted())
+
+
+def test_dataloader_without_a_batch_is_an_error(make):
+    with pytest.raises(ValueError, match="yields no batch"):
+        make().prepare_batch(Loader(rows(2), 4), Scripted())
+
+
+def test_closing_the_loop_cancels_episodes_and_ends_the_thread(make):
+    loop = LoopThread("short-lived")
+    flow = Scripted()
+    ex = RolloutExecutor(RolloutConfig(), engine=FakeEngine(), loop=loop)
+    ex.submit({"row_id": 0, "sleep": 600.0}, flow)
+    while not flow.running:
+        time.sleep(0.005)
+    loop.close()
+    assert flow.running == 0
+    assert "short-lived" not in {t.name for t in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="rollout thread has ended"):
+        ex.wait(1)

@@ -1,0 +1,175 @@
+"""Prefill and decode over the slot cache against the model's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from megarl.rollout.server import kv_cache
+from megarl.rollout.server.args import ServerArgs, parse_args
+from megarl.rollout.server.runner import ModelRunner
+from megarl.rollout.server.sampling_params import SamplingParams
+from megarl.rollout.server.sequence import Sequence
+from megarl.rollout.server.weights import WeightStore
+from megarl.utils.checksum import tensor_checksum
+from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
+
+
+class _NoCall:
+    stream = False
+
+
+def make_sequence(prompt, **options):
+    return Sequence(
+        rid="r", prompt=prompt, params=SamplingParams(), max_new_tokens=99, stop_ids=frozenset(),
+        seed=0, call=_NoCall(), index=0, **options,
+    )  # fmt: skip
+
+
+def prompts(lengths, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """(runner, the HF model it serves)."""
+    torch.set_num_threads(1)
+    kind = request.param
+    path = save_tiny(tmp_path_factory.mktemp(kind), kind, tie=kind == "qwen3")
+    runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
+    return runner, tiny_hf(kind, tie=kind == "qwen3")
+
+
+def teacher_forced(runner, seqs, steps):
+    """Logits [n,steps,V] in the order of `seqs`, feeding tokens 3, 4, ... whatever they say."""
+    rows, logits = runner.prefill(seqs, 0)
+    columns = [logits]
+    for t in range(steps - 1):
+        for s in rows:
+            s.output.append(3 + t)
+        runner.make_room(rows)
+        columns.append(runner.decode(rows))
+    back = [rows.index(s) for s in seqs]
+    return torch.stack(columns, 1)[back]
+
+
+def reference(model, prompt, steps):
+    ids = torch.tensor([prompt + list(range(3, 2 + steps))])
+    with torch.no_grad():
+        return model(ids).logits[0, len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_ragged_batches_give_the_models_logits(pair, split, monkeypatch):
+    runner, model = pair
+    if split:  # rows of like lengths attend together, even in a batch this small
+        monkeypatch.setattr(kv_cache, "_SPLIT_FROM", 0)
+        monkeypatch.setattr(kv_cache, "_WASTE", 1.0)
+    given = prompts([5, 1, 90, 17, 5, 40])
+    seqs = [make_sequence(p) for p in given]
+    got = teacher_forced(runner, seqs, steps=4)
+    for i, p in enumerate(given):
+        torch.testing.assert_close(got[i], reference(model, p, 4), atol=1e-4, rtol=1e-4)
+
+
+def test_equal_prompts_are_run_once_and_share_their_logits(pair, monkeypatch):
+    runner, model = pair
+    a, b = prompts([12, 7])
+    batches = []
+    forward = runner._forward
+    monkeypatch.setattr(
+        runner, "_forward", lambda ids, *rest: batches.append(ids.shape) or forward(ids, *rest)
+    )
+    seqs = [make_sequence(p) for p in (a, b, a, a, b)]
+    got = teacher_forced(runner, seqs, steps=3)
+    assert batches[0] == (2, 12) and batches[1:] == [(5, 1)] * 2
+    for i, p in enumerate((a, b, a, a, b)):
+        torch.testing.assert_close(got[i], reference(model, p, 3), atol=1e-4, rtol=1e-4)
+    assert sorted(s.cached_tokens for s in seqs) == [0, 0, 6, 11, 11]
+
+
+def test_rows_survive_growth_and_moves_of_the_cache(pair):
+    runner, model = pair
+    runner.cache.clear()
+    given = prompts([10, 20, 30])
+    seqs = [make_sequence(p) for p in given]
+    rows, _ = runner.prefill(seqs, 0)
+    before = runner.cache.positions
+    runner.cache.reserve(9, 150, used=3)
+    assert runner.cache.rows >= 9 and runner.cache.positions >= 150 > before
+    runner.cache.copy_rows([2], [0], rows[2].length)  # the last row moves into a hole
+    rows[2].output.append(3)
+    torch.testing.assert_close(
+        runner.decode([rows[2]])[0], reference(model, rows[2].prompt, 2)[1], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_prompt_logprobs(pair):
+    runner, model = pair
+    (prompt,) = prompts([30])
+    seq = make_sequence(prompt, return_logprob=True, logprob_start=4, top_logprobs_num=2)
+    runner.prefill([seq], 0)
+    with torch.no_grad():
+        want = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
+    own = want[torch.arange(4, 29), torch.tensor(prompt[5:])]
+    assert seq.input_logprobs[0] is None and seq.input_top_logprobs[0] is None
+    torch.testing.assert_close(torch.tensor(seq.input_logprobs[1:]), own, atol=1e-5, rtol=0)
+    assert [t[0][1] for t in seq.input_top_logprobs[1:]] == want[4:29].argmax(-1).tolist()
+
+
+def test_attention_the_server_does_not_have_is_refused_by_name(tmp_path):
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
+    )  # fmt: skip
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sliding_window"):
+        ModelRunner(ServerArgs(model_path=str(tmp_path), device="cpu"))
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(tmp_path):
+    path = save_tiny(tmp_path, "llama", layers=1)
+    with pytest.raises(ValueError, match="max-total-tokens=64"):
+        ModelRunner(ServerArgs(model_path=str(path), device="cpu", max_total_tokens=64))
+
+
+def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    runner = ModelRunner(ServerArgs(model_path=str(tmp_path), dtype="float32", device="cpu"))
+    (prompt,) = prompts([9])
+    _, logits = runner.prefill([make_sequence(prompt)], 0)
+    torch.testing.assert_close(logits[0], reference(model, prompt, 1)[0], atol=1e-4, rtol=1e-4)
+    store = WeightStore(runner.model)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert store.tensors[name].shape == (16, 32)
+    sums = store.checksums()
+    store.load([(name, torch.zeros(16, 32))])
+    store.load_directory(str(tmp_path))  # every name of the checkpoint is known
+    assert store.checksums() == sums
+
+
+def test_checksum_is_of_the_bits_in_row_major_order():
+    t = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    assert tensor_checksum(t.T.contiguous().T) == tensor_checksum(t)
+    assert tensor_checksum(t.bfloat16()) != tensor_checksum(t)
+    flipped = t.clone()
+    flipped.view(torch.int32)[2, 4] ^= 1
+    assert tensor_checksum(flipped) != tensor_checksum(t)
+    assert len(tensor_checksum(torch.tensor(1.0))) == 64
+
+
+def test_command_line(capsys):
+    args = parse_args(["--model-path", "m", "--port", "7", "--deterministic", "--threads", "2"])
+    assert args == ServerArgs(model_path="m", port=7, deterministic=True, threads=2)
+    with pytest.raises(SystemExit):
+        parse_args(["--model-path", "m", "--max-running-requests", "0"])
+    assert "--max-running-requests=0" in capsys.readouterr().err
