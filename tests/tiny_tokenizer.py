@@ -18,7 +18,7 @@ _CHAT = (
 
 def save_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """Trains a tokenizer on printable ASCII and writes it to the HF directory `path`."""
-    ascii_ = sorted({c for c in map(chr, range(32, 127))} | {"Ċ", "Ġ"})
+    ascii_ = sorted(set(map(chr, range(32, 127))) | {"Ċ", "Ġ"})
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()

@@ -14,7 +14,7 @@ from megarl.algos.metrics import logp_gap_stats, worst_logp_gaps
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.utils.batch import select
 
 Batch = dict[str, Tensor]
@@ -102,7 +102,7 @@ class Actor(Role):
         for rows in minibatch_rows(
             len(batch["input_ids"]),
             self.config.ppo_n_minibatches,
-            seed=(self.seed << 32) + self.engine.get_version(),
+            seed=self.seed * 1_000_003 + self.engine.get_version(),
         ):
             minibatch = select(mine, rows)
             if self._weight(minibatch) == 0:
@@ -135,7 +135,8 @@ class Actor(Role):
         worst = worst_logp_gaps(prox, behav, fresh, k=5)
         # "not <=" also catches NaN
         if worst and not abs(worst[0].trainer - worst[0].server) <= self.config.logp_gap_warn:
-            log.warning(
+            warn_once_per_world(
+                log,
                 "trainer and server disagree about tokens of the current weights by more than "
                 "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
                 self.config.logp_gap_warn,
@@ -154,7 +155,8 @@ class Actor(Role):
         )
         bound = 2e-2 if bf16 else 1e-4
         if not stats["ratio_abs_dev"] <= bound:
-            log.warning(
+            warn_once_per_world(
+                log,
                 "the first update starts from mean |ratio - 1| = %.3g, above %g: the training "
                 "pass and compute_logp do not see the same policy (dropout, stale prox_logp?)",
                 stats["ratio_abs_dev"],
@@ -175,7 +177,8 @@ def minibatch_rows(batch_size: int, n: int, *, seed: int) -> list[list[int]]:
         )
     if n == 1:
         return [list(range(batch_size))]
-    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed))
+    # torch uses the low 32 bits of a seed only
+    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed % 2**32))
     return [sorted(part.tolist()) for part in order.tensor_split(n)]
 
 

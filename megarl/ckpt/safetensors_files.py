@@ -37,14 +37,16 @@ class SafetensorsDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}  # file name -> safe_open handle
+        self._handles: dict[str, Any] = {}  # file name -> safe_open
         self._file_of: dict[str, str] = {}  # tensor -> file name
 
     def __enter__(self) -> SafetensorsDir:
-        for file in self._files():
-            handle = self._open(file)
-            self._handles[file] = handle
-            self._file_of.update(dict.fromkeys(handle.keys(), file))
+        with ExitStack() as stack:  # closes what is open if a later file is broken
+            for file in self._files():
+                handle = stack.enter_context(self._open(file))
+                self._handles[file] = handle
+                self._file_of.update(dict.fromkeys(handle.keys(), file))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,7 +99,7 @@ class SafetensorsDir:
         if not file.is_file():
             raise ValueError(f"{file} is missing but {INDEX} lists it; download the model again")
         try:
-            return self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+            return safe_open(str(file), framework="pt", device="cpu")
         except SafetensorError as e:
             raise ValueError(
                 f"{file}: not a whole safetensors file ({e}; {file.stat().st_size} bytes); "

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.utils.http import split_address
 
 
 def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
@@ -54,9 +55,11 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 
 def is_address(text: str) -> bool:
-    """host:port, without a scheme."""
-    host, colon, port = text.rpartition(":")
-    return bool(host and colon) and "/" not in host and port.isdigit() and 0 < int(port) < 65536
+    try:
+        _, port = split_address(text)
+    except ValueError:
+        return False
+    return 0 < port < 65536
 
 
 def server_problems(cfg: GRPOConfig) -> Iterator[str]:

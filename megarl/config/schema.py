@@ -110,23 +110,29 @@ def free_form_parent(cls: type, name: str) -> Key | None:
     return None
 
 
-def nearest_keys(cls: type, name: str, n: int = 1) -> list[str]:
+def nearest_keys(cls: type, name: str) -> list[str]:
     """Valid keys that `name` was probably meant to be, best first.
 
-    A key whose last part is exactly the one given wins (`lr` -> `actor.optimizer.lr`), then the
-    most similar full dotted name, then the most similar last part.
+    Looks for the same last part (`lr` -> `actor.optimizer.lr`), then for similar names inside the
+    section that the front of `name` does reach, then for a similar last part anywhere.
     """
-    names = [k for k in key_table(cls) if not name.startswith(k + ".")]
-    last = name.rsplit(".", 1)[-1]
-    same_last = [k for k in names if k.rsplit(".", 1)[-1] == last]
-    if same_last and last == name:
-        return same_last[:n]  # in the order of the recipe: actor before ref
-    if same_last:
-        return sorted(same_last, key=lambda k: -_similarity(k, name))[:n]
-    if close := difflib.get_close_matches(name, names, n=n, cutoff=0.75):
-        return close
-    lasts = difflib.get_close_matches(last, {k.rsplit(".", 1)[-1] for k in names}, n=1, cutoff=0.75)
-    return [k for k in names if lasts and k.rsplit(".", 1)[-1] == lasts[0]][:n]
+    table = key_table(cls)
+    names = [k for k in table if not name.startswith(k + ".")]
+    last = _last(name)
+    if same := [k for k in names if _last(k) == last]:
+        # an undotted name takes the order of the recipe: actor before ref
+        return same if last == name else sorted(same, key=lambda k: -_similarity(k, name))
+    fronts = ["", *(f"{k}." for k, key in table.items() if key.section is not None)]
+    front = max((f for f in fronts if name.startswith(f)), key=len)
+    inside = {k.removeprefix(front): k for k in names if k.startswith(front)}
+    if close := difflib.get_close_matches(name.removeprefix(front), inside, cutoff=0.65):
+        return [inside[c] for c in close]
+    lasts = difflib.get_close_matches(last, {_last(k) for k in names}, n=1, cutoff=0.75)
+    return [k for k in names if _last(k) in lasts]
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def _similarity(a: str, b: str) -> float:

@@ -65,7 +65,7 @@ def _demonstrate(
 
 
 def _without_carry(question: str) -> str:
-    """"57+68" gives "15": every column by itself, modulo 10."""
+    """ "57+68" gives "15": every column by itself, modulo 10."""
     a, b = question.split("+")
     width = max(len(a), len(b))
     columns = zip(a.zfill(width), b.zfill(width), strict=True)

@@ -20,7 +20,9 @@ log = get_logger(__name__)
 Row = dict[str, Any]
 # to add a source: a function (cfg, *, seed) -> list[Problem], here and in DatasetConfig.type
 _SOURCES: dict[str, Callable[..., list[Problem]]] = {
-    "arithmetic": arithmetic, "gsm8k": gsm8k, "reasoning_gym": reasoning_gym,
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+    "reasoning_gym": reasoning_gym,
 }
 # options every source takes: they shape the prompt, not the problems
 _PROMPT_OPTIONS = ("system", "chat_template_kwargs")
@@ -39,9 +41,7 @@ class RowDataset(Dataset[Row]):
         return self._rows[index]
 
 
-def build_dataset(
-    cfg: DatasetConfig, tokenizer: Any, *, purpose: str, seed: int
-) -> RowDataset:
+def build_dataset(cfg: DatasetConfig, tokenizer: Any, *, purpose: str, seed: int) -> RowDataset:
     """purpose "rl": rows {row_id, messages, prompt, prompt_ids, answer, task, ...}.
     purpose "sft": rows {row_id, input_ids, loss_mask}: the prompt, the response and EOS; the loss
     is on the response and EOS, which is what the policy has to write.
@@ -84,7 +84,10 @@ class _Template:
     """A tokenizer's chat template, and the two options that shape what it is given."""
 
     def __init__(
-        self, tokenizer: Any, *, system: str | None = None,
+        self,
+        tokenizer: Any,
+        *,
+        system: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -114,8 +117,12 @@ def _rl_row(index: int, problem: Problem, template: _Template) -> Row:
     messages = template.messages(problem.question)
     prompt = template.prompt(messages)
     return {
-        "row_id": index, "messages": messages, "prompt": prompt,
-        "prompt_ids": template.encode(prompt), "answer": problem.answer, "task": problem.task,
+        "row_id": index,
+        "messages": messages,
+        "prompt": prompt,
+        "prompt_ids": template.encode(prompt),
+        "answer": problem.answer,
+        "task": problem.task,
         **problem.extra,
     }
 
@@ -125,7 +132,8 @@ def _sft_row(index: int, problem: Problem, template: _Template) -> Row:
     text = problem.answer if problem.response is None else problem.response
     response_ids = template.encode(text) + [template.eos_token_id]
     return {
-        "row_id": index, "input_ids": prompt_ids + response_ids,
+        "row_id": index,
+        "input_ids": prompt_ids + response_ids,
         "loss_mask": [False] * len(prompt_ids) + [True] * len(response_ids),
     }
 
@@ -144,7 +152,10 @@ def _short_enough(rows: list[Row], cfg: DatasetConfig, key: str) -> list[Row]:
     if dropped:
         log.warning(
             "%s: dropped %d of %d rows longer than max_length=%d tokens",
-            _name(cfg), dropped, len(rows), cfg.max_length,
+            _name(cfg),
+            dropped,
+            len(rows),
+            cfg.max_length,
         )
     return kept
 

@@ -32,8 +32,12 @@ def build_dataloader(
     generator = torch.Generator().manual_seed(seed)
     sampler = RandomSampler(dataset, generator=generator) if cfg.shuffle else None  # type: ignore[arg-type]
     return StatefulDataLoader(
-        dataset, batch_size=cfg.batch_size, sampler=sampler, drop_last=cfg.drop_last,
-        collate_fn=list, num_workers=0,
+        dataset,
+        batch_size=cfg.batch_size,
+        sampler=sampler,
+        drop_last=cfg.drop_last,
+        collate_fn=list,
+        num_workers=0,
     )
 
 

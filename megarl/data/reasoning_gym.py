@@ -62,9 +62,13 @@ def _problem(entry: dict[str, Any], task: str, items: Any, *, check: bool) -> Pr
     if check and answer is not None:
         before, after = (items.score_answer(answer, e) for e in (entry, travelled))
         if after != before:
-            raise ValueError(f"reasoning_gym: task {task} cannot be used: its entries lose their "
-                             "meaning as JSON, the scorer no longer accepts the right answer")
+            raise ValueError(
+                f"reasoning_gym: task {task} cannot be used: its entries lose their "
+                "meaning as JSON, the scorer no longer accepts the right answer"
+            )
     return Problem(
-        question=entry["question"], answer="" if answer is None else str(answer), task=task,
+        question=entry["question"],
+        answer="" if answer is None else str(answer),
+        task=task,
         extra={"entry": travelled},
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 POLL_INTERVAL = 0.1  # seconds
 TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
-ORPHAN_GRACE = 2.0  # for what an ended process left running
+ORPHAN_GRACE = 1.0  # for what an ended process left running
 KILL_TIMEOUT = 10.0
 
 
@@ -94,8 +94,9 @@ def stop_all(children: Sequence[Child], signals: Signals, *, first: int = signal
         lambda: len(signals.received) > seen or all(c.poll() is not None for c in children),
         timeout=TERM_TIMEOUT,
     )
-    if all(c.poll() is not None for c in children):  # what they started may be on its way out
-        wait_until(lambda: not any(signal_group(c.pid, 0) for c in children), timeout=ORPHAN_GRACE)
+    if all(c.poll() is not None for c in children):  # what they started gets a moment, too
+        left = [c for c in children if signal_group(c.pid, signal.SIGTERM)]
+        wait_until(lambda: not any(signal_group(c.pid, 0) for c in left), timeout=ORPHAN_GRACE)
     for child in children:
         signal_group(child.pid, signal.SIGKILL)
     for child in children:

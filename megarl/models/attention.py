@@ -100,6 +100,14 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(outs).index_select(0, plan.take)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [n, nq, Lq, d], k and v [n, nk, Lk, d] -> [n, nq, Lq, d]."""
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # of the CUDA kernels only flash takes grouped heads, and it takes neither masks nor
+            # fp32: without repeating, scores of all Lq * Lk would be materialised
+            repeats = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -107,7 +115,7 @@ class SDPACoreAttention(MegatronModule):
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=grouped,
         )
 
     def _gather_kv(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.fill import local_view
-from megarl.models.piece_table import HfTensor, Piece, PieceTable
+from megarl.models.piece_table import Piece, PieceTable
 from megarl.parallel.layout import Layout
 
 
@@ -110,6 +110,7 @@ class BucketGatherer:
     ) -> None:
         self.layout, self.rank, self.owner = layout, rank, owner
         self.params, self.group, self.device = params, group, torch.device(device)
+        self._owner_coords = layout.coords(owner)
         self._plans = {b.index: self._plan(table, b) for b in buckets}
 
     def _plan(self, table: PieceTable, bucket: Bucket) -> dict[int, list[_Part]]:
@@ -117,8 +118,7 @@ class BucketGatherer:
         plan: dict[int, list[_Part]] = {}
         ends: dict[int, int] = {}
         for m in bucket.members:
-            tensor: HfTensor = table.by_name[m.name]
-            for piece in tensor.pieces:
+            for piece in table.by_name[m.name].pieces:
                 src = self._source(piece)
                 start = -(-ends.get(src, 0) // m.dtype.itemsize) * m.dtype.itemsize
                 nbytes = piece.numel * m.dtype.itemsize
@@ -128,7 +128,7 @@ class BucketGatherer:
 
     def _source(self, piece: Piece) -> int:
         """The owner itself where it is a data-parallel replica of the piece's holder."""
-        if piece.place.holds(self.layout.coords(self.owner)):
+        if piece.place.holds(self._owner_coords):
             return self.owner
         return piece.place.rank(self.layout)
 

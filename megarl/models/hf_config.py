@@ -85,22 +85,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     """ModelConfig of an already parsed config.json; `source` names it in errors."""
     family = _family(raw, source)
     _refuse_unsupported(raw, family, source)
-    heads = _positive(raw, "num_attention_heads", source)
-    kv_heads = _positive(raw, "num_key_value_heads", source, default=heads)
     hidden = _positive(raw, "hidden_size", source)
-    if heads % kv_heads:
-        raise ValueError(
-            f"{source}: num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={kv_heads}"
-        )
-    if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
-        raise ValueError(
-            f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
-            "no head_dim is given"
-        )
-    head_dim = _positive(raw, "head_dim", source, family.default_head_dim or hidden // heads)
-    if head_dim % 2:
-        raise ValueError(f"{source}: head_dim={head_dim} is odd; rotary embeddings need it even")
+    heads, kv_heads, head_dim = _heads(raw, family, hidden, source)
     theta, scaling = _rope(raw, source)
     return ModelConfig(
         family=family.name,
@@ -168,16 +154,38 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
     )
 
 
+def _heads(
+    raw: Mapping[str, Any], family: Family, hidden: int, source: str
+) -> tuple[int, int, int]:
+    """(attention heads, key/value heads, head dimension)."""
+    heads = _positive(raw, "num_attention_heads", source)
+    kv_heads = _positive(raw, "num_key_value_heads", source, default=heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{source}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}"
+        )
+    if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
+        raise ValueError(
+            f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
+            "no head_dim is given"
+        )
+    head_dim = _positive(raw, "head_dim", source, family.default_head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"{source}: head_dim={head_dim} is odd; rotary embeddings need it even")
+    return heads, kv_heads, head_dim
+
+
 # Fields that change the maths: (values that are implemented, what they mean in the message).
 # A field that is absent or null is fine; fields not listed here do not change a forward pass.
 _IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "silu (SwiGLU)"),
     "mlp_bias": ((False,), "false"),
     "attention_bias": ((False,), "false (Qwen2 has its own q/k/v biases)"),
-    "attention_dropout": ((0, 0.0), "0"),
+    "attention_dropout": ((0,), "0"),
     "use_mrope": ((False,), "false"),
     "rope_interleaved": ((False,), "false"),
-    "partial_rotary_factor": ((1, 1.0), "1.0"),
+    "partial_rotary_factor": ((1,), "1.0"),
     "quantization_config": ((), "none: dequantise the checkpoint first"),
 }
 

@@ -85,7 +85,6 @@ def stats_table(stats: Mapping[str, float], *, width: int) -> Table:
         for start in range(0, len(cells), columns):
             row = [text for cell in cells[start : start + columns] for text in cell]
             table.add_row(group if start == 0 else "", *row)
-        table.add_section()
     return table
 
 

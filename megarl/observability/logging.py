@@ -22,6 +22,12 @@ def get_logger(name: str = ROOT) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def warn_once_per_world(log: logging.Logger, message: str, *args: object) -> None:
+    """A warning about something every rank sees alike: rank 0 alone says it."""
+    if env_rank() == 0:
+        log.warning(message, *args)
+
+
 class _Stderr(logging.StreamHandler):
     """Writes to whatever sys.stderr is at the time, so that redirecting it keeps working."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,11 +43,9 @@ class _Moments:
     def merge(self, other: _Moments) -> None:
         self.total += other.total
         self.count += other.count
-        # `not >=` rather than min and max, which lose a NaN in their second argument
-        if not other.low >= self.low:
-            self.low = other.low
-        if not other.high <= self.high:
-            self.high = other.high
+        # Python's min and max keep or lose a NaN by its position: keep it always
+        self.low = min(self.low, other.low, key=_nan_first)
+        self.high = max(self.high, other.high, key=_nan_last)
 
     def value(self, reduction: str) -> float:
         if reduction == "avg":
@@ -55,8 +53,17 @@ class _Moments:
         return {"sum": self.total, "min": self.low, "max": self.high}[reduction]
 
 
+def _nan_first(value: float) -> tuple[bool, float]:
+    return (not math.isnan(value), value)
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    return (math.isnan(value), value)
+
+
 class StatsTracker:
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._scope: list[str] = []
         self._figures: dict[str, _Moments] = {}
         self._masks: dict[str, Tensor] = {}
@@ -108,11 +115,11 @@ class StatsTracker:
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
         """Seconds inside, as `timing/<scope>/<name>_s`: summed in a step, the slowest rank's."""
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
+            seconds = self._clock() - start
             key = f"timing/{self._key(name)}_s"
             have = self._figures.setdefault(key, _Moments(("timing",), high=0.0))
             have.high += seconds

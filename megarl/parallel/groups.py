@@ -224,6 +224,10 @@ def model_scope(groups: ProcessGroups) -> Iterator[None]:
         _write(mcore_random, outer_rng)
 
 
+# how gloo words a timeout and a peer that died
+_LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+
+
 @contextmanager
 def waiting_for(groups: ProcessGroups, what: str) -> Iterator[None]:
     """Names the rank and what it was doing when a collective inside times out or loses a peer.
@@ -234,7 +238,7 @@ def waiting_for(groups: ProcessGroups, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error).lower()
-        if not any(s in text for s in ("timed out", "timeout", "connection closed", "peer")):
+        if not any(sign in text for sign in _LOST_PEER):
             raise
         raise RuntimeError(
             f"rank {groups.rank} ({groups.coords}) gave up waiting for other ranks in {what}; "

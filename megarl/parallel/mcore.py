@@ -38,6 +38,16 @@ def comm_backend() -> str:
     return "nccl" if _ON_CUDA else "gloo"
 
 
+# what megatron-core says about choices that are right here, once per rank and engine
+for _message in (
+    "full scope is deprecated. Use empty cuda_graph_scope",  # its own default
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # ZeRO-1 shards
+    r"`torch\.distributed\.\w+` is deprecated. Please use `torch\.distributed\.\w+_single`",
+):
+    warnings.filterwarnings("ignore", message=_message)
+if not _ON_CUDA:
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
     import megatron.core

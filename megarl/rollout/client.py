@@ -56,7 +56,8 @@ class RemoteSGLangEngine(InferenceEngine):
     def initialize(self) -> None:
         assert self._loop is None, "initialize() was called twice"
         pool = ServerPool(
-            _addresses(self.config), request_timeout=self.config.request_timeout,
+            _addresses(self.config),
+            request_timeout=self.config.request_timeout,
             retries=self.config.request_retries,
         )
         self._pool, self._loop = pool, LoopThread()
@@ -233,7 +234,9 @@ class RemoteSGLangEngine(InferenceEngine):
         return self._executor
 
     def submit(
-        self, data: dict[str, Any], workflow: RolloutWorkflow | None = None,
+        self,
+        data: dict[str, Any],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,
     ) -> None:
@@ -243,14 +246,17 @@ class RemoteSGLangEngine(InferenceEngine):
         return self.executor.wait(count, timeout)
 
     def rollout_batch(
-        self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow | None = None,
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,
     ) -> Batch:
         return self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)
 
     def prepare_batch(
-        self, dataloader: Iterable[list[dict[str, Any]]],
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,

@@ -35,7 +35,9 @@ class RolloutExecutor:
         self._batch_stats: dict[str, float] = {}
 
     def submit(
-        self, data: dict[str, Any], workflow: RolloutWorkflow | None = None,
+        self,
+        data: dict[str, Any],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> None:
@@ -59,7 +61,8 @@ class RolloutExecutor:
         return self._hand_out(episodes, begun)
 
     def prepare_batch(
-        self, dataloader: Iterable[list[dict[str, Any]]],
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
@@ -88,7 +91,9 @@ class RolloutExecutor:
         return self._hand_out(episodes, begun)
 
     def rollout_batch(
-        self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow | None = None,
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Batch:
@@ -119,7 +124,8 @@ class RolloutExecutor:
         pipe = self.pipeline
         with pipe.changed:
             counters = pipe.staleness.counters() | {
-                "pending": len(pipe.pending), "reward_errors": pipe.reward_errors,
+                "pending": len(pipe.pending),
+                "reward_errors": pipe.reward_errors,
             }
         return {k: float(v) for k, v in counters.items()} | self._batch_stats
 
@@ -181,9 +187,7 @@ class RolloutExecutor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _workflow(
-    workflow: RolloutWorkflow | None, builder: WorkflowBuilder | None
-) -> RolloutWorkflow:
+def _workflow(workflow: RolloutWorkflow | None, builder: WorkflowBuilder | None) -> RolloutWorkflow:
     if (workflow is None) == (builder is None):
         raise ValueError("pass either workflow or workflow_builder")
     if workflow is not None:

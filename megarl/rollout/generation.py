@@ -106,7 +106,9 @@ def _sampling_params(config: GenerationHyperparameters) -> dict[str, Any]:
         if config.temperature <= 0:
             raise ValueError(f"gconfig.temperature={config.temperature}: use greedy=true for 0")
         params |= {
-            "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
         }
     if config.stop_token_ids:
         params["stop_token_ids"] = list(config.stop_token_ids)

@@ -17,9 +17,15 @@ class SGLangEngine(RemoteSGLangEngine):
     """
 
     def __init__(
-        self, config: RolloutConfig, server: ServerConfig, *, model_path: str = "",
-        dtype: str = "auto", log_dir: Path | str = "logs",
-        weight_sync: WeightSyncConfig | None = None, seed: int = 1,
+        self,
+        config: RolloutConfig,
+        server: ServerConfig,
+        *,
+        model_path: str = "",
+        dtype: str = "auto",
+        log_dir: Path | str = "logs",
+        weight_sync: WeightSyncConfig | None = None,
+        seed: int = 1,
     ) -> None:
         super().__init__(config, weight_sync=weight_sync, seed=seed)
         if server.count < 1:
@@ -35,8 +41,11 @@ class SGLangEngine(RemoteSGLangEngine):
             for i in range(self._server.count):
                 self._processes.append(
                     start_server(
-                        self._server, model_path=self._model_path, dtype=self._dtype,
-                        log_path=self._log_dir / f"server{i}.log", wait=False,
+                        self._server,
+                        model_path=self._model_path,
+                        dtype=self._dtype,
+                        log_path=self._log_dir / f"server{i}.log",
+                        wait=False,
                     )
                 )
             for process in self._processes:

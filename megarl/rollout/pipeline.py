@@ -55,14 +55,21 @@ class Pipeline:
     # callers' side; methods marked * are called with `changed` held
 
     def enqueue(
-        self, row: dict[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None,
-        *, drawn: bool = False,
+        self,
+        row: dict[str, Any],
+        workflow: RolloutWorkflow,
+        should_accept: ShouldAccept | None,
+        *,
+        drawn: bool = False,
     ) -> None:
         """Adds an episode at the end of the order of submission."""
         with self.changed:
             episode = Episode(
-                number=self._submissions, row=row, workflow=workflow,
-                should_accept=should_accept, drawn=drawn,
+                number=self._submissions,
+                row=row,
+                workflow=workflow,
+                should_accept=should_accept,
+                drawn=drawn,
             )
             self._submissions += 1
             self.live[episode.number] = episode
@@ -176,7 +183,8 @@ class Pipeline:
     def _pump(self) -> None:
         with self.changed:
             while (
-                self.pending and not self._held
+                self.pending
+                and not self._held
                 and self.staleness.capacity(self._engine.get_version()) > 0
             ):
                 episode = self.pending.popleft()

@@ -113,7 +113,12 @@ class ServerPool:
         return {a: e for a, e in answers.items() if isinstance(e, HttpError)}
 
     async def call(
-        self, address: str, method: str, path: str, body: dict[str, Any] | None = None, *,
+        self,
+        address: str,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
         timeout: float,
     ) -> Any:
         """The decoded answer of one call. Every failure is an HttpError naming the server."""

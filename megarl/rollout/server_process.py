@@ -30,15 +30,24 @@ class ServerProcess:
     """A server in a process group of its own. It is ended at interpreter exit at the latest."""
 
     def __init__(
-        self, command: list[str], *, host: str, port: int, log_path: Path,
+        self,
+        command: list[str],
+        *,
+        host: str,
+        port: int,
+        log_path: Path,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.address, self.log_path = f"{host}:{port}", Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})}, start_new_session=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
             )
         atexit.register(self.stop)
 
@@ -91,8 +100,14 @@ class ServerProcess:
 
 
 def start_server(
-    server: ServerConfig, *, model_path: str, dtype: str, log_path: Path | str,
-    port: int | None = None, host: str = "127.0.0.1", env: Mapping[str, str] | None = None,
+    server: ServerConfig,
+    *,
+    model_path: str,
+    dtype: str,
+    log_path: Path | str,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    env: Mapping[str, str] | None = None,
     wait: bool = True,
 ) -> ServerProcess:
     """Starts one server of `server.type` on `port` (default: a free one).
@@ -103,7 +118,10 @@ def start_server(
     port = free_port(host) if port is None else port
     command = server_command(server, model_path=model_path, dtype=dtype, host=host, port=port)
     process = ServerProcess(
-        command, host=host, port=port, log_path=Path(log_path),
+        command,
+        host=host,
+        port=port,
+        log_path=Path(log_path),
         env={**_environment(server), **(env or {})},
     )
     log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)
@@ -118,12 +136,21 @@ def server_command(
     """The command line; both servers share the flags they share with SGLang."""
     sglang = server.type == "sglang"
     command = [
-        (server.python if sglang else "") or sys.executable, "-m",
+        (server.python if sglang else "") or sys.executable,
+        "-m",
         "sglang.launch_server" if sglang else "megarl.rollout.server",
-        "--model-path", server.path or model_path, "--host", host, "--port", str(port),
-        "--dtype", dtype if server.dtype == "auto" else server.dtype,
-        "--context-length", str(server.context_length),
-        "--max-running-requests", str(server.max_running_requests),
+        "--model-path",
+        server.path or model_path,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--dtype",
+        dtype if server.dtype == "auto" else server.dtype,
+        "--context-length",
+        str(server.context_length),
+        "--max-running-requests",
+        str(server.max_running_requests),
     ]
     if sglang:
         command += ["--tp-size", str(server.tp)]

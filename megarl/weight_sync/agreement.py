@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from megarl.weight_sync.process_group import set_group_timeout
+from megarl.weight_sync.process_group import join_group, set_group_timeout
 
 T = TypeVar("T")
 
 # how much longer than a rank may take the others wait for its word
 SLACK = 30.0
+CONNECT_TIMEOUT = 120.0
 
 
 class Deadline:
@@ -42,8 +45,7 @@ class Agreement:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._group = _host_group(group)
 
     def set_timeout(self, timeout: float) -> None:
         """How many seconds a rank may take before the others give it up (plus SLACK)."""
@@ -59,9 +61,9 @@ class Agreement:
         try:
             result = fn(*args)
         except Exception as e:
-            self.gather_errors(f"{type(e).__name__}: {e}")
+            self._gather_errors(f"{type(e).__name__}: {e}")
             raise
-        errors = self.gather_errors(None)
+        errors = self._gather_errors(None)
         if errors:
             said = "; ".join(f"rank {r}: {m}" for r, m in errors.items())
             raise RuntimeError(f"weight sync failed on {said}")
@@ -81,10 +83,23 @@ class Agreement:
             ) from e
         return values
 
-    def gather_errors(self, message: str | None) -> dict[int, str]:
+    def _gather_errors(self, message: str | None) -> dict[int, str]:
         return {r: m for r, m in enumerate(self.gather(message)) if m is not None}
 
     def close(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A gloo group of the ranks of `group`. Collective over those alone, which dist.new_group()
+    can be too, but then it reuses names, and under a used name lie a dead group's addresses.
+    """
+    name = [f"megarl_agreement_{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    return join_group(
+        c10d._get_default_store(), rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group), group_name=name[0], backend="gloo",
+        timeout=CONNECT_TIMEOUT,
+    )  # fmt: skip

@@ -92,15 +92,12 @@ class UpdateChannel:
         """
         patience = GRACE if abort else CLOSE_TIMEOUT
         name = {"group_name": self.group_name}
-        calls = self.servers.start("/destroy_weights_update_group", name, patience)
-        cf.wait(calls.values(), patience)
-        destroy_update_group(self.group, abort=abort)
-        objections = failures(calls)
+        rounds = [self.servers.start("/destroy_weights_update_group", name, patience)]
         if self._in_session:
-            calls = self.servers.start("/end_weight_update", {}, patience)
-            cf.wait(calls.values(), patience)
-            objections += failures(calls)
-        return objections
+            rounds.append(self.servers.start("/end_weight_update", {}, patience))
+        cf.wait([f for calls in rounds for f in calls.values()], patience)
+        destroy_update_group(self.group, abort=abort)
+        return [said for calls in rounds for said in failures(calls)]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class DistributedTransport:
         try:
             with phases.time("connect"):
                 together(self._connect, meta, deadline)
-            stream = _Stream(plan, gatherer, self._channel, meta, deadline, phases)
+            # may fail on the owner alone: it allocates two buckets
+            stream = together(_Stream, plan, gatherer, self._channel, meta, deadline, phases)
             together(stream.begin)
             for bucket in plan.buckets:
                 together(stream.step, bucket)

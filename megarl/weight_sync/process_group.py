@@ -26,13 +26,13 @@ def listen(*, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(
         "localhost", 0, None, is_master=True, wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-    )
+    )  # fmt: skip
 
 
 def init_update_group(
     *, master_address: str, master_port: int, rank: int, world_size: int, group_name: str,
     backend: str, timeout: float, store: dist.Store | None = None,
-) -> dist.ProcessGroup:
+) -> dist.ProcessGroup:  # fmt: skip
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
     Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`).
@@ -43,12 +43,24 @@ def init_update_group(
         host = f"[{master_address}]" if ":" in master_address else master_address
         url = f"tcp://{host}:{master_port}"
         store, rank, world_size = next(dist.rendezvous(url, rank, world_size, timeout=wait))
-    store.set_timeout(wait)
-    with _loopback_gloo(master_address), _independent_of_default_group(backend):
+        store.set_timeout(wait)
+    with _loopback_gloo(master_address):
+        return join_group(
+            store, rank=rank, world_size=world_size, group_name=group_name, backend=backend,
+            timeout=timeout,
+        )  # fmt: skip
+
+
+def join_group(
+    store: dist.Store, *, rank: int, world_size: int, group_name: str, backend: str, timeout: float
+) -> dist.ProcessGroup:
+    """Joins a group whose ranks meet at `store`, where no group may have had this name before."""
+    with _independent_of_default_group(backend):
         pg, _ = c10d._new_process_group_helper(
             world_size, rank, [], dist.Backend(backend), dist.PrefixStore(group_name, store),
-            group_name=c10d.GroupName(group_name), timeout=wait,
-        )
+            group_name=group_name,  # type: ignore[arg-type]
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
     # what dist.broadcast(src=...) reads; new_group() would do it for subgroups of the default
     c10d._world.pg_group_ranks[pg] = {i: i for i in range(world_size)}
     return pg

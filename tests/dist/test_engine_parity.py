@@ -63,7 +63,9 @@ def reference(kind: str, tie: bool) -> dict[str, Any]:
 
 def name(case: tuple[Any, ...]) -> str:
     n, kind, tie, parallel, opt, other = case
-    layout = "".join(f"{k if k != 'sequence_parallel' else 'sp'}{int(v)}" for k, v in parallel.items())
+    layout = "".join(
+        f"{k if k != 'sequence_parallel' else 'sp'}{int(v)}" for k, v in parallel.items()
+    )
     extras = "-".join(["zero"] * bool(opt) + list(other))
     return f"{n}-{kind}-{'tied' if tie else 'untied'}-{layout or 'dp'}-{extras}"
 

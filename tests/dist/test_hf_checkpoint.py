@@ -20,8 +20,16 @@ from tests.dist.models_util import built
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
-TWO = (dict(tp=2), dict(pp=2), dict(), dict(tp=2, sequence_parallel=True))  # dict() is dp2
-FOUR = (dict(tp=2, pp=2), dict(pp=2, vpp=2), dict(tp=4), dict(pp=4), dict(cp=2, tp=2))
+Parallel = dict[str, Any]
+# without a degree, the ranks are data-parallel
+TWO: tuple[Parallel, ...] = (dict(tp=2), dict(pp=2), {}, dict(tp=2, sequence_parallel=True))
+FOUR: tuple[Parallel, ...] = (
+    dict(tp=2, pp=2),
+    dict(pp=2, vpp=2),
+    dict(tp=4),
+    dict(pp=4),
+    dict(cp=2, tp=2),
+)
 
 
 @pytest.fixture(scope="module")

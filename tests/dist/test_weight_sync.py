@@ -5,11 +5,8 @@ A rank's parameters are those of the piece table, filled from an HF directory: n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,76 +22,36 @@ from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
-from megarl.utils.http import HttpError, call_json
 from megarl.weight_sync import WeightSender
 from tests.dist.world import World, free_port
+from tests.embedded_server import Server, embedded_server
 from tests.tiny import save_tiny
 
-START_TIMEOUT = 120.0
 LAYOUTS: dict[str, dict[str, int]] = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2": {}}
 SOME = 60_000  # bytes of a bucket: about ten of them
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    address: str
-
-    def get(self, path: str) -> Any:
-        return call_json("GET", self.address, path, timeout=30)
-
-    def post(self, path: str, **body: Any) -> Any:
-        return call_json("POST", self.address, path, body, timeout=60)
-
-    def checksums(self) -> dict[str, str]:
-        return self.post("/weights_checker", action="checksum")["ranks"][0]["checksums"]
-
-    def version(self) -> str:
-        return self.get("/model_info")["weight_version"]
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        try:
-            self.process.wait(15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.port}"
 
 
-@contextlib.contextmanager
-def servers(model: Path, count: int, log: Path) -> Iterator[list[Server]]:
-    """Embedded servers of `model`, healthy."""
-    started: list[Server] = []
-    try:
-        with log.open("wb") as out:
-            for _ in range(count):
-                port = free_port()
-                command = [
-                    sys.executable, "-m", "megarl.rollout.server", "--model-path", str(model),
-                    "--port", str(port), "--threads", "1",
-                ]  # fmt: skip
-                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-                started.append(Server(process, f"127.0.0.1:{port}"))
-        for server in started:
-            wait_healthy(server, log)
-        yield started
-    finally:
-        for server in started:
-            server.stop()
+def addresses(servers: list[Server]) -> tuple[str, ...]:
+    return tuple(address(s) for s in servers)
 
 
-def wait_healthy(server: Server, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        try:
-            server.get("/health")
-            return
-        except HttpError:
-            dead = server.process.poll() is not None
-            if dead or time.monotonic() > deadline:
-                raise AssertionError(f"server did not start:\n{log.read_text()}") from None
-            time.sleep(0.1)
+def checksums(server: Server) -> dict[str, str]:
+    sums: dict[str, str] = server.ok("/weights_checker", {"action": "checksum"})["ranks"][0][
+        "checksums"
+    ]
+    return sums
+
+
+def version(server: Server) -> str:
+    return str(server.get("/model_info")[1]["weight_version"])
+
+
+def load(server: Server, path: Path) -> None:
+    server.ok("/update_weights_from_disk", {"model_path": str(path)})
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +68,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def untied(home: Path) -> Iterator[list[Server]]:
     """Two servers of an untied fp32 model with biases."""
-    with servers(save_tiny(home / "qwen2", "qwen2"), 2, home / "untied.log") as s:
-        yield s
+    model = save_tiny(home / "qwen2", "qwen2")
+    with (
+        embedded_server(model, log=home / "one.log") as one,
+        embedded_server(model, log=home / "two.log") as two,
+    ):
+        yield [one, two]
 
 
 @pytest.fixture(scope="module")
-def tied(home: Path) -> Iterator[list[Server]]:
+def tied(home: Path) -> Iterator[Server]:
     """One server of a tied bf16 model with qk-norm and a head_dim of its own."""
     model = save_tiny(home / "qwen3", "qwen3", tie=True, dtype=torch.bfloat16)
-    with servers(model, 1, home / "tied.log") as s:
-        yield s
+    with embedded_server(model, log=home / "tied.log") as server:
+        yield server
 
 
 Params = dict[str, torch.Tensor]
@@ -153,11 +114,10 @@ def run_syncs(
 
 def metas_for(held: list[Server], first: int, **kw: Any) -> list[WeightUpdateMeta]:
     """One flattened and one per-tensor sync."""
-    addresses = tuple(s.address for s in held)
     kw = {"bucket_bytes": SOME, "timeout": 60.0, "verify": True} | kw
     return [
         WeightUpdateMeta(
-            type="distributed", version=first + i, addresses=addresses, flattened=not i, **kw
+            type="distributed", version=first + i, addresses=addresses(held), flattened=not i, **kw
         )
         for i in range(2)
     ]
@@ -168,64 +128,64 @@ def test_two_servers_hold_what_save_writes(
     world: World, untied: list[Server], i: int, home: Path, tmp_path: Path
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=10 + i)
-    saved, before = tmp_path / "saved", untied[0].checksums()
+    saved, before = tmp_path / "saved", checksums(untied[0])
     for meta in metas_for(untied, 10 * i + 1):
         for server in untied:  # so that the second sync has something to change as well
-            server.post("/update_weights_from_disk", model_path=str(home / "qwen2"))
+            load(server, home / "qwen2")
         stats = world.run(
             run_syncs, source, saved, list(LAYOUTS.values())[i], torch.float32, [meta], owner=i % 2
         )
         (figures,) = stats[0]
         assert stats[1] == stats[0] and figures["weight_sync/verified"] == 1
         assert figures["weight_sync/buckets"] > 5
-        streamed = [s.checksums() for s in untied]
-        assert [s.version() for s in untied] == [str(meta.version)] * 2
-        untied[0].post("/update_weights_from_disk", model_path=str(saved))
-        assert streamed[0] == streamed[1] == untied[0].checksums() != before
+        streamed = [checksums(s) for s in untied]
+        assert [version(s) for s in untied] == [str(meta.version)] * 2
+        load(untied[0], saved)
+        assert streamed[0] == streamed[1] == checksums(untied[0]) != before
 
 
 @pytest.mark.parametrize("i", range(len(LAYOUTS)), ids=LAYOUTS)
 def test_tied_bf16_weights(
-    world: World, tied: list[Server], i: int, home: Path, tmp_path: Path
+    world: World, tied: Server, i: int, home: Path, tmp_path: Path
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen3", tie=True, dtype=torch.bfloat16, seed=20 + i)
     saved = tmp_path / "saved"
-    metas = metas_for(tied, 100 + 10 * i)
+    metas = metas_for([tied], 100 + 10 * i)
     world.run(run_syncs, source, saved, list(LAYOUTS.values())[i], torch.bfloat16, metas)
-    streamed = tied[0].checksums()
-    assert tied[0].version() == str(metas[-1].version)
-    tied[0].post("/update_weights_from_disk", model_path=str(home / "qwen3"))
-    assert tied[0].checksums() != streamed
-    tied[0].post("/update_weights_from_disk", model_path=str(saved))
-    assert tied[0].checksums() == streamed
+    streamed = checksums(tied)
+    assert version(tied) == str(metas[-1].version)
+    load(tied, home / "qwen3")
+    assert checksums(tied) != streamed
+    load(tied, saved)
+    assert checksums(tied) == streamed
 
 
 def test_disk_and_streaming_agree_and_old_versions_go(
     world: World, untied: list[Server], tmp_path: Path
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=30)
-    path, addresses = tmp_path / "shared", tuple(s.address for s in untied)
+    path = tmp_path / "shared"
     disk = [
         WeightUpdateMeta(
-            type="disk", version=v, path=str(path), addresses=addresses, timeout=60, verify=True
+            type="disk", version=v, path=str(path), addresses=addresses(untied), timeout=60, verify=True
         )
         for v in (201, 202)
     ]
     world.run(run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, disk)
     assert sorted(p.name for p in path.iterdir()) == ["v202"]
-    assert [s.version() for s in untied] == ["202"] * 2
-    loaded = untied[0].checksums()
+    assert [version(s) for s in untied] == ["202"] * 2
+    loaded = checksums(untied[0])
     metas = metas_for(untied, 203, bucket_bytes=1 << 30)  # everything in one bucket
     stats = world.run(run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas)
     assert stats[0][0]["weight_sync/buckets"] == 1
-    assert untied[0].checksums() == untied[1].checksums() == loaded
+    assert checksums(untied[0]) == checksums(untied[1]) == loaded
 
 
-def test_fp32_ranks_feed_a_bf16_server(world: World, tied: list[Server], tmp_path: Path) -> None:
+def test_fp32_ranks_feed_a_bf16_server(world: World, tied: Server, tmp_path: Path) -> None:
     """The server rounds what it gets; verification rounds likewise before it compares."""
     source = save_tiny(tmp_path / "new", "qwen3", tie=True, seed=40)
     stats = world.run(
-        run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas_for(tied, 301)
+        run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas_for([tied], 301)
     )
     assert stats[0][0]["weight_sync/verified"] == 1
 
@@ -280,21 +240,32 @@ def run_failing_sync(
 
 
 def test_a_server_that_refuses_is_quoted_on_every_rank(
-    world: World, untied: list[Server], tied: list[Server], tmp_path: Path
+    world: World, untied: list[Server], tied: Server, tmp_path: Path
 ) -> None:
     """A qwen2 sync reaches a qwen3 server, which has no biases."""
     source = save_tiny(tmp_path / "new", "qwen2", seed=50)
-    before = tied[0].version()
-    bad, good = metas_for([untied[0], tied[0]], 401, timeout=40.0)[0], metas_for(untied, 402)[0]
+    before = version(tied)
+    bad = metas_for([untied[0], tied], 401, timeout=40.0, verify=False)[0]
+    good = metas_for(untied, 402)[0]
     results = world.run(run_failing_sync, source, dict(tp=2), bad, good)
     for r in results:
-        assert tied[0].address in r.error and untied[0].address not in r.error
+        assert address(tied) in r.error and address(untied[0]) not in r.error
         assert "version 401, bucket" in r.error
         assert "shape" in r.error or "no such parameter" in r.error  # the server's own words
         assert r.seconds < bad.timeout
         assert r.recovered["weight_sync/verified"] == 1
-    assert tied[0].version() == before
-    assert [s.version() for s in untied] == ["402"] * 2
+    assert version(tied) == before
+    assert [version(s) for s in untied] == ["402"] * 2
+
+
+def test_a_failure_of_the_owner_alone_reaches_every_rank(
+    world: World, untied: list[Server], tied: Server, tmp_path: Path
+) -> None:
+    """Servers of different dtypes cannot be verified against one checksum."""
+    source = save_tiny(tmp_path / "new", "qwen2", seed=55)
+    bad, good = metas_for([untied[0], tied], 451)[0], metas_for(untied, 452)[0]
+    for r in world.run(run_failing_sync, source, dict(tp=2), bad, good):
+        assert "different dtypes" in r.error
 
 
 @pytest.mark.parametrize("blow", (signal.SIGKILL, signal.SIGSTOP), ids=("killed", "frozen"))
@@ -302,18 +273,18 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
     world: World, untied: list[Server], home: Path, tmp_path: Path, blow: signal.Signals
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=60)
-    with servers(home / "qwen2", 1, tmp_path / "victim.log") as (victim,):
+    with embedded_server(home / "qwen2", log=tmp_path / "victim.log") as victim:
         both = [victim, untied[0]]
-        bad = metas_for(both, 501, bucket_bytes=20_000, timeout=6.0)[0]
+        bad = metas_for(both, 501, bucket_bytes=20_000, timeout=4.0)[0]
         good = metas_for(untied, 502)[0]
         hit = victim.process.pid, int(blow)
         results = world.run(run_failing_sync, source, dict(pp=2), bad, good, hit)
         for r in results:
-            assert victim.address in r.error, r.error
+            assert address(victim) in r.error, r.error
             assert "version 501, bucket" in r.error
             assert r.seconds < bad.timeout + 20
             assert r.recovered["weight_sync/verified"] == 1
-    assert [s.version() for s in untied] == ["502"] * 2
+    assert [version(s) for s in untied] == ["502"] * 2
 
 
 def test_no_server_at_an_address(world: World, untied: list[Server], tmp_path: Path) -> None:
@@ -330,7 +301,7 @@ def run_disagreeing_plans(source: Path, address: str) -> str:
     sender = WeightSender(*shards)
     meta = WeightUpdateMeta(
         type="distributed", version=1, addresses=(address,), timeout=10,
-        bucket_bytes=SOME + shards[2],
+        bucket_bytes=SOME * (1 + shards[2]),
     )  # fmt: skip
     try:
         sender.upload(meta)
@@ -344,5 +315,5 @@ def run_disagreeing_plans(source: Path, address: str) -> str:
 def test_ranks_with_different_plans_find_out(
     world: World, untied: list[Server], home: Path
 ) -> None:
-    errors = world.run(run_disagreeing_plans, home / "qwen2", untied[0].address)
+    errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
     assert all("ranks [1]" in e and "bucket_bytes" in e for e in errors)

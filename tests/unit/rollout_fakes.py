@@ -29,7 +29,9 @@ def trajectory(tokens: list[int], *, version: int, reward: float = 0.0, n: int =
     loss_mask = mask.clone()
     loss_mask[:, 0] = False
     return {
-        "input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask,
+        "input_ids": ids,
+        "attention_mask": mask,
+        "loss_mask": loss_mask,
         "logprobs": -loss_mask.float(),
         "versions": torch.where(loss_mask, version, -1).to(torch.int32),
         "rewards": torch.full((n,), reward),
@@ -103,9 +105,9 @@ class FakeServer:
             app.router.add_post(f"/{name}", self._control)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
-        await site.start()
-        return "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
+        await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        host, port = self._runner.addresses[0]
+        return f"{host}:{port}"
 
     def close(self) -> None:
         self.loop.run(self._runner.cleanup(), timeout=10)
@@ -129,6 +131,7 @@ class FakeServer:
         if self.fail:
             failure = self.fail.pop(0)
             if failure == "drop":
+                assert request.transport is not None
                 request.transport.close()
                 return web.Response()
             return web.json_response(failure[1], status=failure[0])
@@ -147,7 +150,9 @@ class FakeServer:
         if self.abort_after and (limit := self.abort_after.pop(0)) is not None:
             count, finish = limit, {"type": "abort", "message": "Aborted"}
         meta: dict[str, Any] = {
-            "id": rid, "finish_reason": finish, "prompt_tokens": len(ids),
+            "id": rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
             "weight_version": self.weight_version,
         }
         tokens = [100 + len(ids) + i for i in range(count)]

@@ -54,15 +54,25 @@ def generate(client, *reqs):
 def test_one_batch_request_carries_every_samples_own_parameters(servers, connect):
     client = connect(servers[0].address)
     out = generate(
-        client, request(seed=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=[8], stop=["."]),
+        client,
+        request(seed=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=[8], stop=["."]),
         request((4, 5), greedy=True, max_new_tokens=2, min_new_tokens=1, ignore_eos=True),
     )
     (body,) = servers[0].requests
     assert body["input_ids"] == [[1, 2, 3], [4, 5]]
     assert body["return_logprob"] is True
     assert body["sampling_params"] == [
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 3, "stop_token_ids": [8], "stop": ["."],
-         "ignore_eos": False, "max_new_tokens": 6, "min_new_tokens": 0, "sampling_seed": 5},
+        {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 3,
+            "stop_token_ids": [8],
+            "stop": ["."],
+            "ignore_eos": False,
+            "max_new_tokens": 6,
+            "min_new_tokens": 0,
+            "sampling_seed": 5,
+        },
         {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 2, "min_new_tokens": 1},
     ]
     assert len(set(body["rid"])) == 2
@@ -83,7 +93,10 @@ def test_aborted_samples_are_continued_with_what_they_had(servers, connect):
         client, request(seed=3, min_new_tokens=5), request((7,), max_new_tokens=3)
     )
     assert [r["input_ids"] for r in server.requests] == [
-        [[1, 2, 3], [7]], [[1, 2, 3, 103, 104]], [[1, 2, 3, 103, 104]], [[1, 2, 3, 103, 104, 105]],
+        [[1, 2, 3], [7]],
+        [[1, 2, 3, 103, 104]],
+        [[1, 2, 3, 103, 104]],
+        [[1, 2, 3, 103, 104, 105]],
     ]
     budgets = [
         (p["max_new_tokens"], p["min_new_tokens"], p["sampling_seed"])
@@ -133,9 +146,7 @@ def test_failed_pause_names_the_server(servers, connect):
 
 
 def test_pause_without_resume_is_an_error_in_the_end(servers, connect):
-    client = connect(
-        servers[0].address, sync=WeightSyncConfig(timeout=0.1), request_timeout=0.2
-    )
+    client = connect(servers[0].address, sync=WeightSyncConfig(timeout=0.1), request_timeout=0.2)
     client.pause()
     with pytest.raises(TimeoutError, match="paused for"):
         generate(client, request())
@@ -268,7 +279,7 @@ def test_seeds_are_keyed_when_gconfig_has_one(servers, connect):
         return [p.get("sampling_seed") for p in servers[0].requests[-1]["sampling_params"]]
 
     assert seeds(request()) == [None]
-    first = seeds(request(**{"max_new_tokens": 6}), request())
+    first = seeds(request(max_new_tokens=6), request())
     assert first == [None, None]
     keyed = request()
     keyed.gconfig.seed = 11
@@ -298,5 +309,3 @@ def test_destroy_leaves_no_thread_and_may_be_repeated(servers):
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match="initialize"):
         client.check_health()
-
-

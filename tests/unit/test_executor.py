@@ -77,8 +77,9 @@ def test_workflow_builder_and_should_accept(make):
         return built[-1]
 
     for row in rows(4):
-        ex.submit(row, workflow_builder=builder,
-                  should_accept=lambda b: int(b["input_ids"][0, 1]) != 1)
+        ex.submit(
+            row, workflow_builder=builder, should_accept=lambda b: int(b["input_ids"][0, 1]) != 1
+        )
     assert row_ids(ex.wait(3, timeout=10)) == [0, 2, 3]
     assert len(built) == 4
     assert ex.stats()["rejected"] == 1
@@ -107,7 +108,7 @@ def test_workflow_error_reaches_wait_with_its_row(make):
 def test_episode_timeout_names_the_row(make):
     ex = make(episode_timeout=0.05)
     ex.submit({"row_id": 7, "sleep": 30.0}, Scripted())
-    with pytest.raises(TimeoutError, match="row 7 took longer than rollout.episode_timeout=0.05"):
+    with pytest.raises(TimeoutError, match=r"row 7 took longer than rollout.episode_timeout=0.05"):
         ex.wait(1, timeout=10)
 
 

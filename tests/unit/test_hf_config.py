@@ -16,11 +16,11 @@ from megarl.models.hf_config import RopeScaling, parse_hf_config
 from megarl.models.rope import inv_freq
 from tests.tiny import KINDS, tiny_hf
 
-BASE = dict(
+BASE: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=16, intermediate_size=32,
     num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
 )  # fmt: skip
-LLAMA3 = dict(
+LLAMA3: dict[str, Any] = dict(
     factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 

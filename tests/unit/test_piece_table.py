@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ from megarl.parallel.layout import Layout
 ARCH = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def config(family: str = "qwen3", **over: object) -> ModelConfig:
-    raw = dict(
+def config(family: str = "qwen3", **over: Any) -> ModelConfig:
+    raw: dict[str, Any] = dict(
         architectures=[ARCH[family]], vocab_size=130, hidden_size=12, intermediate_size=24,
         num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=4,
         max_position_embeddings=64,
@@ -192,10 +193,10 @@ def test_a_parameter_the_table_does_not_know_is_an_error() -> None:
         (dict(ep=2), "parallel.ep=2 needs a mixture-of-experts"),
     ),
 )
-def test_layouts_that_do_not_fit_name_the_values(parallel: dict[str, int], words: str) -> None:
+def test_layouts_that_do_not_fit_name_the_values(parallel: dict[str, Any], words: str) -> None:
     heads = dict(num_attention_heads=12, num_key_value_heads=3) if "key" in words else {}
     with pytest.raises(ValueError, match=words):
-        check_layout(config(**heads), ParallelConfig(**parallel))
+        check_layout(config("llama", **heads), ParallelConfig(**parallel))
 
 
 def test_layouts_that_fit_pass() -> None:

@@ -55,7 +55,7 @@ def test_reasoning_gym_uses_the_librarys_scorer():
 
 def test_registry():
     assert get_reward_fn("os.path:basename") is os.path.basename
-    with pytest.raises(ValueError, match="'nope'.*arithmetic.*gsm8k.*reasoning_gym"):
+    with pytest.raises(ValueError, match=r"'nope'.*arithmetic.*gsm8k.*reasoning_gym"):
         get_reward_fn("nope")
     with pytest.raises(ValueError, match="cannot be loaded"):
         get_reward_fn("os.path:nope")
@@ -116,7 +116,7 @@ def test_raising_reward_shows_its_traceback_and_row(pool):
 
 
 def test_slow_reward_is_killed_and_the_pool_goes_on(pool):
-    with pytest.raises(RewardTimeout, match="row 5 took longer than rollout.reward_timeout=1 s"):
+    with pytest.raises(RewardTimeout, match=r"row 5 took longer than rollout.reward_timeout=1 s"):
         run(pool, slow, 600.0, row_id=5)
     assert [run(pool, add, float(i)) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
@@ -161,5 +161,5 @@ def test_close_kills_busy_workers():
 
 @pytest.mark.parametrize("bad", [{"workers": 0, "timeout": 1.0}, {"workers": 1, "timeout": 0.0}])
 def test_bad_pool_settings(bad):
-    with pytest.raises(ValueError, match="rollout.reward_"):
+    with pytest.raises(ValueError, match=r"rollout.reward_"):
         RewardPool(bad["workers"], timeout=bad["timeout"])

@@ -34,7 +34,7 @@ def draw(logits, seqs):
 def test_uniforms_are_uniform_and_uncorrelated():
     keys = np.repeat(seed_keys(range(100)), 200)
     u = uniforms(keys, np.tile(np.arange(200), 100))
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     histogram = np.histogram(u, bins=20, range=(0, 1))[0]
     chi2 = ((histogram - 1000) ** 2 / 1000).sum()
     assert chi2 < 43.8  # 19 degrees of freedom, p = 0.001

@@ -56,7 +56,12 @@ def test_dropped_gives_its_room_back():
     m.drop()
     assert m.capacity(0) == 1
     assert m.counters() == {
-        "submitted": 2, "running": 0, "accepted": 1, "rejected": 0, "failed": 0, "dropped": 1,
+        "submitted": 2,
+        "running": 0,
+        "accepted": 1,
+        "rejected": 0,
+        "failed": 0,
+        "dropped": 1,
     }
 
 

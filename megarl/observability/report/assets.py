@@ -101,7 +101,8 @@ footer { margin-top: 36px; color: var(--faint); font-size: 13px; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   main { max-width: none; padding: 0; }
   .charts { grid-template-columns: 1fr 1fr; }
-  .tip, .cursor { display: none; }
+  .tip, .cursor { display: none; } .tick { font-size: 14px; } td .key { margin-right: 4px; }
+  td:first-child { white-space: nowrap; } .samples td:first-child { white-space: normal; }
   .samples { min-width: 0; } .samples pre { max-height: none; overflow: visible; }
   tr, .tile, .panel { break-inside: avoid; } h2 { break-after: avoid; }
 }

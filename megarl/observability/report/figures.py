@@ -69,8 +69,8 @@ METRICS = (
         series=(("mean", "response_len/mean"), ("max", "response_len/max")),
     ),
     Metric(
-        title="KL of one step",
-        note="behaviour policy to updated policy, k3, nats per token",
+        title="KL to the behaviour policy",
+        note="during the update, k3, nats per token",
         series=(("", "approx_kl"),),
         smooth=True,
     ),

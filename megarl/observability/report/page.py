@@ -147,7 +147,7 @@ def _kl_tile(run: Run) -> str:
     step = run.values("approx_kl")
     if not step:
         return ""
-    return _tile("KL per step", plain(statistics.median(step)), "nats per token, median")
+    return _tile("KL to behaviour", plain(statistics.median(step)), "nats per token, median")
 
 
 def _comparison(runs: list[Run]) -> str:

@@ -6,8 +6,13 @@ from typing import Any
 
 
 def arithmetic_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *,
-    answer: str, **row: Any,
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: str,
+    **row: Any,
 ) -> float:
     """1 if the completion, but for surrounding white space, is the answer."""
     return float(completion.strip() == str(answer).strip())

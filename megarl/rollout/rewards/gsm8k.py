@@ -11,8 +11,13 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 
 
 def gsm8k_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *,
-    answer: str, **row: Any,
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: str,
+    **row: Any,
 ) -> float:
     """1 if the completion's final answer equals `answer`, else 0."""
     found = final_answer(completion)
@@ -22,15 +27,16 @@ def gsm8k_reward(
     gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"the dataset's answer {answer!r} cannot be parsed")
-    return float(verify(gold, parse(f"\\boxed{{{found}}}", parsing_timeout=None),
-                        timeout_seconds=None))
+    return float(
+        verify(gold, parse(f"\\boxed{{{found}}}", parsing_timeout=None), timeout_seconds=None)
+    )
 
 
 def final_answer(text: str) -> str | None:
     """What stands in the last \\boxed{...}; without one the last number; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
-        return _braced(text[start + len("\\boxed{"):])
+        return _braced(text[start + len("\\boxed{") :])
     numbers = _NUMBER.findall(text)
     return numbers[-1].rstrip(",").replace(",", "") if numbers else None
 

@@ -119,7 +119,11 @@ class RewardPool:
         self.close()
 
     async def score(
-        self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], *,
+        self,
+        fn: Callable[..., float],
+        args: tuple[Any, ...],
+        kw: dict[str, Any],
+        *,
         row_id: object = "?",
     ) -> float:
         """fn(*args, **kw) in a worker. Raises RewardError naming `row_id`."""

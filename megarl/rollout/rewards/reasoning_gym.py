@@ -12,8 +12,13 @@ score_answer_fn = cache(reasoning_gym.get_score_answer_fn)
 
 
 def reasoning_gym_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *,
-    entry: dict[str, Any], **row: Any,
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    entry: dict[str, Any],
+    **row: Any,
 ) -> float:
     """Scores what stands in the last <answer>...</answer>, else the whole stripped completion.
 

@@ -285,7 +285,7 @@ class GenerationServer:
             load()
             if version is not None:
                 self.scheduler.set_version(str(version))
-            if flush and not self.scheduler.flush_cache():
+            if flush and not self.scheduler.drop_cache():
                 raise ControlError(
                     "the weights are updated, but the cache cannot be flushed while requests hold "
                     "it: pause with mode 'abort' or 'retract', or send flush_cache=false"

@@ -121,15 +121,15 @@ class Scheduler:
 
     # ---- the scheduler's thread only
 
-    def can_flush(self) -> bool:
-        """No sequence holds KV or is about to (a paused server's queue holds none)."""
-        return not self.running and (self.paused or not self._queued())
-
     def flush_cache(self) -> bool:
-        if not self.can_flush():
-            return False
-        self.runner.cache.clear()
-        return True
+        """Gives the KV memory back; False while sequences hold it or, unpaused, wait for it."""
+        return (self.paused or not self._queued()) and self.drop_cache()
+
+    def drop_cache(self) -> bool:
+        """Gives the KV memory back; False while sequences hold it."""
+        if not self.running:
+            self.runner.cache.clear()
+        return not self.running
 
     def set_version(self, version: str) -> None:
         self.version = version
@@ -137,12 +137,10 @@ class Scheduler:
             if s.output:
                 s.start_span(version)
 
-    def in_flight(self) -> int:
-        return len(self.running) + len(self._queued())
-
     def _queued(self) -> list[Sequence]:
         return [w for w in self.waiting if isinstance(w, Sequence)]
 
+    @torch.inference_mode()
     def _run(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
@@ -259,7 +257,6 @@ class Scheduler:
     def _sampling(self, seqs: list[Sequence]) -> SamplingBatch:
         return SamplingBatch(seqs, self.runner.device, self.runner.vocab_size)
 
-    @torch.inference_mode()
     def _append(self, seqs: list[Sequence], logits: torch.Tensor, batch: SamplingBatch) -> None:
         """Draws one token for each of `seqs` and finishes those it completes."""
         drawn = batch.sample(logits)

@@ -25,8 +25,12 @@ class RLVRWorkflow(RolloutWorkflow):
     """
 
     def __init__(
-        self, reward_fn: Callable[..., float], gconfig: GenerationHyperparameters, tokenizer: Any,
-        *, reward_pool: RewardPool,
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        reward_pool: RewardPool,
     ) -> None:
         if gconfig.n_samples < 1:
             raise ValueError(f"gconfig.n_samples={gconfig.n_samples}: use at least 1")
@@ -45,7 +49,8 @@ class RLVRWorkflow(RolloutWorkflow):
             self._pool.score(
                 self._reward_fn,
                 (prompt, self._decode(r.output_tokens), prompt_ids, r.output_tokens),
-                row, row_id=data.get("row_id", "?"),
+                row,
+                row_id=data.get("row_id", "?"),
             )
             for r in responses
         )
@@ -77,7 +82,9 @@ class RLVRWorkflow(RolloutWorkflow):
         key = (base, version, row_id, data.get("attempt", 0))
         return [
             ModelRequest(
-                rid=uuid.uuid4().hex, input_ids=prompt_ids, gconfig=self._gconfig,
+                rid=uuid.uuid4().hex,
+                input_ids=prompt_ids,
+                gconfig=self._gconfig,
                 seed=None if base is None else stable_seed(*key, sample),
             )
             for sample in range(self._gconfig.n_samples)

@@ -1,0 +1,372 @@
+"""The engine around the numbers: odd batches, errors, several engines, save and load."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import FinetuneSpec, SaveLoadMeta
+from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
+from tests.dist.world import World
+from tests.tiny import VOCAB, tiny_hf
+
+OUT = dict(outputs=("logprobs", "entropy"))
+
+
+@pytest.fixture(scope="module")
+def world2():
+    with World(2) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def sharded_vocabulary(vocab: int, rows: int) -> dict[str, torch.Tensor]:
+    """Values and gradients of token_outputs on this rank's shard of `rows` rows."""
+    from megarl.parallel.vocab_parallel import VocabShard, token_outputs
+
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 5, generator=g, dtype=torch.float64, requires_grad=True)
+    full = torch.randn(2 * rows, 5, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, vocab, (9,), generator=g)
+    labels[0] = (hidden[0].detach() @ full[:vocab].T).argmax()
+    rank = dist.get_rank()
+    weight = full[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    shard = VocabShard(start=rank * rows, rows=rows, vocab_size=vocab, group=dist.group.WORLD)
+    out = token_outputs(
+        hidden, weight, labels, shard=shard, outputs=("logprobs", "entropy", "greedy_match"),
+        temperature=0.7, chunk_tokens=4,
+    )  # fmt: skip
+    (out[:, 0].sum() + 2 * out[:, 1].sum()).backward()
+
+    dense_hidden = hidden.detach().requires_grad_()
+    dense_weight = full[:vocab].clone().requires_grad_()
+    logp = torch.log_softmax(dense_hidden @ dense_weight.T / 0.7, -1)
+    want = torch.stack([
+        logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1),
+        (logp.argmax(-1) == labels).double(),
+    ], -1)  # fmt: skip
+    (want[:, 0].sum() + 2 * want[:, 1].sum()).backward()
+    return dict(
+        out=out.detach(), hidden=hidden.grad, weight=weight.grad,
+        want=want.detach(), want_hidden=dense_hidden.grad, want_weight=dense_weight.grad,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [13, 16, 7], ids=["padded", "exact", "one shard all padding"])
+def test_vocabulary_shards_equal_the_dense_formula(world2, vocab):
+    a, b = world2.run(sharded_vocabulary, vocab, 8)
+    torch.testing.assert_close(a["out"], a["want"], rtol=0, atol=1e-12)
+    assert torch.equal(a["out"], b["out"]) and a["out"][0, 2] == 1.0
+    torch.testing.assert_close(a["hidden"] + b["hidden"], a["want_hidden"], rtol=0, atol=1e-12)
+    weight = torch.cat([a["weight"], b["weight"]])
+    torch.testing.assert_close(weight[:vocab], a["want_weight"], rtol=0, atol=1e-12)
+    assert weight[vocab:].abs().sum() == 0
+
+
+def two_engines(path: str) -> dict[str, Any]:
+    """A tp2 actor and a frozen dp2 reference on the same ranks, used in turns."""
+    from megatron.core import parallel_state
+
+    actor, ref = make_engine(path, dict(tp=2)), make_engine(path, {}, trained=False)
+    a0, r0 = actor.forward(batch()), ref.forward(batch())
+    stats = actor.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    r1, a1 = ref.forward(batch()), actor.forward(batch())
+    assert not parallel_state.is_initialized(), "globals leaked out of the engines' scopes"
+    params = [p.requires_grad for p in ref.params.values()]
+    actor.destroy()
+    r2 = ref.forward(batch())
+    ref.destroy()
+    again = make_engine(path, dict(tp=2), trained=False)
+    a2 = again.forward(batch())
+    again.destroy()
+    return dict(a0=a0, r0=r0, a1=a1, r1=r1, r2=r2, a2=a2, stats=stats, grads=params)
+
+
+def test_engines_of_different_layouts_share_the_ranks(world2, models):
+    r = world2.run(two_engines, save_model(models, "qwen3", True))[0]
+    torch.testing.assert_close(r["a0"], r["r0"], rtol=0, atol=1e-5)
+    assert torch.equal(r["r0"], r["r1"]) and torch.equal(r["r0"], r["r2"])
+    torch.testing.assert_close(r["a0"], r["a2"], rtol=0, atol=1e-5)
+    assert (r["a1"] - r["a0"]).abs().max() > 1e-3
+    assert not any(r["grads"])
+
+
+def few_sequences(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """One sequence (the last row, the longest there is is cut off) on two data-parallel ranks."""
+    engine = make_engine(path, parallel)
+    one = {k: v[2:3] for k, v in batch().items()}
+    result = dict(
+        logp=engine.forward(one),
+        stats=engine.train_batch(one, loss_fn, weight_fn, **OUT),
+        weights=state(engine),
+    )
+    engine.destroy()
+    return result
+
+
+def test_fewer_sequences_than_data_parallel_ranks(world2, models):
+    path = save_model(models, "llama", False)
+    dp2, tp2 = (world2.run(few_sequences, path, p)[0] for p in (dict(), dict(tp=2)))
+    torch.testing.assert_close(dp2["logp"], tp2["logp"], rtol=0, atol=1e-5)
+    assert dp2["stats"] == pytest.approx(tp2["stats"], abs=1e-5)
+    for name, value in tp2["weights"].items():
+        torch.testing.assert_close(dp2["weights"][name], value, rtol=0, atol=1e-5)
+
+
+def drift_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    drift = (outputs["logprobs"] - b["before"]).abs().detach()
+    return outputs["logprobs"].sum(), {"drift": (drift.sum(), 1.0)}
+
+
+def drift(path: str, parallel: dict[str, Any], dtype: str) -> float:
+    """sum |logprobs of the training pass - logprobs of forward|, weights unchanged."""
+    engine = make_engine(path, parallel, dtype=dtype, gradient_checkpointing=True)
+    b = batch()
+    b["before"] = engine.forward(b)
+    value: float = engine.backward_batch(b, drift_loss, weight_fn)["drift"]
+    engine.destroy()
+    return value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_and_forward_passes_agree_to_the_bit(world2, models, dtype):
+    path = save_model(models, "qwen3", True)
+    assert world2.run(drift, path, dict(tp=2, sequence_parallel=True), dtype) == [0.0, 0.0]
+    assert world2.run(drift, path, dict(pp=2), dtype) == [0.0, 0.0]
+
+
+def nan_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss, stats = loss_fn(outputs, b)
+    return loss * float("nan"), stats
+
+
+def constant_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    return torch.zeros((), device=outputs["logprobs"].device), {}
+
+
+def vector_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    return outputs["logprobs"].sum(1), {}
+
+
+def error_of(fn: Any, *args: Any, **kw: Any) -> str:
+    try:
+        fn(*args, **kw)
+    except ValueError as e:
+        return str(e)
+    return "no error"
+
+
+def odd_steps(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(path, parallel, optimizer=dict(weight_decay=0.0))
+    before = state(engine)
+    nan = engine.train_batch(batch(), nan_loss, weight_fn, **OUT)
+    untouched = state(engine)
+    still = engine.train_batch(batch(), constant_loss, weight_fn, **OUT)
+    good = engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    after = state(engine)
+    lefts = batch()
+    lefts["attention_mask"] = lefts["attention_mask"].flip(1)
+    errors = dict(
+        weight=error_of(engine.train_batch, batch(), loss_fn, lambda b: 0.0, **OUT),
+        vector=error_of(engine.train_batch, batch(), vector_loss, weight_fn)
+        if engine.layout.pp == 1 else "",
+        outputs=error_of(engine.forward, batch(), outputs=("logprob",)),
+        values=error_of(engine.forward, batch(), outputs=("values",)),
+        temperature=error_of(engine.forward, batch(), temperature=0.0),
+        padding=error_of(engine.forward, lefts),
+        dist=error_of(engine.save, SaveLoadMeta(path=path, weight_format="dist")),
+        optim=error_of(engine.save, SaveLoadMeta(path=path, with_optim=True)),
+        twice=error_of(engine.initialize),
+    )  # fmt: skip
+    engine.destroy()
+    return dict(
+        nan=nan, good=good, still=still, errors=errors, before=before, untouched=untouched,
+        after=after,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", [dict(), dict(pp=2)], ids=["dp2", "pp2"])
+def test_nan_gradients_skip_the_step_and_bad_input_is_named(world2, models, parallel):
+    for r in world2.run(odd_steps, save_model(models, "qwen2", True), parallel):
+        assert r["nan"]["update_successful"] == 0.0
+        assert r["still"]["grad_norm"] == 0.0 and r["still"]["loss"] == 0.0
+        assert r["good"]["update_successful"] == 1.0
+        for name, value in r["before"].items():
+            assert torch.equal(r["untouched"][name], value), name
+            assert not torch.equal(r["after"][name], value), name
+        e = r["errors"]
+        assert "loss_mask all False" in e["weight"]
+        assert "'logprob' does not exist" in e["outputs"] and "logprobs" in e["outputs"]
+        assert "'values' needs another head" in e["values"]
+        assert "temperature=0.0" in e["temperature"]
+        assert "not right-padded" in e["padding"]
+        assert "'dist'" in e["dist"] and "'hf'" in e["dist"]
+        assert "with_optim" in e["optim"] and "twice" in e["twice"]
+        assert r["errors"]["vector"] == "" or "must be a sum, a scalar" in e["vector"]
+
+
+def save_and_load(
+    path: str, out: str, changed: str, parallel: dict[str, Any], dtype: str, zero: bool
+) -> dict[str, Any]:
+    """HF -> engine -> HF; then other weights are loaded and trained on for a step."""
+    engine = make_engine(path, parallel, dtype=dtype, optimizer=dict(distributed=zero))
+    engine.save(SaveLoadMeta(path=out))
+    engine.load(SaveLoadMeta(path=changed))
+    loaded = state(engine)
+    frozen = dict(engine.config.optimizer.__dict__)
+    engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    stepped = state(engine)
+    engine.destroy()
+    return dict(loaded=loaded, stepped=stepped, lr=frozen["lr"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel", [dict(tp=2), dict(pp=2), dict()], ids=["tp2", "pp2", "zero"])
+def test_hf_to_engine_to_hf_is_bit_exact(world2, tmp_path, dtype, parallel):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch_dtype = getattr(torch, dtype)
+    hf = tiny_hf("qwen2", tie=True, dtype=torch_dtype)
+    hf.save_pretrained(tmp_path / "in")
+    other = tiny_hf("qwen2", tie=True, dtype=torch_dtype, seed=1)
+    other.save_pretrained(tmp_path / "other")
+    r = world2.run(
+        save_and_load, str(tmp_path / "in"), str(tmp_path / "out"), str(tmp_path / "other"),
+        parallel, dtype, not parallel,
+    )[0]  # fmt: skip
+    a, b = (load_file(tmp_path / d / "model.safetensors") for d in ("in", "out"))
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype == torch_dtype and torch.equal(value, b[name]), name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch_dtype)
+    for name, value in hf.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    for name, value in other.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        assert torch.equal(r["loaded"][name], value), name
+        # the step starts from the loaded weights, also where an fp32 master copy is kept
+        moved = (r["stepped"][name].float() - value.float()).abs().max()
+        assert 0 < moved < 4 * r["lr"] + 0.01 * value.float().abs().max(), name
+
+
+def schedule_of(path: str, kind: str, steps: int, warmup: float) -> list[float]:
+    from megarl.config.engine import OptimizerConfig, TrainEngineConfig
+    from megarl.engine import MegatronEngine
+
+    opt = OptimizerConfig(
+        lr=1.0, lr_scheduler_type=kind, warmup_steps_proportion=warmup, min_lr_ratio=0.1
+    )
+    engine = MegatronEngine(TrainEngineConfig(path=path, optimizer=opt))
+    engine.initialize(
+        None, FinetuneSpec(total_train_epochs=2, dataset_size=steps // 2, train_batch_size=1)
+    )
+    lrs = []
+    for _ in range(steps + 2):
+        lrs.append(engine._optimizer.param_groups[0]["lr"])
+        engine.step_lr_scheduler()
+    engine.destroy()
+    return lrs
+
+
+def test_learning_rate_schedules(world2, models):
+    path = save_model(models, "llama", False)
+    constant = world2.run(schedule_of, path, "constant", 10, 0.3)[0]
+    assert constant == pytest.approx([1 / 3, 2 / 3] + [1.0] * 10)
+    linear = world2.run(schedule_of, path, "linear", 10, 0.0)[0]
+    assert linear == pytest.approx([1 - 0.9 * k / 11 for k in range(1, 12)] + [0.1])
+    cosine = world2.run(schedule_of, path, "cosine", 10, 0.1)[0]
+    assert cosine[0] == 1.0 and cosine[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(cosine[:-1]))
+
+
+def by_sequence(path: str) -> dict[str, Any]:
+    engine = make_engine(path, dict(tp=2), trained=False)
+    b = batch()
+    lens = b["attention_mask"].sum(1).tolist()
+    result = dict(
+        padded=engine.forward(b),
+        packed=engine.forward(b, output_seqlens=lens),
+        hooked=engine.forward(
+            b, post_hook=lambda o, row: o["logprobs"].sum() * row["advantages"],
+            aggregate_fn=torch.stack,
+        ),
+        dense=engine.forward(b, outputs=("logprobs", "greedy_match")),
+        lens=lens,
+        untrained=error_of(engine.train_batch, b, loss_fn, weight_fn),
+        wrong=error_of(engine.forward, b, output_seqlens=[1]),
+    )  # fmt: skip
+    engine.destroy()
+    return result
+
+
+def test_forward_by_sequence(world2, models):
+    r = world2.run(by_sequence, save_model(models, "qwen2", False))[1]
+    rows = [row[:n] for row, n in zip(r["padded"], r["lens"], strict=True)]
+    assert torch.equal(r["packed"], torch.cat(rows))
+    want = torch.stack([row.sum() for row in rows]) * batch()["advantages"]
+    torch.testing.assert_close(r["hooked"], want)
+    assert torch.equal(r["dense"]["logprobs"], r["padded"])
+    assert (r["padded"][:, 0] == 0).all()
+    assert "no optimizer" in r["untrained"] and "1 entries for 7" in r["wrong"]
+
+
+def scratch(path: str, parallel: dict[str, Any], seed: int) -> dict[str, Any]:
+    from megarl.config.engine import TrainEngineConfig
+    from megarl.config.parallel import ParallelConfig
+    from megarl.engine import MegatronEngine
+
+    torch.manual_seed(5)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    cfg = TrainEngineConfig(path=path, init_from_scratch=True, parallel=ParallelConfig(**parallel))
+    engine = MegatronEngine(cfg, seed=seed)
+    engine.initialize()
+    result = dict(weights=state(engine), undisturbed=torch.equal(torch.rand(3), drawn))
+    engine.destroy()
+    return result
+
+
+def test_weights_from_scratch_depend_on_the_seed_only(world2, models):
+    path = save_model(models, "qwen3", False)
+    a, b, c = (
+        world2.run(scratch, path, p, s)[0] for p, s in ((dict(tp=2), 1), (dict(pp=2), 1), ({}, 2))
+    )
+    assert a["undisturbed"], "initialize() must not touch the caller's random numbers"
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert a["weights"]["model.embed_tokens.weight"].shape == (VOCAB, 64)
+    for key, value in a["weights"].items():
+        assert torch.equal(b["weights"][key], value), key
+    assert not torch.equal(c["weights"][name], a["weights"][name])
+
+
+def abandoned(path: str) -> str:
+    """Rank 1 stays away from a forward pass; rank 0 tells what it waited for."""
+    engine = make_engine(path, {}, trained=False)
+    if dist.get_rank() == 1:
+        time.sleep(3.0)  # alive, so that rank 0 meets the timeout and not a closed connection
+        return ""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    try:
+        engine.forward(batch())
+    except RuntimeError as e:
+        return str(e)
+    return "no error"
+
+
+def test_a_wait_for_nobody_says_who_waited_for_what(models):
+    with World(2) as w:
+        message = w.run(abandoned, save_model(models, "llama", False))[0]
+        w.close(kill=True)
+    assert "rank 0 (Coords(tp=0" in message and "waiting for other ranks in forward" in message

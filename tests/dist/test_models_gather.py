@@ -1,0 +1,147 @@
+"""Buckets, and gathering sharded tensors into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.models import (
+    BucketGatherer,
+    build_piece_table,
+    named_params,
+    plan_buckets,
+    read_hf_config,
+)
+from megarl.parallel.layout import Layout
+from tests.dist.models_util import built
+from tests.dist.world import World
+from tests.tiny import save_tiny
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", layers=2)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(4) as w:
+        yield w
+
+
+def test_buckets_hold_every_tensor_once_in_hf_order(model_path: Path) -> None:
+    table = build_piece_table(read_hf_config(model_path), Layout(tp=2, pp=2))
+    limit = 20_000
+    buckets = plan_buckets(table, HALF, limit)
+    assert [m.name for b in buckets for m in b.members] == [t.name for t in table.tensors]
+    assert [b.index for b in buckets] == list(range(len(buckets)))
+    for b in buckets:
+        assert b.nbytes <= limit or len(b.members) == 1
+        assert b.nbytes == b.members[-1].offset + b.members[-1].nbytes
+    assert any(len(b.members) > 3 for b in buckets)
+    tiny = plan_buckets(table, HALF, 1)
+    assert all(len(b.members) == 1 for b in tiny) and len(tiny) == len(table.tensors)
+
+
+def test_offsets_are_aligned_when_dtypes_mix(model_path: Path) -> None:
+    model = read_hf_config(model_path)
+    table = build_piece_table(model, Layout())
+    dtypes = {t.name: torch.uint8 if "q_norm" in t.name else torch.float32 for t in table.tensors}
+    shrunk = {"model.layers.0.self_attn.k_norm.weight": HALF}
+    for b in plan_buckets(table, {**dtypes, **shrunk}, 1 << 20):
+        end = 0
+        for m in b.members:
+            assert m.offset % m.dtype.itemsize == 0 and end <= m.offset < end + m.dtype.itemsize
+            end = m.offset + m.nbytes
+        assert len(dict(b.views(torch.zeros(b.nbytes, dtype=torch.uint8)))) == len(b.members)
+
+
+def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) -> dict[str, Any]:
+    """Twice into one reused buffer, the second time doubled; the tensors of the second."""
+    with built(path, parallel) as (model, groups):
+        params = {n: p.detach() for n, p in named_params(model.chunks).items()}
+        dtype: Any = torch.float32
+        if mixed:
+            dtype = {
+                t.name: HALF if "norm" in t.name else torch.float32 for t in model.table.tensors
+            }
+        buckets = plan_buckets(model.table, dtype, 30_000)
+        gatherer = BucketGatherer(
+            model.table, groups.layout, groups.rank, params, buckets, owner=owner
+        )
+        out = torch.empty(max(b.nbytes for b in buckets) + 64, dtype=torch.uint8)
+        for bucket in buckets:
+            gatherer.gather(bucket, out)
+        for p in params.values():
+            p.mul_(2)  # the gatherer reads at gather time
+        result: dict[str, Any] = {}
+        for bucket in buckets:
+            flat = gatherer.gather(bucket, out if groups.rank == owner else None)
+            assert (flat is None) == (groups.rank != owner)
+            if flat is not None:
+                assert flat.numel() == bucket.nbytes and flat.data_ptr() == out.data_ptr()
+                result.update({n: t.clone() for n, t in bucket.views(flat)})
+        return result
+
+
+# owners that hold nothing but norms, a data-parallel replica, and a middle stage
+@pytest.mark.parametrize(
+    "parallel, owner, mixed",
+    (
+        (dict(tp=2, pp=2), 3, False),
+        (dict(tp=2, pp=2, sequence_parallel=True), 0, True),
+        (dict(tp=2), 3, False),
+        (dict(tp=4), 2, True),
+        (dict(pp=2), 1, False),
+        (dict(tp=2, cp=2), 2, False),
+    ),
+)
+def test_any_rank_can_gather(
+    world: World, model_path: Path, parallel: dict[str, Any], owner: int, mixed: bool
+) -> None:
+    results = world.run(run_gather, model_path, parallel, owner, mixed)
+    assert [bool(r) for r in results] == [rank == owner for rank in range(4)]
+    want = load_file(model_path / "model.safetensors")
+    assert results[owner].keys() == want.keys()
+    for name, tensor in results[owner].items():
+        expected = 2 * want[name]
+        if mixed and "norm" in name:
+            expected = expected.to(HALF)
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+
+
+def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
+    """Messages this rank sends for one bucket."""
+    sent = 0
+    real = torch.distributed.send
+
+    def send(*args: Any, **kw: Any) -> None:
+        nonlocal sent
+        sent += 1
+        real(*args, **kw)
+
+    with built(path, parallel) as (model, groups):
+        (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
+        gatherer = BucketGatherer(
+            model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], owner
+        )
+        torch.distributed.send = send
+        try:
+            gatherer.gather(bucket)
+        finally:
+            torch.distributed.send = real
+    return sent
+
+
+def test_one_message_per_source_and_none_from_replicas(world: World, model_path: Path) -> None:
+    assert world.run(run_count, model_path, dict(tp=2, pp=2), 0) == [0, 1, 1, 1]
+    assert world.run(run_count, model_path, dict(tp=2), 0) == [0, 1, 0, 0]  # ranks 2, 3: dp=1
+    assert world.run(run_count, model_path, dict(tp=2), 3) == [1, 0, 0, 0]
+    assert world.run(run_count, model_path, dict(), 1) == [0, 0, 0, 0]

@@ -1,0 +1,415 @@
+"""Actor, Ref and SFT over a small TrainEngine: a bigram model on padded tensors, plain autograd."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algos import SFT, Actor, Ref, minibatch_rows, sequence_weight, worst_logp_gaps
+from megarl.algos.metrics import logp_gap_stats
+from megarl.api.engine import TrainEngine
+from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
+from megarl.config.algo import PPOActorConfig
+from megarl.config.engine import TrainEngineConfig
+
+VOCAB = 11
+
+
+class BigramEngine(TrainEngine):
+    """logits of x_t are a row of a table chosen by x_{t-1}; micro-batches of two sequences."""
+
+    def __init__(self, lr: float = 0.5) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.table = torch.randn(VOCAB, VOCAB, generator=g, requires_grad=True)
+        self.lr, self.version, self.calls = lr, 0, []
+
+    def _outputs(self, batch, outputs, temperature):
+        ids = batch["input_ids"]
+        logits = self.table[ids[:, :-1]] / temperature
+        logp = logits.log_softmax(-1)
+        made = {
+            "logprobs": logp.gather(-1, ids[:, 1:, None])[..., 0],
+            "entropy": -(logp.exp() * logp).sum(-1),
+            "greedy_match": (logits.argmax(-1) == ids[:, 1:]).float(),
+        }
+        return {k: torch.nn.functional.pad(made[k], (1, 0)) for k in outputs}
+
+    def _run(self, batch, loss_fn, weight_fn, outputs, temperature, backward):
+        total, figures = 0.0, {}
+        weight = weight_fn(batch)
+        for i in range(0, len(batch["input_ids"]), 2):
+            part = {k: v[i : i + 2] for k, v in batch.items()}
+            loss, stats = loss_fn(self._outputs(part, outputs, temperature), part)
+            if backward:
+                (loss / weight).backward()
+            total += float(loss) / weight
+            for k, (s, w) in stats.items():
+                have = figures.get(k, (0.0, 0.0))
+                figures[k] = (have[0] + float(s), have[1] + float(w))
+        return {"loss": total} | {k: s / w for k, (s, w) in figures.items()}
+
+    def train_batch(
+        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
+    ):
+        self.calls.append(input_)
+        stats = self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, True)
+        with torch.no_grad():
+            norm = self.table.grad.norm().item()
+            self.table -= self.lr * self.table.grad
+            self.table.grad = None
+        return stats | {
+            "grad_norm": norm,
+            "lr": self.lr / len(self.calls),
+            "update_successful": 1.0,
+        }
+
+    @torch.no_grad()
+    def eval_batch(
+        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
+    ):
+        return self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, False)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_,
+        output_seqlens=None,
+        post_hook=None,
+        aggregate_fn=torch.cat,
+        *,
+        outputs=("logprobs",),
+        temperature=1.0,
+    ):
+        assert set(input_) == {"input_ids", "attention_mask"}
+        made = self._outputs(input_, outputs, temperature)
+        return made[outputs[0]] if len(outputs) == 1 else made
+
+    def set_version(self, version):
+        self.version = version
+
+    def get_version(self):
+        return self.version
+
+    def _note(self, *call):
+        self.calls.append(call)
+
+    def initialize(self, addr=None, ft_spec=None):
+        self._note("initialize", addr, ft_spec)
+
+    def destroy(self):
+        self._note("destroy")
+
+    def step_lr_scheduler(self):
+        self._note("step_lr_scheduler")
+
+    def train(self, mode=True):
+        return self
+
+    def onload(self):
+        self._note("onload")
+
+    def offload(self):
+        self._note("offload")
+
+    def save(self, meta):
+        self._note("save", meta)
+
+    def load(self, meta):
+        self._note("load", meta)
+
+    def get_scheduling_config(self):
+        return {"cpu": 1}
+
+    def upload_weights(self, meta):
+        self._note("upload_weights", meta)
+        return {"bytes": 8.0}
+
+
+def rollout(engine: BigramEngine, temperature: float = 1.0, groups: int = 4, n: int = 4) -> dict:
+    """Samples of the engine's own policy; a reward for every token 7."""
+    g = torch.Generator().manual_seed(1)
+    b, s = groups * n, 8
+    ids = torch.randint(VOCAB, (b, 1), generator=g)
+    for _ in range(s - 1):
+        p = (engine.table.detach()[ids[:, -1]] / temperature).softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=g)], 1)
+    mask = torch.arange(s)[None].expand(b, s) >= 2
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(mask), "loss_mask": mask}
+    logp = engine.forward(
+        {k: batch[k] for k in ("input_ids", "attention_mask")}, temperature=temperature
+    )
+    return batch | {
+        "logprobs": logp * mask,
+        "versions": torch.where(mask, 0, -1).int(),
+        "rewards": ((ids == 7) & mask).sum(1).float(),
+        "group_ids": torch.arange(b) // n,
+    }
+
+
+def prepared(config: PPOActorConfig, temperature: float = 1.0) -> tuple[Any, dict]:
+    actor: Any = Actor(config, BigramEngine(), temperature=temperature)
+    batch = rollout(actor.engine, temperature)
+    actor.compute_prox_logp(batch)
+    actor.compute_advantages(batch)
+    return actor, batch
+
+
+def test_one_update_raises_the_probability_of_what_was_rewarded():
+    actor, batch = prepared(PPOActorConfig(), temperature=0.7)
+    before = actor.compute_logp(batch)
+    stats = actor.ppo_update(batch)
+    after = actor.compute_logp(batch)
+    gain = ((after - before) * batch["advantages"]).sum()
+    assert gain > 0
+    assert stats["n_updates"] == 1
+    # the weights are the old ones: the ratio is 1 and trainer and "server" agree
+    assert stats["first_ratio_abs_dev"] == stats["ratio_rms_dev"] == 0.0
+    assert stats["behav_imp_weight"] == pytest.approx(1.0) == stats["behav_ess"]
+    assert stats["train_rollout_logprob_abs_diff/max"] < 1e-6
+    assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < stats["entropy"] < math.log(VOCAB)
+
+
+def test_gradient_step_is_the_policy_gradient():
+    """With one update the ratio is 1: the step is lr / tokens * sum of A * grad log p."""
+    actor, batch = prepared(PPOActorConfig())
+    table = actor.engine.table.detach().clone().requires_grad_()
+    ids, adv = batch["input_ids"], batch["advantages"]
+    logp = table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    (logp * adv[:, 1:]).sum().div(batch["loss_mask"].sum()).backward()
+    actor.ppo_update(batch)
+    want = table.detach() + actor.engine.lr * table.grad
+    torch.testing.assert_close(actor.engine.table.detach(), want, rtol=0, atol=1e-5)
+
+
+def test_minibatches_cover_every_sequence_once_and_average_their_figures():
+    actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=3))
+    batch["marker"] = torch.arange(16)
+    stats = actor.ppo_update(batch)
+    calls = actor.engine.calls
+    assert [len(c["input_ids"]) for c in calls] == [6, 5, 5]
+    seen = torch.cat([c["input_ids"] for c in calls]).tolist()
+    assert sorted(seen) == sorted(batch["input_ids"].tolist())
+    assert "rewards" not in calls[0] and "marker" not in calls[0]  # only what the loss needs
+    assert stats["n_updates"] == 3
+    assert stats["lr"] == actor.engine.lr / 3  # the last
+    assert stats["first_ratio_abs_dev"] == 0.0 < stats["ratio_abs_dev"]  # later ones are off-policy
+
+
+def test_minibatch_order_is_seeded_and_changes_with_the_version():
+    def rows(seed: int, version: int) -> list:
+        actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=4))
+        actor.seed = seed
+        actor.set_version(version)
+        actor.ppo_update(batch)
+        return [c["input_ids"].tolist() for c in actor.engine.calls]
+
+    assert rows(0, 3) == rows(0, 3)
+    assert rows(0, 3) != rows(0, 4)
+    assert rows(0, 3) != rows(1, 3)
+
+
+def test_minibatch_rows_is_balanced():
+    parts = minibatch_rows(10, 4, seed=5)
+    assert sorted(len(p) for p in parts) == [2, 2, 3, 3]
+    assert sorted(i for p in parts for i in p) == list(range(10))
+    assert minibatch_rows(5, 1, seed=5) == [[0, 1, 2, 3, 4]]
+    with pytest.raises(ValueError, match=r"ppo_n_minibatches=4.*3 sequences"):
+        minibatch_rows(3, 4, seed=0)
+
+
+def test_minibatch_without_a_trained_token_is_left_out():
+    actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=16, loss_agg="sequence-mean"))
+    batch["loss_mask"] = batch["loss_mask"].clone()
+    batch["loss_mask"][3] = False
+    assert actor.ppo_update(batch)["n_updates"] == 15
+    assert all(sequence_weight(c) == 1 for c in actor.engine.calls)
+    batch["loss_mask"][:] = False
+    with pytest.raises(ValueError, match="no token in the whole batch"):
+        actor.ppo_update(batch)
+
+
+def test_ratio_starts_from_the_logprobs_the_docstring_names():
+    """Behaviour 0.1 nats off: it enters the ratio only without recompute_logprob."""
+
+    def figures(**config) -> dict:
+        actor, batch = prepared(PPOActorConfig(logp_gap_warn=1.0, **config))
+        batch["logprobs"] = batch["logprobs"] - 0.1 * batch["loss_mask"]
+        return actor.ppo_update(batch)
+
+    off = math.exp(0.1)
+    prox = figures()
+    assert prox["ratio"] == pytest.approx(1.0)
+    assert prox["train_rollout_logprob_abs_diff/mean"] == pytest.approx(0.1, abs=1e-6)
+    behaviour = figures(recompute_logprob=False)
+    assert behaviour["ratio"] == pytest.approx(off, rel=1e-5)
+    assert "train_rollout_logprob_abs_diff/mean" not in behaviour
+    decoupled = figures(use_decoupled_loss=True)
+    assert decoupled["ratio"] == pytest.approx(1.0)
+    assert decoupled["behav_imp_weight"] == pytest.approx(off, rel=1e-5)
+    assert decoupled["pg_loss"] == pytest.approx(off * prox["pg_loss"], abs=1e-6)
+    capped = figures(use_decoupled_loss=True, behav_imp_weight_cap=1.05)
+    assert capped["behav_dropped_frac"] == 1.0 and capped["pg_loss"] == 0.0
+
+
+def test_kl_to_the_reference_pulls_back():
+    actor, batch = prepared(PPOActorConfig(kl_coef=1.0, kl_estimator="k2"))
+    ref = Ref(TrainEngineConfig(), BigramEngine())
+    with pytest.raises(ValueError, match=r"no 'ref_logp'.*ref.compute_logp"):
+        actor.ppo_update(batch)
+    with torch.no_grad():
+        actor.engine.table += torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9))
+    batch["ref_logp"] = ref.compute_logp(batch)
+    actor.compute_prox_logp(batch)
+    batch["advantages"].zero_()
+    actor.config.logp_gap_warn = 100.0
+    kls = [actor.ppo_update(batch)["kl_ref"] for _ in range(5)]
+    assert kls[0] > 0.05 and kls[-1] < 0.9 * kls[0]
+
+
+def test_advantages_need_groups_only_where_they_normalise():
+    actor, batch = prepared(PPOActorConfig())
+    del batch["group_ids"]
+    with pytest.raises(ValueError, match="adv_norm='group'"):
+        actor.compute_advantages(batch)
+    actor.config.adv_norm = "none"
+    actor.compute_advantages(batch)
+    assert torch.equal(batch["advantages"], batch["rewards"][:, None] * batch["loss_mask"])
+
+
+def test_missing_prox_logp_says_what_to_call():
+    actor, batch = prepared(PPOActorConfig())
+    del batch["prox_logp"]
+    with pytest.raises(ValueError, match=r"compute_prox_logp"):
+        actor.ppo_update(batch)
+    actor = Actor(PPOActorConfig(recompute_logprob=False), BigramEngine())
+    actor.compute_prox_logp(batch)
+    assert "prox_logp" not in batch
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """Text of what the actor's logger says at WARNING."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megarl.algos.actor")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
+
+
+def test_gap_warns_with_the_worst_tokens_of_current_weights(warnings):
+    actor, batch = prepared(PPOActorConfig(logp_gap_warn=0.1))
+    batch["logprobs"] = batch["logprobs"].clone()
+    batch["logprobs"][2, 5] -= 0.3
+    stats = actor.ppo_update(batch)
+    assert stats["train_rollout_logprob_abs_diff/max"] == pytest.approx(0.3, abs=1e-5)
+    assert len(warnings) == 1 and "row 2 position 5" in warnings[0].splitlines()[1]
+
+    # written by older weights: a gap is expected there
+    actor, batch = prepared(PPOActorConfig(logp_gap_warn=0.1))
+    batch["logprobs"] = batch["logprobs"] - 0.3
+    actor.set_version(1)
+    actor.ppo_update(batch)
+    assert len(warnings) == 1
+
+
+def test_stale_prox_logp_is_noticed_at_the_first_update(warnings):
+    actor, batch = prepared(PPOActorConfig())
+    actor.ppo_update(batch)
+    assert warnings == []
+    actor.ppo_update(batch)  # prox_logp is of the weights before the first update
+    assert len(warnings) == 1 and "ratio - 1" in warnings[0]
+
+
+def test_logp_gap_by_hand():
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    server = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, 9.0]])
+    trainer = torch.tensor([[0.0, -1.5, -2.0], [0.0, -2.9, -9.0]])
+    stats = logp_gap_stats(trainer, server, mask)
+    k3 = [math.exp(-0.5) - 1 + 0.5, 0.0, math.exp(0.1) - 1 - 0.1]
+    assert stats["train_rollout_logprob_abs_diff/mean"] == pytest.approx(0.2, abs=1e-6)
+    assert stats["train_rollout_logprob_abs_diff/max"] == pytest.approx(0.5)
+    assert stats["mismatch/k1"] == pytest.approx(0.4 / 3, abs=1e-6)
+    assert stats["mismatch/k3"] == pytest.approx(sum(k3) / 3, abs=1e-6)
+    worst = worst_logp_gaps(trainer, server, mask, k=2)
+    assert [(w.row, w.position) for w in worst] == [(0, 1), (1, 1)]
+    assert len(worst_logp_gaps(trainer, server, mask, k=50)) == 3
+    trainer[1, 1] = math.nan
+    assert worst_logp_gaps(trainer, server, mask, k=1)[0].row == 1
+    assert logp_gap_stats(trainer, server, torch.zeros_like(mask)) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(ppo_n_minibatches=0), "ppo_n_minibatches=0"),
+        (dict(eps_clip=1.5), "eps_clip=1.5"),
+        (dict(eps_clip_higher=-0.1), "eps_clip_higher=-0.1"),
+        (dict(c_clip=0.9), "c_clip=0.9"),
+        (dict(use_decoupled_loss=True, recompute_logprob=False), "recompute_logprob=true"),
+        (dict(behav_imp_weight_cap=2.0), "use_decoupled_loss=true"),
+        (dict(behav_imp_weight_cap=0.0, use_decoupled_loss=True), "behav_imp_weight_cap=0.0"),
+        (dict(reward_clip=0.0), "reward_clip=0.0"),
+    ],
+)
+def test_bad_config_names_value_and_fix(config, message):
+    with pytest.raises(ValueError, match=message):
+        Actor(PPOActorConfig(**config), BigramEngine())
+
+
+def test_temperature_must_be_positive():
+    with pytest.raises(ValueError, match="temperature=0"):
+        Actor(PPOActorConfig(), BigramEngine(), temperature=0.0)
+
+
+def test_engine_verbs_pass_through():
+    actor: Any = Actor(PPOActorConfig(), BigramEngine())
+    save = SaveLoadMeta(path="x")
+    upload = WeightUpdateMeta(type="distributed", version=3)
+    actor.initialize("addr", None)
+    actor.step_lr_scheduler()
+    assert actor.upload_weights(upload) == {"bytes": 8.0}
+    actor.save(save)
+    actor.load(save)
+    actor.offload()
+    actor.onload()
+    actor.set_version(3)
+    actor.destroy()
+    assert actor.engine.calls == [
+        ("initialize", "addr", None),
+        ("step_lr_scheduler",),
+        ("upload_weights", upload),
+        ("save", save),
+        ("load", save),
+        ("offload",),
+        ("onload",),
+        ("destroy",),
+    ]
+    assert actor.get_version() == 3
+    assert actor.get_scheduling_config() == {"cpu": 1}
+
+
+def test_sft_learns_and_reports_exact_match():
+    model = SFT(TrainEngineConfig(), BigramEngine(lr=20.0))
+    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [6, 7, 8, 0, 0]])
+    attention = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
+    loss_mask = attention.clone()
+    loss_mask[:, 0] = False
+    batch = {"input_ids": ids, "attention_mask": attention, "loss_mask": loss_mask}
+    before = model.evaluate(batch)
+    assert before["exact_match"] < 1 and before["ppl"] == pytest.approx(math.exp(before["loss"]))
+    first = model.train(batch)
+    assert first["loss"] == pytest.approx(before["loss"]) and "ppl" in first
+    for _ in range(30):
+        model.train(batch)
+    after = model.evaluate(batch)
+    assert after["exact_match"] == after["token_accuracy"] == 1.0
+    assert after["loss"] < 0.1
+    with pytest.raises(ValueError, match="loss_mask marks no token"):
+        model.train(batch | {"loss_mask": torch.zeros_like(loss_mask)})

@@ -1,0 +1,212 @@
+"""Loading: YAML, overrides, nullable sections, interpolation, and every kind of mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, run_dir, save_config
+from megarl.config.recipes import GRPOConfig, SFTConfig
+
+
+def problems(*overrides: str, yaml: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml, overrides)
+    return list(caught.value.problems)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults_yaml_and_overrides_in_that_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "seed: 3\nactor: {path: a, optimizer: {lr: 1e-4}}\n")
+    cfg = load_config(path, ["actor.optimizer.lr=2e-5", "actor.parallel.tp=2"])
+    assert isinstance(cfg, GRPOConfig)
+    assert (cfg.seed, cfg.actor.path, cfg.actor.optimizer.lr) == (3, "a", 2e-5)
+    assert (cfg.actor.parallel.tp, cfg.actor.parallel.pp, cfg.gconfig.n_samples) == (2, 1, 1)
+
+
+def test_command_line_in_any_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "recipe: sft\n")
+    cfg = load_config(["seed=5", "--config", str(path), "model.path=m"])
+    assert isinstance(cfg, SFTConfig)
+    assert (cfg.seed, cfg.model.path) == (5, "m")
+    assert load_config([f"--config={path}"]) == load_config(path)
+
+
+def test_recipe_key_picks_the_dataclass() -> None:
+    assert isinstance(load_config(None), GRPOConfig)
+    assert isinstance(load_config(None, ["recipe=sft"]), SFTConfig)
+    assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo"]
+
+
+def test_null_sections_become_real_when_a_key_is_set(tmp_path: Path) -> None:
+    cfg = load_config(None)
+    assert cfg.actor.optimizer is None and cfg.ref is None and cfg.valid_dataset is None
+    path = write(tmp_path / "x.yaml", "ref: {}\nactor: {optimizer: {lr: 0.5}}\n")
+    cfg = load_config(path, ["valid_dataset.split=test"])
+    assert cfg.ref.parallel.tp == 1
+    assert cfg.actor.optimizer.lr == 0.5
+    assert (cfg.valid_dataset.split, cfg.valid_dataset.batch_size) == ("test", 8)
+    assert load_config(path, ["ref=null"]).ref is None
+    assert load_config(None, ["eval_gconfig.max_new_tokens=7"]).eval_gconfig.greedy  # kept default
+
+
+def test_lists_dicts_and_text_values() -> None:
+    cfg = load_config(
+        None,
+        [
+            "rollout.addresses=[127.0.0.1:30000,node1:30001]",
+            "gconfig.stop_token_ids=[1,2]",
+            "+train_dataset.options.level=3",
+            "train_dataset.options.name=x",
+            "trial_name=7",
+            "tokenizer_path=",
+            "weight_sync.verify=off",
+        ],
+    )
+    assert cfg.rollout.addresses == ["127.0.0.1:30000", "node1:30001"]
+    assert cfg.gconfig.stop_token_ids == [1, 2]
+    assert cfg.train_dataset.options == {"level": 3, "name": "x"}
+    assert (cfg.trial_name, cfg.tokenizer_path, cfg.weight_sync.verify) == ("7", "", "off")
+
+
+def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    text = "actor: {path: '${oc.env:MODELS}/m'}\nref: {path: '${actor.path}'}\n"
+    path = write(tmp_path / "x.yaml", text + "valid_dataset: ${train_dataset}\n")
+    cfg = load_config(path, ["train_dataset.size=4"])
+    assert cfg.ref.path == "/models/m"
+    assert cfg.valid_dataset == cfg.train_dataset and cfg.valid_dataset.size == 4
+    assert problems("ref.path=${actor.pth}") == [
+        "ref.path: Interpolation key 'actor.pth' not found"
+    ]
+    assert problems("valid_dataset=${train_dataset}", "valid_dataset.size=3") == [
+        "valid_dataset.size: valid_dataset=${train_dataset} is a value, not a section"
+    ]
+
+
+def test_interpolated_values_are_checked_like_others() -> None:
+    (problem,) = problems("weight_sync.type=${trial_name}", "trial_name=rdma")
+    assert problem == "weight_sync.type=rdma: not one of distributed, nccl, disk"
+    (problem,) = problems("seed=${trial_name}", "trial_name=x")
+    assert problem.startswith("seed: ") and "'x'" in problem
+
+
+def test_saved_config_loads_back_equal(tmp_path: Path) -> None:
+    cfg = load_config(
+        None,
+        [
+            "actor.optimizer.lr=1e-5",
+            "ref.path=${actor.path}",
+            "actor.path=m",
+            "+train_dataset.options.deep={a: [1, b]}",
+            "weight_sync.verify=off",
+            "max_train_seconds=60",
+        ],
+    )
+    save_config(cfg, tmp_path / "run" / "config.yaml")
+    assert load_config(tmp_path / "run" / "config.yaml") == cfg
+
+
+def test_run_dir() -> None:
+    cfg = load_config(None, ["fileroot=f", "experiment_name=e", "trial_name=t"])
+    assert run_dir(cfg) == Path("f/e/t")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("actor.optimzer.lr=1", "actor.optimizer.lr"),
+        ("actor.paralel.tp=2", "actor.parallel.tp"),
+        ("gconfig.nsamples=2", "gconfig.n_samples"),
+        ("lr=1", "actor.optimizer.lr"),
+        ("max_new_tokns=1", "gconfig.max_new_tokens"),
+        ("train_dataset.batchsize=4", "train_dataset.batch_size"),
+    ],
+)
+def test_unknown_override_names_the_nearest_key(wrong: str, right: str) -> None:
+    key = wrong.partition("=")[0]
+    assert problems(wrong) == [f"{key}: unknown key; did you mean {right}?"]
+
+
+def test_unknown_yaml_key_names_the_nearest_key(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "actor:\n  optimizer:\n    learning_rate_: 1\n    epss: 1\n")
+    assert problems(yaml=path) == [
+        "actor.optimizer.learning_rate_: unknown key; --help lists all keys",
+        "actor.optimizer.epss: unknown key; did you mean actor.optimizer.eps?",
+    ]
+    path = write(tmp_path / "y.yaml", "actor.path: m\n")
+    assert "nest the key" in problems(yaml=path)[0]
+    assert problems("model.path=m") == ["model.path: unknown key of this recipe; recipe=sft has it"]
+
+
+def test_plus_adds_only_to_free_form_dicts() -> None:
+    (problem,) = problems("+actor.learning_rate=1")
+    assert "only inside train_dataset.options, valid_dataset.options" in problem
+    assert problems("+actor.path=m") == ["+actor.path: already a key of this recipe; drop the +"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.parallel.tp=x", "actor.parallel.tp=x: not of type int"),
+        ("actor.parallel.tp=1.5", "actor.parallel.tp=1.5: not of type int"),
+        ("gconfig.temperature=hot", "gconfig.temperature=hot: not of type float"),
+        ("gconfig.greedy=maybe", "gconfig.greedy=maybe: not of type bool"),
+        ("rollout.addresses=a:1", "rollout.addresses=a:1: not of type list[str]; write [a,b]"),
+        ("train_dataset.options=3", "train_dataset.options=3: not of type dict[str, Any]"),
+        ("gconfig.temperature={a: 1}", "gconfig.temperature={'a': 1}: not of type float"),
+        ("seed=null", "seed=null: needs a value of type int"),
+        ("trial_name=yes", "trial_name=true: YAML reads a boolean; quote the text"),
+        ("actor.adv_norm=grp", "actor.adv_norm=grp: not one of group, group_mean, none"),
+        ("nonsense", "'nonsense': an override is key=value or +key=value"),
+        ("a..b=1", "'a..b=1': an override is key=value or +key=value"),
+    ],
+)
+def test_wrong_value_names_key_value_and_what_is_allowed(override: str, expected: str) -> None:
+    assert problems(override) == [expected]
+
+
+def test_section_given_a_value_lists_its_keys() -> None:
+    (problem,) = problems("actor.mb_spec=3")
+    assert problem == (
+        "actor.mb_spec=3: a section, not a value; it has actor.mb_spec.max_tokens_per_mb"
+    )
+
+
+def test_problems_are_collected_and_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["actor.pth=m", "seed=x", "weight_sync.type=rdma"])
+    assert len(caught.value.problems) == 3
+    report = caught.value.report()
+    assert report.startswith("config error: 3 problems\n  - ")
+    assert all(f"\n  - {p}" in report for p in caught.value.problems)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    assert problems(yaml=missing) == [f"--config {missing}: no such file"]
+    (problem,) = problems(yaml=write(tmp_path / "bad.yaml", "actor: {path: m\nseed: 1\n"))
+    assert "not valid YAML" in problem and "line" in problem
+    (problem,) = problems(yaml=write(tmp_path / "twice.yaml", "seed: 1\nseed: 2\n"))
+    assert "duplicate" in problem
+    (problem,) = problems(yaml=write(tmp_path / "list.yaml", "- 1\n"))
+    assert "top level" in problem
+    (problem,) = problems("stop=[1,", yaml=write(tmp_path / "empty.yaml", ""))
+    assert problem.startswith("'stop=[1,': the value is not valid YAML")
+
+
+def test_required_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems("experiment_name=???") == ["experiment_name: required, set it"]
+
+
+def test_every_shipped_config_loads() -> None:
+    configs = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    assert configs
+    for path in configs:
+        load_config(path)

@@ -1,0 +1,181 @@
+"""Cross-field checks: each problem is found, named with its value, and shown with the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config.check import check_config, smallest_world_size
+from megarl.config.check_parallel import check_parallel
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.parallel import ParallelConfig
+from megarl.parallel.layout import Layout
+from megarl.trainer.preflight import check_models
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A HF directory as far as anything before torch looks at it."""
+    folder = tmp_path_factory.mktemp("model")
+    config = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=64, head_dim=16,
+        intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=130, max_position_embeddings=4096, rms_norm_eps=1e-6, hidden_act="silu",
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def grpo(model: Path, *overrides: str):
+    base = [f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=4"]
+    return load_config(None, [*base, *overrides])
+
+
+def sft(model: Path, *overrides: str):
+    base = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1e-3"]
+    return load_config(None, [*base, *overrides])
+
+
+def problems(cfg, world_size: int | None = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg, world_size)
+    return list(caught.value.problems)
+
+
+def test_sound_configs_pass(model: Path) -> None:
+    check_config(grpo(model), 1)
+    check_config(grpo(model, "actor.parallel.tp=2", "actor.parallel.pp=2"), 8)
+    check_config(grpo(model, "actor.kl_coef=0.01", "ref={}"), 1)
+    check_config(grpo(model, "gconfig.n_samples=1", "actor.adv_norm=none"), 1)
+    check_config(grpo(model, "server.count=0", 'rollout.addresses=["[::1]:3000",host:80]'), 1)
+    check_config(sft(model), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["actor.optimizer.lr=0"], ["actor.optimizer.lr=0"]),
+        (["actor.optimizer.lr=nan"], ["actor.optimizer.lr=nan"]),
+        (["actor.optimizer.beta2=1"], ["actor.optimizer.beta2=1"]),
+        (["actor.optimizer.warmup_steps_proportion=2"], ["warmup_steps_proportion=2", "0 to 1"]),
+        (["actor.optimizer=null"], ["actor.optimizer=null", "set actor.optimizer.lr"]),
+        (["actor.mb_spec.max_tokens_per_mb=0"], ["actor.mb_spec.max_tokens_per_mb=0"]),
+        (["actor.path="], ["actor.path is empty"]),
+        (["actor.path=Qwen/Qwen3-0.6B"], ["hf download Qwen/Qwen3-0.6B"]),
+        (["actor.path=/"], ["actor.path=/", "config.json"]),
+        (["tokenizer_path=./nowhere"], ["tokenizer_path=./nowhere"]),
+        (["ref.optimizer.lr=1"], ["ref.optimizer", "frozen"]),
+        (["ref.parallel.tp=3"], ["ref.parallel", "3*1*1 = 3", "world size 1"]),
+        (["gconfig.n_samples=1"], ["gconfig.n_samples=1", "actor.adv_norm=group"]),
+        (["actor.ppo_n_minibatches=5"], ["actor.ppo_n_minibatches=5", "8*4 = 32"]),
+        (["actor.eps_clip=1.5"], ["actor.eps_clip=1.5"]),
+        (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
+        (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),
+        (["actor.kl_coef=0.1"], ["actor.kl_coef=0.1", "ref.path"]),
+        (["actor.kl_coef=-1"], ["actor.kl_coef=-1"]),
+        (
+            ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
+            ["actor.use_decoupled_loss", "actor.recompute_logprob"],
+        ),
+        (["gconfig.temperature=0"], ["gconfig.temperature=0", "gconfig.greedy=true"]),
+        (["gconfig.top_p=0"], ["gconfig.top_p=0"]),
+        (["gconfig.top_k=0"], ["gconfig.top_k=0", "-1"]),
+        (["gconfig.min_new_tokens=600"], ["gconfig.min_new_tokens=600", "512"]),
+        (["gconfig.greedy=true"], ["gconfig.greedy=true", "n_samples=4"]),
+        (["rollout.addresses=[host]"], ["'host' is not host:port"]),
+        (["rollout.addresses=[host:99999]"], ["'host:99999'"]),
+        (["rollout.max_head_offpolicyness=-1"], ["rollout.max_head_offpolicyness=-1"]),
+        (["rollout.request_timeout=0"], ["rollout.request_timeout=0"]),
+        (["server.count=0"], ["server.count=0", "rollout.addresses"]),
+        (["server.tp=2"], ["server.tp=2", "server.type=sglang"]),
+        (["server.python=/no/python"], ["server.python=/no/python"]),
+        (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),
+        (["train_dataset.max_length=2000"], ["server.context_length=2048", "2000+512"]),
+        (["weight_sync.bucket_mb=0"], ["weight_sync.bucket_mb=0"]),
+        (["saver.freq_steps=0"], ["saver.freq_steps=0", "null"]),
+        (["train_dataset.batch_size=0"], ["train_dataset.batch_size=0"]),
+        (["train_dataset.size=4"], ["train_dataset.size=4", "batch_size=8"]),
+        (["train_dataset.type=gsm8k"], ["train_dataset.path is empty", "openai/gsm8k"]),
+        (
+            ["train_dataset.type=gsm8k", "train_dataset.path=./no.parquet"],
+            ["train_dataset.path=./no.parquet"],
+        ),
+        (["experiment_name=a/b"], ["experiment_name='a/b'"]),
+        (["total_train_steps=0"], ["total_train_steps=0"]),
+    ],
+)
+def test_problem_is_named(model: Path, overrides: list[str], names: list[str]) -> None:
+    (problem,) = problems(grpo(model, *overrides))
+    for name in names:
+        assert name in problem
+
+
+def test_hub_names_of_datasets_are_left_to_the_hub(model: Path) -> None:
+    check_config(grpo(model, "train_dataset.type=gsm8k", "train_dataset.path=openai/gsm8k"), 1)
+
+
+def test_greedy_evaluation_may_say_temperature_zero(model: Path) -> None:
+    check_config(grpo(model, "eval_gconfig.temperature=0"), 1)
+
+
+def test_sft_problems(model: Path) -> None:
+    (problem,) = problems(sft(model, "stop_at_exact_match=0.5"))
+    assert "valid_dataset" in problem
+    (problem,) = problems(sft(model, "stop_at_exact_match=2", "valid_dataset.split=test"))
+    assert "stop_at_exact_match=2" in problem
+
+
+def test_model_without_weights_needs_init_from_scratch(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    (problem,) = problems(grpo(model, f"actor.path={tmp_path}"))
+    assert "actor.init_from_scratch=true" in problem
+    check_config(grpo(model, f"actor.path={tmp_path}", "actor.init_from_scratch=true"), 1)
+
+
+def test_all_problems_come_together(model: Path) -> None:
+    cfg = grpo(model, "actor.eps_clip=0", "gconfig.top_p=2", "saver.freq_steps=-1", "seed=3")
+    cfg.weight_sync.type = "rdma"  # set in code, so the loader never saw it
+    found = problems(cfg)
+    assert len(found) == 4
+    assert "weight_sync.type=rdma: not one of distributed, nccl, disk" in found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world", "names"),
+    [
+        ({"tp": 2, "pp": 2}, 6, ["tp*pp*cp = 2*2*1 = 4", "world size 6", "multiple of 4"]),
+        ({"ep": 4}, 2, ["etp*ep*pp = 1*4*1 = 4", "world size 2"]),
+        ({"tp": 0}, 1, ["parallel.tp=0"]),
+        ({"vpp": 2}, 1, ["parallel.vpp=2", "parallel.pp > 1"]),
+        ({"sequence_parallel": True}, 1, ["parallel.sequence_parallel=true", "parallel.tp > 1"]),
+    ],
+)
+def test_degrees_that_do_not_fit(degrees: dict, world: int, names: list[str]) -> None:
+    for check in (check_parallel, Layout.from_config):
+        with pytest.raises(ValueError) as caught:
+            check(ParallelConfig(**degrees), world)
+        for name in names:
+            assert name in str(caught.value)
+
+
+def test_smallest_world_size_fits_every_engine(model: Path) -> None:
+    assert smallest_world_size(grpo(model)) == 1
+    assert smallest_world_size(grpo(model, "actor.parallel.tp=2", "actor.parallel.pp=2")) == 4
+    assert smallest_world_size(grpo(model, "actor.parallel.ep=4", "actor.parallel.tp=2")) == 4
+    assert smallest_world_size(grpo(model, "actor.parallel.tp=2", "ref.parallel.pp=3")) == 6
+
+
+def test_models_are_checked_without_torch(model: Path) -> None:
+    check_models(grpo(model, "actor.parallel.tp=2"))
+    with pytest.raises(ConfigError) as caught:
+        check_models(grpo(model, "actor.parallel.tp=3", "ref.parallel.pp=3"))
+    by_engine = caught.value.problems
+    assert by_engine[0].startswith("actor: ") and "num_attention_heads=4" in by_engine[0]
+    assert by_engine[1].startswith("ref: ") and "num_hidden_layers=4" in by_engine[1]
+    with pytest.raises(ConfigError, match="max_position_embeddings is 4096"):
+        check_models(grpo(model, "server.context_length=8192"))

@@ -1,0 +1,369 @@
+"""Datasets, their rows, and the loader's order."""
+
+import json
+import logging
+
+import pytest
+import reasoning_gym
+import torch
+from datasets import Dataset
+
+from megarl.config.dataset import DatasetConfig
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.data import build_dataloader, build_dataset, check_context, collate_sft
+from megarl.rollout.rewards import get_reward_fn
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def warnings():
+    """The messages of megarl's loggers, which do not propagate to the root."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("megarl")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def sums(tokenizer, *, purpose="rl", seed=1, **cfg):
+    config = DatasetConfig(type="arithmetic", **({"size": 50} | cfg))
+    return build_dataset(config, tokenizer, purpose=purpose, seed=seed)
+
+
+def questions(dataset):
+    return [row["messages"][-1]["content"] for row in dataset]
+
+
+# arithmetic
+
+
+def test_sums_are_right_and_of_their_level(tokenizer):
+    data = sums(tokenizer, options={"level": [1, 3], "ops": "+-*"}, size=200)
+    ops = set()
+    for row in data:
+        (question,) = [m["content"] for m in row["messages"] if m["role"] == "user"]
+        assert row["answer"] == str(eval(question))
+        op = next(c for c in question[1:] if c in "+-*")
+        a, b = question.split(op)
+        assert len(a) == len(b) and len(a) in (1, 3)
+        assert row["task"] == f"arithmetic{op}{len(a)}"
+        ops.add(op)
+    assert ops == set("+-*") and len(data) == 200
+
+
+def test_same_seed_same_sums(tokenizer):
+    first = questions(sums(tokenizer))
+    assert first == questions(sums(tokenizer))
+    assert first != questions(sums(tokenizer, seed=2))
+    assert len(set(first)) == 50
+
+
+def test_train_and_test_are_disjoint_even_mirrored_and_across_seeds(tokenizer):
+    def keys(split, seed):
+        data = sums(tokenizer, split=split, seed=seed, size=300)
+        return {tuple(sorted(q.split("+"))) for q in questions(data)}
+
+    assert keys("train", 1).isdisjoint(keys("test", 1))
+    assert keys("train", 1).isdisjoint(keys("test", 2))
+
+
+def test_careless_demonstrations_forget_the_carry(tokenizer):
+    right = sums(tokenizer, purpose="sft", options={"demos": 3}, size=10)
+    wrong = sums(tokenizer, purpose="sft", options={"demos": 3, "careless": 1.0}, size=10)
+    assert len(right) == len(wrong) == 30
+
+    def pairs(data):
+        for row in data:
+            prompt = [t for t, m in zip(row["input_ids"], row["loss_mask"]) if not m]
+            answer = [t for t, m in zip(row["input_ids"], row["loss_mask"]) if m]
+            text = tokenizer.decode(prompt, skip_special_tokens=True)
+            a, b = text.removeprefix("user: ").split("\n")[0].split("+")
+            yield a, b, tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+    for a, b, answer in pairs(right):
+        assert int(answer) == int(a) + int(b)
+    for a, b, answer in pairs(wrong):
+        digits = [(int(x) + int(y)) % 10 for x, y in zip(a, b)]
+        assert int(answer) == int("".join(map(str, digits)))
+
+
+def test_too_few_problems_of_a_level_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match=r"level=1.*test problems, 500 wanted"):
+        sums(tokenizer, split="test", size=500, options={"level": 1})
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"levle": 2}, "unknown options.*levle.*level"),
+        ({"level": 0}, "level=0"),
+        ({"ops": "%"}, "ops='%'"),
+        ({"careless": 2.0}, "careless=2.0"),
+    ],
+)
+def test_bad_options_are_named(tokenizer, options, match):
+    with pytest.raises(ValueError, match=match):
+        sums(tokenizer, options=options)
+
+
+# rows
+
+
+def test_rl_rows_hold_the_templated_prompt(tokenizer):
+    row = sums(tokenizer, options={"system": "Be brief."})[3]
+    question = row["messages"][1]["content"]
+    assert row["row_id"] == 3
+    assert row["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert row["prompt"] == f"<bos>system: Be brief.\n<bos>user: {question}\n<bos>assistant: "
+    assert tokenizer.decode(row["prompt_ids"]) == row["prompt"]
+    assert row["prompt_ids"].count(tokenizer.bos_token_id) == 3
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_sft_rows_train_on_the_answer_and_eos(tokenizer):
+    rl, sft = sums(tokenizer)[0], sums(tokenizer, purpose="sft")[0]
+    n = len(rl["prompt_ids"])
+    assert sft["input_ids"][:n] == rl["prompt_ids"]
+    assert sft["input_ids"][-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(sft["input_ids"][n:-1]) == rl["answer"]
+    assert sft["loss_mask"] == [False] * n + [True] * (len(sft["input_ids"]) - n)
+
+
+def test_long_rows_are_dropped_with_a_count(tokenizer, warnings):
+    lengths = [len(r["prompt_ids"]) for r in sums(tokenizer, options={"level": [1, 9]})]
+    bound = sorted(lengths)[20]
+    kept = sums(tokenizer, options={"level": [1, 9]}, max_length=bound)
+    dropped = sum(n > bound for n in lengths)
+    assert 0 < dropped == 50 - len(kept)
+    assert max(len(r["prompt_ids"]) for r in kept) <= bound
+    assert any(f"dropped {dropped} of 50 rows" in text for text in warnings)
+
+
+def test_dataset_emptied_by_the_filter_is_an_error(tokenizer):
+    with pytest.raises(
+        ValueError, match=r"arithmetic, split test, is empty: all 20 rows.*max_length=3"
+    ):
+        sums(tokenizer, split="test", size=20, max_length=3)
+
+
+def test_prompt_beyond_the_context_names_the_row(tokenizer):
+    data = sums(tokenizer, options={"level": [1, 9]})
+    gconfig = GenerationHyperparameters(max_new_tokens=10)
+    longest = max(data, key=lambda r: len(r["prompt_ids"]))
+    needed = len(longest["prompt_ids"]) + 10
+    check_context(data, gconfig, needed)
+    with pytest.raises(ValueError, match=rf"row \d+: a prompt of {needed - 10} tokens.*context"):
+        check_context(data, gconfig, needed - 1)
+
+
+def test_unusable_tokenizer_type_and_purpose(tokenizer):
+    class Plain:
+        chat_template = None
+
+    with pytest.raises(ValueError, match="Plain has no chat template"):
+        sums(Plain())
+    with pytest.raises(ValueError, match="purpose='dpo'"):
+        sums(tokenizer, purpose="dpo")
+    with pytest.raises(ValueError, match="'nope'"):
+        build_dataset(DatasetConfig(type="nope"), tokenizer, purpose="rl", seed=1)
+
+
+# gsm8k, from local files in its format
+
+GSM8K = [
+    {"question": f"Tom has {n} apples and buys 1000. How many?",
+     "answer": f"He has {n}+1000 = <<{n}+1000={n + 1000}>>{n + 1000}.\n#### {n + 1000:,}"}
+    for n in range(5)
+]  # fmt: skip
+
+
+@pytest.fixture
+def gsm8k_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def write(kind, name, rows=GSM8K):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if kind == "parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        else:
+            path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return path
+
+    return write
+
+
+def gsm8k(tokenizer, path, *, purpose="rl", **cfg):
+    config = DatasetConfig(type="gsm8k", path=str(path), **cfg)
+    return build_dataset(config, tokenizer, purpose=purpose, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_gsm8k_from_a_file(tokenizer, gsm8k_file, kind):
+    data = gsm8k(tokenizer, gsm8k_file(kind, f"train.{kind}"), size=4)
+    assert [r["answer"] for r in data] == ["1000", "1001", "1002", "1003"]
+    assert data[0]["messages"][0]["content"].startswith(GSM8K[0]["question"])
+    assert "\\boxed{}" in data[0]["messages"][0]["content"]
+    assert data[0]["task"] == "gsm8k"
+
+
+def test_gsm8k_from_a_directory_as_the_hub_lays_it_out(tokenizer, gsm8k_file):
+    gsm8k_file("parquet", "main/train-00000-of-00001.parquet")
+    folder = gsm8k_file("parquet", "main/test-00000-of-00001.parquet", GSM8K[:2]).parent.parent
+    assert len(gsm8k(tokenizer, folder)) == 5
+    assert len(gsm8k(tokenizer, folder, split="test")) == 2
+
+
+def test_gsm8k_sft_writes_what_the_reward_accepts(tokenizer, gsm8k_file):
+    row = gsm8k(tokenizer, gsm8k_file("jsonl", "train.jsonl"), purpose="sft")[1]
+    text = tokenizer.decode(
+        [t for t, m in zip(row["input_ids"], row["loss_mask"]) if m], skip_special_tokens=True
+    )
+    assert text == "He has 1+1000 = 1001.\n\\boxed{1001}"
+    assert get_reward_fn("gsm8k")("", text, [], [], answer="1001") == 1.0
+
+
+def test_gsm8k_bad_sources_are_named(tokenizer, gsm8k_file, tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.parquet does not exist"):
+        gsm8k(tokenizer, tmp_path / "nothing.parquet")
+    with pytest.raises(ValueError, match=r"train.*0 rows"):
+        gsm8k(tokenizer, gsm8k_file("jsonl", "empty.jsonl", []))
+    Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"none.parquet\), split train, is empty.*0 rows"):
+        gsm8k(tokenizer, tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match=r"lacks the columns.*answer"):
+        gsm8k(tokenizer, gsm8k_file("jsonl", "wrong.jsonl", [{"question": "?"}]))
+    with pytest.raises(ValueError, match="row 0: the answer has no '####'"):
+        gsm8k(tokenizer, gsm8k_file("jsonl", "bad.jsonl", [{"question": "?", "answer": "4"}]))
+    with pytest.raises(ValueError, match=r"has no test\*"):
+        gsm8k(tokenizer, tmp_path, split="test")
+
+
+# reasoning_gym
+
+
+def gym(tokenizer, *, seed=1, split="train", size=40, **options):
+    config = DatasetConfig(
+        type="reasoning_gym", split=split, size=size, options={"task": "chain_sum"} | options
+    )
+    return build_dataset(config, tokenizer, purpose="rl", seed=seed)
+
+
+def test_reasoning_gym_rows_satisfy_their_scorer(tokenizer):
+    data = gym(tokenizer, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+    assert len(data) == 40
+    reward = get_reward_fn("reasoning_gym")
+    for row in data:
+        travelled = json.loads(json.dumps(row))
+        assert travelled == row
+        assert row["task"] == "chain_sum"
+        assert row["entry"]["metadata"]["num_terms"] == 2
+        extra = {"entry": travelled["entry"], "answer": row["answer"], "task": row["task"]}
+        assert reward("", row["answer"], [], [], **extra) == 1.0
+
+
+def test_reasoning_gym_splits_are_disjoint_for_any_seeds(tokenizer):
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    train, test = (set(questions(gym(tokenizer, split=s, **options))) for s in ("train", "test"))
+    assert train.isdisjoint(test) and len(train) == len(test) == 40
+    assert train.isdisjoint(questions(gym(tokenizer, split="test", seed=2, **options)))
+    assert questions(gym(tokenizer)) == questions(gym(tokenizer))
+    assert questions(gym(tokenizer)) != questions(gym(tokenizer, seed=2))
+
+
+def test_reasoning_gym_bad_options_are_named(tokenizer):
+    with pytest.raises(ValueError, match=r"options.task='nope'"):
+        gym(tokenizer, task="nope")
+    with pytest.raises(ValueError, match=r"refuses options.*min_trems"):
+        gym(tokenizer, min_trems=2)
+    with pytest.raises(ValueError, match=r"distinct train problems.*1000 wanted"):
+        gym(tokenizer, size=1000, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    assert "rearc" in reasoning_gym.factory.DATASETS
+    with pytest.raises(ValueError, match="task rearc cannot be used"):
+        gym(tokenizer, task="rearc", size=2)
+
+
+# loader
+
+
+def loader(tokenizer, *, size=20, batch_size=6, seed=1, **cfg):
+    config = DatasetConfig(type="arithmetic", size=size, batch_size=batch_size, **cfg)
+    data = build_dataset(config, tokenizer, purpose="rl", seed=1)
+    return build_dataloader(data, config, seed=seed)
+
+
+def ids(batches):
+    return [[row["row_id"] for row in rows] for rows in batches]
+
+
+def test_epochs_are_shuffled_by_the_seed(tokenizer):
+    a, b = loader(tokenizer), loader(tokenizer)
+    epochs = [ids(a), ids(a)]
+    assert epochs == [ids(b), ids(b)]
+    assert epochs[0] != epochs[1]
+    assert ids(loader(tokenizer, seed=2)) != epochs[0]
+    for epoch in epochs:
+        assert [len(rows) for rows in epoch] == [6, 6, 6]
+        assert len({i for rows in epoch for i in rows}) == 18
+
+
+def test_unshuffled_and_last_batch(tokenizer):
+    plain = loader(tokenizer, shuffle=False, drop_last=False)
+    assert [i for rows in ids(plain) for i in rows] == list(range(20))
+    assert [len(rows) for rows in ids(plain)] == [6, 6, 6, 2]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("done", [1, 3, 4, 6, 8])
+def test_resume_continues_the_order(tokenizer, done, shuffle):
+    """`done` batches at 3 batches an epoch: within the first, at its end, in the next ones."""
+
+    def stream(source):
+        while True:
+            yield from source
+
+    whole, first, second = (loader(tokenizer, shuffle=shuffle) for _ in range(3))
+    expected = stream(whole)
+    for _ in range(done):
+        next(expected)
+    before = stream(first)
+    for _ in range(done):
+        next(before)
+    second.load_state_dict(json_or_torch(first.state_dict()))
+    after = stream(second)
+    for _ in range(7):
+        assert ids([next(after)]) == ids([next(expected)])
+
+
+def json_or_torch(state):
+    """A checkpoint's journey."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_fewer_rows_than_a_batch_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="5 rows do not fill one batch of batch_size=6"):
+        loader(tokenizer, size=5)
+
+
+def test_collate_sft_pads_on_the_right():
+    batch = collate_sft(
+        [
+            {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]},
+            {"input_ids": [8, 9], "loss_mask": [False, True]},
+        ]
+    )
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch["attention_mask"].tolist() == [[True] * 3, [True, True, False]]
+    assert batch["loss_mask"].tolist() == [[False, True, True], [False, True, False]]

@@ -1,0 +1,37 @@
+"""Environment defaults of training processes."""
+
+from __future__ import annotations
+
+from megarl.utils.env import has_interface, is_loopback, set_trainer_defaults
+
+LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
+ALWAYS = {"TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def defaults(env: dict[str, str], servers: tuple[str, ...] = ()) -> dict[str, str]:
+    before = dict(env)
+    set_trainer_defaults(env, servers=servers)
+    assert before.items() <= env.items()  # what the user has set stays
+    return {k: v for k, v in env.items() if k not in before}
+
+
+def test_one_process() -> None:
+    assert defaults({}) == ALWAYS | LO
+
+
+def test_several_processes_share_the_cores() -> None:
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert defaults(dict(env)) == ALWAYS | LO | {"OMP_NUM_THREADS": "1"}
+    assert defaults(env | {"OMP_NUM_THREADS": "4"}) == ALWAYS | LO
+
+
+def test_loopback_only_where_every_peer_is_on_this_host() -> None:
+    many = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert "GLOO_SOCKET_IFNAME" not in defaults(many)
+    assert "GLOO_SOCKET_IFNAME" not in defaults({}, ("127.0.0.1:1", "10.0.0.2:1"))
+    assert defaults({}, ("127.0.0.1:1", "localhost:2", "[::1]:3")) == ALWAYS | LO
+
+
+def test_is_loopback() -> None:
+    assert [is_loopback(a) for a in ("127.0.0.9:1", "[::1]:1", "localhost:1")] == [True] * 3
+    assert [is_loopback(a) for a in ("10.0.0.1:1", "node1:1")] == [False] * 2

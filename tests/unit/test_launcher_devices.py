@@ -1,0 +1,44 @@
+"""Which GPUs go to whom, by plain names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.launcher.devices import share_out, visible_gpus
+
+
+def test_visible_gpus(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-7"}, tmp_path) == ["3", "GPU-7"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"MEGARL_DEVICE": "cpu"}, tmp_path) == []
+
+
+def test_trainers_first_then_servers() -> None:
+    devices = share_out([*"abcdefgh"], trainers=4, servers=2, server_tp=2)
+    assert (devices.trainers, devices.servers) == ("a,b,c,d", ("e,f", "g,h"))
+    assert not devices.shared
+
+
+def test_too_few_gpus_are_shared() -> None:
+    devices = share_out(["0", "1"], trainers=2, servers=2, server_tp=1)
+    assert (devices.trainers, devices.servers, devices.shared) == ("0,1", ("0", "1"), True)
+    devices = share_out(["0"], trainers=1, servers=1, server_tp=1)
+    assert (devices.trainers, devices.servers, devices.shared) == ("0", ("0",), True)
+
+
+def test_no_gpus() -> None:
+    devices = share_out([], trainers=2, servers=1, server_tp=1)
+    assert (devices.trainers, devices.servers, devices.shared) == (None, (None,), False)
+
+
+def test_more_trainers_than_gpus_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"4 trainer processes .* 2 are visible"):
+        share_out(["0", "1"], trainers=4, servers=0, server_tp=1)
+    with pytest.raises(ConfigError, match=r"server\.tp=2: 1 GPU"):
+        share_out(["0"], trainers=1, servers=1, server_tp=2)

@@ -1,0 +1,313 @@
+"""The report: one well-formed file, no network, figures equal to the run's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.observability.report import Run, load_run, write_report
+from megarl.observability.report.figures import percent, plain, step_phases
+from megarl.observability.report.runs import pair_samples
+from megarl.observability.report.svg import (
+    Line,
+    LineChart,
+    Scale,
+    line_chart,
+    log_ticks,
+    nice_ticks,
+    smooth,
+    thin,
+)
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest; collects headings, hover data, outside references and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.headings: list[str] = []
+        self.hover: list[dict] = []
+        self.refs: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.stack.append(tag)
+        self.refs += [v for k, v in attrs if k in ("src", "href") and v]
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.stack and self.stack[-1] == tag, (tag, self.stack)
+        self.stack.pop()
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+        if self.stack and self.stack[-1] == "script" and data.startswith('{"x"'):
+            self.hover.append(json.loads(data))
+        elif self.stack and self.stack[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def rl_rows(n: int = 6) -> list[dict]:
+    rows: list[dict] = [
+        {
+            "step": 0,
+            "eval/accuracy": 0.25,
+            "eval/accuracy_lo": 0.2,
+            "eval/accuracy_hi": 0.3,
+            "elapsed_s": 1.0,
+            "time": 1.79e9,
+        }
+    ]
+    for s in range(1, n + 1):
+        rows.append(
+            {
+                "step": s,
+                "reward/mean": 0.1 * s,
+                "response_len/mean": 10.0 + s,
+                "approx_kl": 1e-4 * s,
+                "kl_ref": 1e-3 * s,
+                "entropy": 2.0 - 0.1 * s,
+                "loss": 0.1,
+                "train_rollout_logprob_abs_diff/max": 10.0**-s,
+                "train_rollout_logprob_abs_diff/mean": 10.0 ** -(s + 1),
+                "timing/rollout_s": 1.0,
+                "timing/train_s": 0.5,
+                "timing/logp_s": 0.25,
+                "timing/update_weights_s": 0.125,
+                "timing/step_s": 2.0,
+                "timing/eval_s": 9.0,
+                "timing/update_weights/gather_s": 0.1,
+                "tokens/total": 1000,
+                "elapsed_s": 1.0 + 2 * s,
+                "time": 1.79e9 + 2 * s,
+            }
+        )
+    rows[-1] |= {"eval/accuracy": 0.5, "eval/accuracy_lo": 0.45, "eval/accuracy_hi": 0.55}
+    return rows
+
+
+def write_run(path: Path, rows: list[dict], samples: Sequence[dict] = (), config: str = "") -> Path:
+    path.mkdir(parents=True)
+    (path / "stats.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    if samples:
+        (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    if config:
+        (path / "config.yaml").write_text(config)
+    return path
+
+
+SAMPLES = [
+    {"when": "before", "prompt": "1+1=", "completion": "<b>3</b>", "answer": "2", "reward": 0.0},
+    {"when": "after", "prompt": "1+1=", "completion": "two & 2", "answer": "2", "reward": 1.0},
+]
+
+
+def test_report_of_one_run(tmp_path):
+    run = write_run(tmp_path / "exp" / "t0", rl_rows(), SAMPLES, "actor:\n  path: a<b\n")
+    path = write_report(tmp_path / "out" / "report.html", [run])
+    text = path.read_text()
+    page = Page(text)
+    assert page.headings[0] == "exp/t0"
+    for title in (
+        "Held-out accuracy",
+        "Reward",
+        "Response length",
+        "KL to the behaviour policy",
+        "KL to the reference",
+        "Entropy",
+        "Trainer / server logprob gap",
+        "Step time",
+        "Samples",
+        "Configuration",
+    ):
+        assert title in page.headings, title
+    words = " ".join(page.text)
+    assert "+25.0 points" in words and "(95% CI 45.0 to 55.0)" in words
+    assert "<b>3</b>" in words and "two & 2" in words and "path: a<b" in words
+    assert "500 tokens/s" in words
+
+
+def test_report_needs_no_network(tmp_path):
+    run = write_run(tmp_path / "run", rl_rows(), SAMPLES)
+    text = write_report(tmp_path / "r.html", [run]).read_text()
+    assert Page(text).refs == []
+    assert not re.search(
+        r"@import|url\(|<link|<iframe|fetch\(|https?://(?!www\.w3\.org/2000/svg)", text
+    )
+
+
+def test_hover_shows_the_values_of_the_run(tmp_path):
+    text = write_report(tmp_path / "r.html", [write_run(tmp_path / "run", rl_rows())]).read_text()
+    page = Page(text)
+    titles = [h for h in page.headings if h not in ("Curves",)][1:]
+    by_title = dict(zip(titles, page.hover, strict=True))
+    accuracy = by_title["Held-out accuracy"]
+    assert accuracy["l"] == ["step 0", "step 6"]
+    assert accuracy["s"][0]["v"] == ["25.0% [20.0%, 30.0%]", "50.0% [45.0%, 55.0%]"]
+    reward = by_title["Reward"]
+    assert reward["s"][0]["v"] == ["0.1", "0.2", "0.3", "0.4", "0.5", "0.6"]
+    heights = reward["s"][0]["y"]
+    assert heights == sorted(heights, reverse=True)  # up on the page is a smaller y
+    steps = {s["n"]: s["v"][0] for s in by_title["Step time"]["s"]}
+    assert steps["rollout 50%"] == "1 s" and steps["total"] == "2 s" and "other 6%" in steps
+
+
+def test_runs_beside_each_other(tmp_path):
+    one = write_run(tmp_path / "a" / "grpo", rl_rows())
+    control = [
+        {
+            "step": s,
+            "loss": 2.0 / (s + 1),
+            "eval/exact_match": 0.2 + 0.001 * s,
+            "elapsed_s": 0.1 * s,
+        }
+        for s in range(100)
+    ]
+    two = write_run(tmp_path / "a" / "sft", control)
+    page = Page(
+        write_report(
+            tmp_path / "r.html", [f"GRPO={one}", f"more SFT={two}"], title="Both"
+        ).read_text()
+    )
+    assert page.headings[:3] == ["Both", "Runs", "Curves"]
+    words = " ".join(page.text)
+    assert "more SFT" in words and "+9.9 points" in words
+    assert "Held-out accuracy by wall time" in page.headings
+    names = [[s["n"] for s in chart["s"]] for chart in page.hover]
+    assert ["GRPO", "more SFT"] in names  # by time both stand together
+    # steps of RL and SFT are not comparable: no other chart mixes them
+    assert sum("more SFT" in n for n in names) == 1
+
+
+def test_a_run_may_lack_nearly_everything(tmp_path):
+    for i, rows in enumerate(
+        [
+            [],
+            [{"step": 1}],
+            [{"step": 1, "reward/mean": 1.0}],
+            [{"step": 1, "loss": None, "timing/step_s": 1.0}],
+        ]
+    ):
+        run = write_run(tmp_path / f"run{i}", rows)
+        Page(write_report(tmp_path / f"{i}.html", [run]).read_text())
+
+
+def test_later_lines_and_later_samples_count(tmp_path):
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 2, "loss": 3.0}]
+    run = load_run(write_run(tmp_path / "run", rows))
+    assert run.points("loss") == [(1.0, 1.0), (2.0, 3.0)]
+    pairs = pair_samples([*SAMPLES, {**SAMPLES[1], "completion": "2"}])
+    assert len(pairs) == 1 and pairs[0]["after"]["completion"] == "2"
+    chat = {**SAMPLES[0], "prompt": [{"role": "user", "content": "hi"}]}
+    assert pair_samples([chat])[0]["prompt"] == "user: hi"
+
+
+def test_a_line_cut_short_is_left_out_but_garbage_is_an_error(tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    with (run / "stats.jsonl").open("a") as f:
+        f.write('{"step": 2, "lo\n{"step": 2, "loss": 2.0}\n{"step": 3')
+    assert [r["step"] for r in load_run(run).rows] == [1, 2]
+    (run / "stats.jsonl").write_text("{'step': 1}\n")
+    with pytest.raises(ValueError, match=r"stats.jsonl:1: not a JSON object"):
+        load_run(run)
+
+
+def test_step_phases_are_those_inside_the_step():
+    steps, phases = step_phases(Run(label="x", rows=rl_rows(2)))
+    assert steps == [1.0, 2.0]
+    assert phases == [
+        ("rollout", [1.0] * 2),
+        ("logp", [0.25] * 2),
+        ("train", [0.5] * 2),
+        ("update_weights", [0.125] * 2),
+        ("other", [0.125] * 2),
+    ]
+
+
+def test_command_line(tmp_path):
+    run = write_run(tmp_path / "run", rl_rows())
+    out = tmp_path / "r.html"
+    command = [sys.executable, "-m", "megarl.observability.report"]
+    done = subprocess.run(
+        [*command, f"mine={run}", "--out", str(out), "--title", "T"],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(out) and Page(out.read_text()).headings[0] == "T"
+    bad = subprocess.run([*command, str(tmp_path)], timeout=120, capture_output=True, text=True)
+    assert bad.returncode == 2 and "a run directory?" in bad.stderr and "Trace" not in bad.stderr
+
+
+def test_no_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report(tmp_path / "r.html", [])
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "ticks"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0, 0.61, [0, 0.2, 0.4, 0.6, 0.8]),
+        (3, 3, None),
+        (-0.05, 0.04, [-0.05, -0.025, 0, 0.025, 0.05]),
+    ],
+)
+def test_ticks_are_round_and_enclose(lo, hi, ticks):
+    got = nice_ticks(lo, hi)
+    assert got[0] <= lo and got[-1] >= hi and 2 <= len(got) <= 7
+    if ticks is not None:
+        assert got == pytest.approx(ticks)
+
+
+def test_log_axis():
+    assert log_ticks(2e-6, 4e-4) == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
+    assert len(log_ticks(1e-12, 1.0)) <= 7
+    scale = Scale(1e-4, 1.0, 0.0, 100.0, log=True)
+    assert scale(1e-2) == pytest.approx(50.0)
+    # zeros cannot stand on a logarithmic axis: they are left out, the rest is drawn
+    chart = LineChart(
+        title="t",
+        log=True,
+        lines=[Line(label="a", points=[(0, 0.0), (1, 1e-3), (2, 1.0)], color=0)],
+    )
+    (hover,) = Page(line_chart(chart)).hover
+    assert len(hover["x"]) == 2
+
+
+def test_thin_and_smooth_keep_the_mean():
+    points = [(float(i), float(i % 7)) for i in range(1000)]
+    few = thin(points, 100)
+    assert len(few) == 100
+    assert sum(y for _, y in few) / 100 == pytest.approx(sum(y for _, y in points) / 1000)
+    assert smooth([(0, 0.0), (1, 3.0), (2, 6.0)], 3) == [(0, 1.5), (1, 3.0), (2, 4.5)]
+
+
+def test_number_formats():
+    assert [plain(v) for v in (0, 1e-4, 4.99e-5, 0.61111, 12345, 3.1e7)] == [
+        "0",
+        "1e-4",
+        "4.99e-5",
+        "0.611",
+        "12,345",
+        "3.1e7",
+    ]
+    assert percent(0.6094) == "60.9%"

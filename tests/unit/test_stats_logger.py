@@ -1,0 +1,207 @@
+"""StatsLogger and its sinks, timers, bootstrap confidence intervals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl.config.run import StatsLoggerConfig, WandbConfig
+from megarl.observability.bootstrap import bootstrap_ci, bootstrap_gain_ci
+from megarl.observability.console import (
+    ConsoleSink,
+    duration,
+    number,
+    progress_line,
+    seconds_per_step,
+)
+from megarl.observability.stats_logger import StatsLogger
+from megarl.observability.timers import Timers
+
+
+def open_logger(run_dir: Path, **config) -> StatsLogger:
+    settings = StatsLoggerConfig(**({"table": False, "report": False} | config))
+    return StatsLogger(
+        settings, run_dir=run_dir, experiment_name="exp", trial_name="t0", run_config={"a": 1}
+    )
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "stats.jsonl").read_text().splitlines()]
+
+
+def test_jsonl_has_one_flushed_object_per_step(tmp_path, capsys):
+    logger = open_logger(tmp_path / "deep" / "run")
+    logger.commit(1, {"loss": 0.5, "bad": math.nan, "worse": math.inf}, total_steps=2)
+    got = rows(tmp_path / "deep" / "run")  # before close
+    logger.close()
+    assert len(got) == 1
+    assert (got[0]["step"], got[0]["loss"], got[0]["bad"], got[0]["worse"]) == (1, 0.5, None, None)
+    assert got[0]["elapsed_s"] >= 0 and got[0]["time"] > 1.7e9
+    assert "step 1/2 · loss 0.500" in capsys.readouterr().out
+
+
+def test_resume_appends_and_goes_on_counting_time(tmp_path):
+    path = tmp_path / "stats.jsonl"
+    path.write_text('{"step": 1, "elapsed_s": 100.0}\n{"step": 2, "elap')  # killed in mid-line
+    logger = open_logger(tmp_path)
+    logger.commit(2, {"loss": 1.0})
+    logger.close()
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3 and lines[1] == '{"step": 2, "elap'
+    last = json.loads(lines[2])
+    assert last["step"] == 2 and 100.0 <= last["elapsed_s"] < 160.0
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    logger = open_logger(tmp_path / "run", report=True)
+    logger.commit(1, {"loss": 1.0})
+    logger.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_close_writes_the_report(tmp_path):
+    logger = open_logger(tmp_path, report=True)
+    logger.commit(1, {"reward/mean": 0.5})
+    logger.close()
+    logger.close()  # twice is fine
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_tensorboard_events_hold_the_values(tmp_path):
+    logger = open_logger(tmp_path, tensorboard=True)
+    logger.commit(3, {"reward/mean": 0.25})
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Scalars("reward/mean")
+    assert (event.step, event.value) == (3, 0.25)
+
+
+def test_wandb_offline_keeps_one_id_over_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    ids = []
+    for step in (1, 2):
+        logger = open_logger(tmp_path, wandb=WandbConfig(mode="offline"))
+        logger.commit(step, {"loss": float(step)})
+        logger.close()
+        ids.append((tmp_path / "wandb_id.txt").read_text())
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert ids[0] == ids[1] and files
+    assert all(f.name == f"run-{ids[0]}.wandb" and f.stat().st_size > 0 for f in files)
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "extra"),
+    [
+        ("wandb", {"wandb": WandbConfig(mode="offline")}, r"megarl\[wandb\]"),
+        ("torch.utils.tensorboard", {"tensorboard": True}, r"megarl\[tensorboard\]"),
+    ],
+)
+def test_missing_package_names_the_extra(tmp_path, monkeypatch, module, config, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=extra):
+        open_logger(tmp_path, **config)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_table_shows_every_figure_at_any_width(width):
+    out = io.StringIO()
+    sink = ConsoleSink(console=Console(file=out, width=width, highlight=False))
+    stats = {f"group/name{i}": 1000.5 + i for i in range(9)} | {
+        "train_rollout_logprob_abs_diff/mean": 1.25e-7,
+        "loss": 0.125,
+    }
+    sink.write(1, stats, None)
+    text = out.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    for value in [number(v) for v in stats.values()]:
+        assert value in text
+    assert text.index("loss") < text.index("name0")  # train comes before other groups
+
+
+def test_progress_line():
+    stats = {"reward/mean": 0.5, "loss": 1.0, "timing/step_s": 2.0, "tokens/total": 25_000}
+    line = progress_line(3, stats, 10, 60.0)
+    assert line == "step 3/10 · reward 0.500 · 2.00 s/step · 12500 tok/s · ETA 7m 00s"
+    assert progress_line(10, {"loss": 1.0}, 10, 60.0) == "step 10/10 · loss 1.000"
+    assert progress_line(2, {}, None, None) == "step 2"
+
+
+def test_pace_is_the_median_so_one_evaluation_does_not_upset_it():
+    ends = deque([(0, 0.0), (1, 2.0), (2, 4.0), (3, 104.0), (4, 106.0)])
+    assert seconds_per_step(ends) == 2.0
+    assert seconds_per_step(deque([(0, 0.0), (0, 5.0)])) is None  # a step logged twice
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (3.0, "3"),
+        (0.12345, "0.1235"),
+        (1.25e-7, "1.25e-07"),
+        (12345.6, "12.35k"),
+        (3.2e9, "3.2G"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (5e20, "5.00e+20"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5.4, "5s"), (247, "4m 07s"), (7500, "2h 05m"), (273600, "3d 04h"), (-1, "0s")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_timers_add_up_nest_and_start_afresh():
+    now = iter([0.0, 1.0, 3.0, 10.0, 20.0, 25.0, 30.0, 31.0])
+    timers = Timers(sync=False, clock=lambda: next(now))
+    with timers.phase("step"), timers.phase("train"):  # 0 .. 10 around 1 .. 3
+        pass
+    with timers.phase("train"):  # 20 .. 25
+        pass
+    assert timers.seconds() == {"train": 7.0, "step": 10.0}
+    assert timers.export() == {"timing/train_s": 7.0, "timing/step_s": 10.0}
+    with pytest.raises(RuntimeError), timers.phase("broken"):
+        raise RuntimeError
+    assert timers.export("t/") == {"t/broken_s": 1.0}
+
+
+def test_bootstrap_interval_of_a_proportion():
+    """Against the normal approximation, p +- 1.96 sqrt(p (1 - p) / n)."""
+    successes = [True] * 200 + [False] * 300
+    low, high = bootstrap_ci(successes, 4000, seed=1)
+    half = 1.96 * math.sqrt(0.4 * 0.6 / 500)
+    assert low == pytest.approx(0.4 - half, abs=0.006)
+    assert high == pytest.approx(0.4 + half, abs=0.006)
+    assert (low, high) == bootstrap_ci(successes, 4000, seed=1)
+    narrow = bootstrap_ci(successes, 4000, seed=1, level=0.5)
+    assert low < narrow[0] < 0.4 < narrow[1] < high
+
+
+def test_bootstrap_edges():
+    assert bootstrap_ci([True] * 10) == (1.0, 1.0)
+    assert bootstrap_gain_ci([0, 0, 1], [1, 1, 1 + 1]) == (1.0, 1.0)  # each gains exactly 1
+    with pytest.raises(ValueError, match="at least one score"):
+        bootstrap_ci([])
+    with pytest.raises(ValueError, match="level=95"):
+        bootstrap_ci([1], level=95)
+    with pytest.raises(ValueError, match="2 scores before, 1 after"):
+        bootstrap_gain_ci([0, 1], [1])
