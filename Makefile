@@ -8,15 +8,16 @@ TORCH := torch==2.13.0
 # asked only if it answers; otherwise pip's own configuration decides
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
-CODE := megarl examples tests setup.py $(wildcard tools/*.py)
+CPU := MEGARL_DEVICE=cpu
+PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+CODE := megarl examples benchmarks tests setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart demo-smollm2 lint format unit dist e2e test test-all test-gpu \
-	constraints clean
+	bench-quickstart constraints clean
 
 help:  ## list the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
 
 install: $(STAMP)  ## create .venv with the pinned CPU versions
 
@@ -30,10 +31,10 @@ $(STAMP): setup.py pyproject.toml constraints/cpu.txt
 	@touch $@
 
 quickstart: install  ## SFT, then GRPO on CPU: about 6 minutes, ends with an HTML report
-	$(BIN)/python examples/quickstart.py
+	$(CPU) $(BIN)/python examples/quickstart.py
 
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
-	$(BIN)/python examples/smollm2.py
+	$(CPU) $(BIN)/python examples/smollm2.py
 
 lint: install  ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(CODE)
@@ -63,9 +64,12 @@ test-all: lint  ## everything that runs without a GPU
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
 
-constraints: install  ## pin what .venv has now as constraints/cpu.txt
-	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' > constraints/cpu.txt
+bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs/quickstart.md)
+	$(CPU) $(BIN)/python benchmarks/quickstart_study.py
 
-clean:  ## remove what the targets made, except the caches of downloaded models
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs
+constraints: install  ## pin what .venv has now as constraints/cpu.txt
+	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
+
+clean:  ## remove what the targets made, except runs/ and downloaded models
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,7 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig
+from megarl.config.servers import ADDRESSES_ENV, server_addresses
 
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
 
@@ -79,15 +80,16 @@ def load(command: CommandLine) -> BaseConfig:
 def check(cfg: BaseConfig) -> None:
     """Everything that can be checked without torch, or ConfigError."""
     from megarl.config.check import check_config
-    from megarl.trainer.preflight import check_models
+    from megarl.trainer.preflight import check_models, fetch_hub_models
 
+    fetch_hub_models(cfg)
     check_config(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     check_models(cfg)
     if isinstance(cfg, GRPOConfig) and not _servers(cfg):
         raise ConfigError(
             [
                 "no generation server: name running ones in rollout.addresses=[host:port,...] or "
-                "MEGARL_LLM_SERVER_ADDRS, or start with python -m megarl.launcher.local"
+                f"{ADDRESSES_ENV}, or start with python -m megarl.launcher.local"
             ]
         )
 
@@ -95,7 +97,9 @@ def check(cfg: BaseConfig) -> None:
 def run(cfg: BaseConfig) -> None:
     """Imports torch and runs the recipe."""
     from megarl.utils.env import set_trainer_defaults
+    from megarl.utils.quiet import quiet_libraries
 
+    quiet_libraries()
     set_trainer_defaults(os.environ, servers=_servers(cfg))
     if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
@@ -110,10 +114,7 @@ def run(cfg: BaseConfig) -> None:
 
 
 def _servers(cfg: BaseConfig) -> list[str]:
-    if not isinstance(cfg, GRPOConfig):
-        return []
-    listed = os.environ.get("MEGARL_LLM_SERVER_ADDRS", "")
-    return cfg.rollout.addresses or [a.strip() for a in listed.split(",") if a.strip()]
+    return server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) else []
 
 
 def _rank() -> int:

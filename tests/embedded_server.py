@@ -108,8 +108,18 @@ def embedded_server(model: Path, *flags: str, log: Path) -> Iterator[Server]:
     come up.
     """
     port = free_port()
-    command = [sys.executable, "-m", "megarl.rollout.server", "--model-path", str(model),
-               "--port", str(port), "--threads", "1", *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.rollout.server",
+        "--model-path",
+        str(model),
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+        *flags,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)

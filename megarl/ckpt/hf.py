@@ -6,7 +6,7 @@ gathered bucket by bucket to rank 0, which streams them to disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.ckpt.hf_dir import check_target, staged_directory, write_config, write_sidecars
 from megarl.ckpt.safetensors_files import SafetensorsDir, ShardWriter, plan_shards
 from megarl.models.fill import fill_params
-from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.gather import Bucket, BucketGatherer, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel.layout import Layout
 
@@ -90,56 +90,55 @@ def save_hf(
 
     group:           spans the layout's ranks; None is the default group.
     dtype:           of the files; None is that of the parameters.
-    base_model_path: where config.json (else the loaded one), generation config, tokenizer and chat
-                     template are taken from.
+    base_model_path: where generation config, tokenizer and chat template are copied from;
+                     config.json is always the one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
 
-    Everything is written beside `path` and renamed into place, so `path` is at any time the old
-    model or the new one. Rank 0 holds at most about two buckets in host or device memory. A failure
-    on rank 0 is raised on every rank.
+    The directory is written beside `path` and renamed into place when it is whole, so a failed save
+    leaves an older model as it was. Rank 0 holds at most about two buckets. A failure on rank 0 is
+    raised on every rank.
     """
     target = Path(path)
     first = next(iter(params.values()))
-    buckets = plan_buckets(table, dtype or first.dtype, bucket_bytes)
+    dtype = dtype or first.dtype
+    buckets = plan_buckets(table, dtype, bucket_bytes)
     gatherer = BucketGatherer(
         table, layout, rank, params, buckets, owner=0, group=group, device=first.device
     )
-    if rank != 0:
-        _raise_if_failed(None, group, first.device)  # rank 0 has looked at the target
-        for bucket in buckets:
-            gatherer.gather(bucket)
-        _raise_if_failed(None, group, first.device)
-        return
+    gathered = ((bucket, gatherer.gather(bucket)) for bucket in buckets)
 
     failure: Exception | None = None
-    try:
-        check_target(target)
-    except (OSError, ValueError) as e:
-        failure = e
+    if rank == 0:
+        try:
+            check_target(target)
+        except (OSError, ValueError) as e:
+            failure = e
+    _raise_if_failed(failure, group, first.device)
+    if rank == 0:
+        try:
+            with staged_directory(target) as staging:
+                _write_weights(staging, gathered, buckets, max_shard_bytes)
+                write_sidecars(staging, base_model_path, tokenizer)
+                write_config(staging, table.model.raw, dtype)
+        except Exception as e:  # whatever it is, the other ranks must hear of it first
+            failure = e
+    for _ in gathered:  # other ranks send here; rank 0 takes what a failed save left to take
+        pass
     _raise_if_failed(failure, group, first.device)
 
+
+def _write_weights(
+    directory: Path,
+    gathered: Iterator[tuple[Bucket, Tensor | None]],
+    buckets: Sequence[Bucket],
+    max_shard_bytes: int,
+) -> None:
     shards = plan_shards([m for b in buckets for m in b.members], max_shard_bytes)
-    done = 0
-    try:
-        with staged_directory(target) as staging:
-            writer = ShardWriter(staging, shards)
-            try:
-                for bucket in buckets:
-                    flat = gatherer.gather(bucket)
-                    done += 1
-                    assert flat is not None
-                    for name, tensor in bucket.views(flat):
-                        writer.write(name, tensor)
-                writer.finish()
-            finally:
-                writer.abort()
-            write_sidecars(staging, base_model_path, tokenizer)
-            write_config(staging, base_model_path, table.model.raw, dtype or first.dtype)
-    except Exception as e:  # whatever it is, the other ranks must hear of it before it is raised
-        failure = e
-        for bucket in buckets[done:]:
-            gatherer.gather(bucket)  # the other ranks are sending: take it, then tell them
-    _raise_if_failed(failure, group, first.device)
+    with ShardWriter(directory, shards) as writer:
+        for bucket, flat in gathered:
+            assert flat is not None
+            for name, tensor in bucket.views(flat):
+                writer.write(name, tensor)
 
 
 def _raise_if_failed(

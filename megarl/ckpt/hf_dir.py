@@ -98,18 +98,11 @@ def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer:
         tokenizer.save_pretrained(str(staging))
 
 
-def write_config(
-    staging: Path,
-    base_model_path: str | Path | None,
-    raw: Mapping[str, Any],
-    dtype: torch.dtype,
-) -> None:
-    """config.json of the base model (else `raw`) with the dtype of the saved weights.
+def write_config(staging: Path, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """config.json: `raw` with the dtype of the saved weights.
 
-    Its key is `dtype` since transformers 5 and `torch_dtype` before; the one in use is kept.
+    The key is `dtype` since transformers 5 and `torch_dtype` before; the one in use is kept.
     """
-    if base_model_path is not None:
-        raw = json.loads((Path(base_model_path) / "config.json").read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in raw else "torch_dtype"
     config = {**raw, key: str(dtype).removeprefix("torch.")}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"

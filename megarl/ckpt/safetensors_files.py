@@ -9,7 +9,6 @@ memory.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -124,7 +123,8 @@ def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, li
 
 
 class ShardWriter:
-    """Streams tensors, in plan order, into the shards of `directory`."""
+    """Streams tensors, in plan order, into the shards of `directory`. A context manager: a block
+    that ends well must have written the whole plan; one that fails leaves a partial file."""
 
     def __init__(self, directory: Path, shards: dict[str, list[Member]]) -> None:
         self.directory, self.shards = directory, shards
@@ -148,26 +148,27 @@ class ShardWriter:
         self._file.write(_bytes(tensor))
         self._at += 1
 
-    def finish(self) -> None:
-        """Closes the last shard and writes the index, where there are several."""
-        assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_file()
+        if kind is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Writes the index, where there are several shards."""
+        assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
         if len(self.shards) > 1:
             total = sum(m.nbytes for _, m in self._plan)
             weight_map = {m.name: file for file, m in self._plan}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def abort(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self.abort()
 
 
 def _header(members: Sequence[Member]) -> bytes:

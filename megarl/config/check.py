@@ -9,7 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megarl.config.check_data import dataset_problems, model_path_problems, tokenizer_problems
+from megarl.config.check_data import (
+    batching_problems,
+    dataset_problems,
+    model_path_problems,
+    tokenizer_problems,
+)
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import generation_problems, rollout_problems, server_problems
 from megarl.config.engine import OptimizerConfig, TrainEngineConfig
@@ -109,6 +114,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
     if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:
         yield f"evaluator.max_samples={cfg.evaluator.max_samples}: must be > 0, or null for all"
     yield from dataset_problems("train_dataset", cfg.train_dataset)
+    yield from batching_problems("train_dataset", cfg.train_dataset)
     if cfg.valid_dataset is not None:
         yield from dataset_problems("valid_dataset", cfg.valid_dataset)
     for name in engines(cfg):

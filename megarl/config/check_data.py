@@ -17,17 +17,20 @@ def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
         value = getattr(cfg, name)
         if value is not None and value < 1:
             yield f"{key}.{name}={value}: must be > 0"
-    if cfg.size is not None and cfg.drop_last and 0 < cfg.size < cfg.batch_size:
-        yield (
-            f"{key}.size={cfg.size}: smaller than {key}.batch_size={cfg.batch_size}, so no batch "
-            f"is ever full; lower the batch size or set {key}.drop_last=false"
-        )
     if cfg.type != "gsm8k":
         return
     if not cfg.path:
         yield f"{key}.path is empty: {key}.type=gsm8k needs a hub name (openai/gsm8k) or a path"
     elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
         yield f"{key}.path={cfg.path}: no such file or directory"
+
+
+def batching_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
+    if cfg.size is not None and cfg.drop_last and 0 < cfg.size < cfg.batch_size:
+        yield (
+            f"{key}.size={cfg.size}: smaller than {key}.batch_size={cfg.batch_size}, so no batch "
+            f"is ever full; lower the batch size or set {key}.drop_last=false"
+        )
 
 
 def looks_like_hub_name(path: str) -> bool:

@@ -113,7 +113,7 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[tupl
 def _recipe_class(tree: Tree, overrides: list[tuple[bool, str, Any]]) -> type[BaseConfig]:
     name = next((v for _, k, v in reversed(overrides) if k == "recipe"), tree.get("recipe"))
     name = DEFAULT_RECIPE if name is None else name
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)}"])
     tree["recipe"] = name
     return RECIPES[name]

@@ -48,6 +48,7 @@ def _problem(index: int, row: dict[str, Any], path: str, instruction: str) -> Pr
 
 def _load(cfg: DatasetConfig, subset: str) -> Any:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     path = Path(cfg.path)
     if not cfg.path:
@@ -62,7 +63,10 @@ def _load(cfg: DatasetConfig, subset: str) -> Any:
         raise ValueError(f"gsm8k: {files[0]}: use one of {sorted(_FORMATS)}")
     if not any(f.stat().st_size for f in files):
         raise ValueError(f"gsm8k: {cfg.path}, split {cfg.split}: the file is empty (0 rows)")
-    return load_dataset(kind, data_files=[str(f) for f in files], split="train")
+    try:
+        return load_dataset(kind, data_files=[str(f) for f in files], split="train")
+    except (ValueError, DatasetGenerationError) as e:
+        raise ValueError(f"gsm8k: {cfg.path}, split {cfg.split}: unreadable, or 0 rows: {e}") from e
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

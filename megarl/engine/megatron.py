@@ -28,6 +28,7 @@ from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import check_right_padded
+from megarl.weight_sync import WeightSender
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.transformer.module import Float16Module  # isort: skip
@@ -49,7 +50,7 @@ class MegatronEngine(TrainEngine):
         self._optimizer: Any = None
         self._lr_schedule: Any = None
         self._parked: ParkedStorages | None = None
-        self._sender: Any = None
+        self._sender: WeightSender | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -61,7 +62,9 @@ class MegatronEngine(TrainEngine):
         self.model_config = read_hf_config(cfg.path)
         check_layout(self.model_config, cfg.parallel)
         if cfg.parallel.cp > 1:
-            raise ValueError(f"parallel.cp={cfg.parallel.cp}: this engine packs for cp=1 only")
+            raise ValueError(
+                f"parallel.cp={cfg.parallel.cp}: the engine packs for cp=1 only; set parallel.cp=1"
+            )
         self.layout = Layout.from_config(cfg.parallel, dist.get_world_size())
         self.dtype = self._resolve_dtype()
         self._groups = ProcessGroups(self.layout)
@@ -276,8 +279,6 @@ class MegatronEngine(TrainEngine):
             self.groups.barrier()
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
-        from megarl.weight_sync import WeightSender
-
         with self._scope("upload_weights"):
             if self._sender is None:
                 self._sender = WeightSender(

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Packed, pack, plan_micro_batches
@@ -20,7 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`batch`: these rows [b,S] of the global batch, trimmed, on the host; `packed`: on the device."""
+    """`batch`: these rows [b,S] of the global batch, trimmed, on the host.
+
+    `packed`: the same sequences one after another, on the device.
+    """
 
     rows: list[int]
     batch: Batch
@@ -68,6 +69,7 @@ def build(batch: Batch, micro_batches: Sequence[list[int]], layout: Layout) -> l
     out = []
     for rows in micro_batches:
         mine = select(batch, rows)
-        ids = mine["input_ids"].to(mcore.device(), torch.long)
-        out.append(MicroBatch(rows, mine, pack(ids, seqlens(mine), align=alignment(layout))))
+        # packed on the host: the index arithmetic would stall a GPU at every boolean mask
+        packed = pack(mine["input_ids"].long(), seqlens(mine), align=alignment(layout))
+        out.append(MicroBatch(rows, mine, packed.to(mcore.device())))
     return out

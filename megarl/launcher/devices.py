@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
@@ -18,9 +19,11 @@ class Devices:
     shared: bool = False
 
 
-def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES; empty on a host without GPUs or with MEGARL_DEVICE=cpu."""
-    if env.get("MEGARL_DEVICE") == "cpu":
+def visible_gpus(
+    env: Mapping[str, str], *, devices: Path = Path("/dev"), torch_version: str | None = None
+) -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES; empty where torch would use none of them."""
+    if env.get("MEGARL_DEVICE") == "cpu" or (torch_version or version("torch")).endswith("+cpu"):
         return []
     if "CUDA_VISIBLE_DEVICES" in env:
         return [d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,15 +29,16 @@ from megarl.config.command_line import parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.loader import load_config, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.servers import ADDRESSES_ENV
 from megarl.launcher.devices import Devices, share_out, visible_gpus
 from megarl.launcher.processes import POLL_INTERVAL, Child, Reaper, Signals, stop_all, wait_until
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, start_server
-from megarl.trainer.preflight import check_models
+from megarl.trainer.preflight import check_models, fetch_hub_models
 from megarl.utils.env import set_loopback_default, set_trainer_defaults
 from megarl.utils.http import in_thread
 
-log = get_logger(__name__)
+log = get_logger("launcher")
 
 PACKAGE = Path(megarl.__file__).resolve().parent
 SERVER_FAILED = 3  # exit status: a server died or never became healthy
@@ -85,6 +86,7 @@ def plan(argv: Sequence[str]) -> Job:
     config = command.options.get("config")
     cfg = load_config(config, [*command.words, *command.overrides])
     nproc = _nproc(command.options.get("nproc"), cfg)
+    fetch_hub_models(cfg)
     check_config(cfg, nproc)
     check_models(cfg)
     servers = 0
@@ -163,18 +165,25 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
         )
     for i in range(job.servers):
         gpus = job.devices.servers[i]
-        env = dict(os.environ) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-        set_loopback_default(env)
         server = start_server(
             cfg.server,
             model_path=cfg.actor.path,
             dtype=_dtype(cfg, on_gpu=gpus is not None),
             log_path=run_dir(cfg) / f"server_{i}.log",
-            env=env,
+            env=server_env(gpus),
             wait=False,
         )
         servers.append(server)
         reaper.watch(server.pid)
+
+
+def server_env(gpus: str | None) -> dict[str, str]:
+    """What a server's environment has beside ours."""
+    env = dict(os.environ)
+    set_loopback_default(env)
+    if gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = gpus or ""
+    return {k: v for k, v in env.items() if os.environ.get(k) != v}
 
 
 def _dtype(cfg: GRPOConfig, *, on_gpu: bool) -> str:
@@ -235,7 +244,7 @@ def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> 
         MASTER_PORT=str(port),
     )
     if addresses:
-        env["MEGARL_LLM_SERVER_ADDRS"] = ",".join(addresses)
+        env[ADDRESSES_ENV] = ",".join(addresses)
     if job.devices.trainers is not None:
         env["CUDA_VISIBLE_DEVICES"] = job.devices.trainers
     known = job.cfg.rollout.addresses if isinstance(job.cfg, GRPOConfig) else []
@@ -257,14 +266,15 @@ def watch(trainers: Sequence[Child], servers: Sequence[ServerProcess], signals: 
         for trainer, status in states:
             if status:
                 log.error("%s exited with status %d; ending the run", trainer.name, status)
+                for obituary in _obituaries(servers):  # which may be why
+                    log.error("%s", obituary)
                 # its peers are failing too, and one of them may be about to print the cause
                 wait_until(lambda: all(t.poll() is not None for t in trainers), timeout=FAIL_GRACE)
                 return status
         if all(status == 0 for _, status in states):
             return 0
-        for server in servers:
-            if (code := server.poll()) is not None:
-                raise ServerFailed(_obituary(server, code))
+        for obituary in _obituaries(servers):
+            raise ServerFailed(obituary)
         time.sleep(POLL_INTERVAL)
 
 
@@ -276,10 +286,13 @@ def _interrupted(trainers: Sequence[Child], signals: Signals) -> int:
     return 128 + number if any(t.poll() for t in trainers) else 0
 
 
-def _obituary(server: ServerProcess, code: int) -> str:
-    lines = server.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    tail = "\n".join(lines)
-    return f"server {server.address} exited with {code}; end of {server.log_path}:\n{tail}"
+def _obituaries(servers: Sequence[ServerProcess]) -> Iterator[str]:
+    """For each server that has died: its status and the end of its log."""
+    for server in servers:
+        if (code := server.poll()) is not None:
+            lines = server.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+            text = "\n".join(lines)
+            yield f"server {server.address} exited with {code}; end of {server.log_path}:\n{text}"
 
 
 if __name__ == "__main__":

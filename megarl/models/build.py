@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,9 @@ def build_model(
 def resolve_attention(attention: str, device: torch.device) -> str:
     """ "te" or "sdpa". ValueError if Transformer Engine is asked for where it cannot run."""
     have_te = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    if have_te and attention != "sdpa":
+        # megatron-core takes a broken installation for none; better its own error here
+        importlib.import_module("transformer_engine.pytorch")
     if attention == "auto":
         return "te" if have_te else "sdpa"
     if attention == "te" and not have_te:

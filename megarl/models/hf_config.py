@@ -203,7 +203,6 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> 
 def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
     """Qwen configs carry `sliding_window` even where it is off; only its use is refused."""
     types = raw.get("layer_types")
-    layers = raw.get("num_hidden_layers", 0)
     if types:
         other = sorted(set(types) - {"full_attention"})
         if other:
@@ -213,7 +212,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
     elif (
         raw.get("use_sliding_window")
         and raw.get("sliding_window") is not None
-        and raw.get("max_window_layers", 0) < layers
+        and (raw.get("max_window_layers") or 0) < _positive(raw, "num_hidden_layers", source)
     ):
         raise ValueError(
             f"{source}: use_sliding_window=true with sliding_window={raw['sliding_window']} is not "
@@ -223,6 +222,8 @@ def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{source}: rope settings {params!r}; expected an object")
     if any(isinstance(v, Mapping) for v in params.values()):
         raise ValueError(
             f"{source}: rope_parameters per layer type ({sorted(params)}) is not supported; "

@@ -6,7 +6,8 @@ B sequences of the global batch, b of a micro-batch, S positions (right-padded),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -88,6 +89,14 @@ class Packed:
     index: torch.Tensor  # [b,S] int64: where the output for (row, position t) stands, for t >= 1
     valid: torch.Tensor  # [b,S] bool: t >= 1 and real
     max_slot: int
+
+    def to(self, device: torch.device) -> Packed:
+        moved: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if torch.is_tensor(value := getattr(self, f.name))
+        }
+        return replace(self, **moved)
 
 
 def pack(input_ids: torch.Tensor, lengths: Sequence[int], *, align: int = 1) -> Packed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from typing import Any
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
+from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
@@ -19,7 +19,6 @@ from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool
 from megarl.utils.http import HttpError
 
-ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 # aborts in a row, without a token and without a pause of ours, before it is an error
 MAX_FRUITLESS_ABORTS = 20
 ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted is sent again
@@ -51,12 +50,12 @@ class RemoteSGLangEngine(InferenceEngine):
     @property
     def addresses(self) -> list[str]:
         """host:port of every server."""
-        return self._pool.addresses if self._pool else _addresses(self.config)
+        return self._pool.addresses if self._pool else server_addresses(self.config)
 
     def initialize(self) -> None:
         assert self._loop is None, "initialize() was called twice"
         pool = ServerPool(
-            _addresses(self.config),
+            server_addresses(self.config),
             request_timeout=self.config.request_timeout,
             retries=self.config.request_retries,
         )
@@ -274,13 +273,6 @@ async def _cancel_then_close(pool: ServerPool) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await pool.close()
-
-
-def _addresses(config: RolloutConfig) -> list[str]:
-    if config.addresses:
-        return list(config.addresses)
-    listed = os.environ.get(ADDRESSES_ENV, "")
-    return [a.strip() for a in listed.split(",") if a.strip()]
 
 
 def _served(info: Any) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
@@ -15,9 +14,15 @@ from megarl.trainer.figures import completions
 N_SAMPLES_SHOWN = 12
 
 
+class Rows(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
 class Evaluator:
     def __init__(
-        self, rows: Sequence[dict[str, Any]], engine: InferenceEngine, workflow: RolloutWorkflow,
+        self, rows: Rows, engine: InferenceEngine, workflow: RolloutWorkflow,
         tokenizer: Any, *, config: EvaluatorConfig, seed: int,
     ) -> None:
         n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)

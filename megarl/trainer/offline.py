@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
 from megarl.data import build_dataloader, build_dataset, collate_sft
+from megarl.observability.bootstrap import bootstrap_ci
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
@@ -83,7 +84,12 @@ class SFTTrainer:
         if self.held_out is None:
             return {}
         with self.timers.phase("eval"):
-            return {f"eval/{k}": v for k, v in self.model.evaluate(self.held_out).items()}
+            stats = self.model.evaluate(self.held_out)
+        n = len(self.held_out["input_ids"])
+        right = round(stats["exact_match"] * n)
+        low, high = bootstrap_ci([True] * right + [False] * (n - right), seed=self.cfg.seed)
+        interval = {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
+        return {f"eval/{k}": v for k, v in (stats | interval).items()}
 
     def _good_enough(self, stats: dict[str, float]) -> bool:
         bound = self.cfg.stop_at_exact_match

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config.check import engines, model_path
+from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import raise_if_any
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
+
+
+# weights as safetensors only: others' formats can be twice the size and are never read
+_HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def fetch_hub_models(cfg: BaseConfig) -> None:
+    """Hub names (org/name) of engines become their local snapshots, downloaded where they are not.
+
+    Raises ConfigError naming the model that is neither a directory nor to be had.
+    """
+    problems = []
+    for name, engine in engines(cfg).items():
+        path = engine.path
+        if "/" not in path or Path(path).is_dir() or not looks_like_hub_name(path):
+            continue
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            engine.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
+        except (OSError, HfHubHTTPError) as e:
+            problems.append(
+                f"{name}.path={path}: neither a directory nor to be had from the hub ({e}); "
+                f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
+            )
+    raise_if_any(problems)
 
 
 def check_models(cfg: BaseConfig) -> None:

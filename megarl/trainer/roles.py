@@ -14,7 +14,9 @@ class MegatronActor(Actor):
     """The trained policy: `compute_logp`, `compute_advantages`, `ppo_update` + engine verbs."""
 
     def __init__(self, config: PPOActorConfig, *, temperature: float = 1.0, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+        super().__init__(
+            config, MegatronEngine(config, seed=seed), temperature=temperature, seed=seed
+        )
 
 
 class MegatronRef(Ref):

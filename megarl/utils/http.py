@@ -49,7 +49,7 @@ def call_json(
         response = connection.getresponse()
         status, raw = response.status, response.read()
     except TimeoutError as e:
-        raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
+        raise HttpError(address, path, f"gave no answer within {timeout:.1f} s") from e
     except (OSError, http.client.HTTPException) as e:
         reason = str(e) or "connection closed"
         raise HttpError(address, path, f"failed: {type(e).__name__}: {reason}") from e

@@ -133,7 +133,7 @@ class Exchange(Generic[T]):
         if broken is not None:
             return f"{type(broken).__name__}: {broken}" + (f" (silent: {silent})" if silent else "")
         waiting = silent or "the collective, though every server answered"
-        return f"no answer within {deadline.timeout:.0f} s from {waiting}"
+        return f"no answer within {deadline.timeout:.1f} s from {waiting}"
 
 
 def _broadcast(

@@ -24,7 +24,7 @@ _VERSION = re.compile(r"v\d+")
 
 
 class DiskTransport:
-    """Collective over the engine's ranks. Rank 0 writes, as in every save, and calls the servers."""
+    """Collective over the engine's ranks. Rank 0 writes (every save does) and calls servers."""
 
     def __init__(
         self, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, torch.Tensor],

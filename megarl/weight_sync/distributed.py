@@ -40,6 +40,7 @@ class DistributedTransport:
         self.agreement = agreement
         self._planned: tuple[int, SyncPlan, BucketGatherer] | None = None
         self._channel: UpdateChannel | None = None
+        self._buffers: list[torch.Tensor] = []
         self._connected_to: tuple[tuple[str, ...], str] | None = None
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
@@ -48,8 +49,10 @@ class DistributedTransport:
         try:
             with phases.time("connect"):
                 together(self._connect, meta, deadline)
-            # may fail on the owner alone: it allocates two buckets
-            stream = together(_Stream, plan, gatherer, self._channel, meta, deadline, phases)
+            buffers = together(self._take_buffers, plan.largest)
+            stream = together(
+                _Stream, plan, gatherer, self._channel, buffers, meta, deadline, phases
+            )
             together(stream.begin)
             for bucket in plan.buckets:
                 together(stream.step, bucket)
@@ -60,6 +63,8 @@ class DistributedTransport:
         except BaseException:
             self._abandon()
             raise
+        if self.device.type == "cuda":
+            self._buffers = []  # training needs the memory
         phases.figures |= {"bytes": float(plan.nbytes), "buckets": float(len(plan.buckets))}
 
     def close(self) -> None:
@@ -87,8 +92,22 @@ class DistributedTransport:
         )
         self._connected_to = meta.addresses, backend
 
+    def _take_buffers(self, nbytes: int) -> list[torch.Tensor]:
+        """Two buckets on the owner. Host memory is kept from one upload to the next: the kernel
+        takes longer to hand out fresh pages than a gather takes to fill them.
+        """
+        if self.rank == self.owner and (not self._buffers or self._buffers[0].numel() < nbytes):
+            self._buffers = []  # freed before their successors are allocated
+            self._buffers = [
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)
+            ]
+        return self._buffers
+
     def _abandon(self) -> None:
-        """Gives up a channel in an unknown state; the next upload opens a new one."""
+        """Gives up a channel in an unknown state; the next upload opens a new one, with buffers
+        that no broadcast under way still reads.
+        """
+        self._buffers = []
         self._leave(abort=True)
 
     def _leave(self, *, abort: bool) -> None:
@@ -104,16 +123,12 @@ class _Stream:
 
     def __init__(
         self, plan: SyncPlan, gatherer: BucketGatherer, channel: UpdateChannel | None,
-        meta: WeightUpdateMeta, deadline: Deadline, phases: Phases,
+        buffers: list[torch.Tensor], meta: WeightUpdateMeta, deadline: Deadline, phases: Phases,
     ) -> None:
-        self.plan, self.gatherer, self.channel = plan, gatherer, channel
+        self.plan, self.gatherer, self.channel, self.buffers = plan, gatherer, channel, buffers
         self.meta, self.deadline, self.phases = meta, deadline, phases
         self.verifier = Verifier(channel.info) if channel and meta.verify else None
         self._in_flight: Exchange[float] | None = None
-        self._buffers = [
-            torch.empty(plan.largest, dtype=torch.uint8, device=gatherer.device)
-            for _ in range(2 if channel else 0)
-        ]
 
     def begin(self) -> None:
         if self.channel is not None:
@@ -122,7 +137,7 @@ class _Stream:
     def step(self, bucket: Bucket) -> None:
         """Gathers `bucket` while the one before it is under way, then lets it follow."""
         with self.phases.time("gather"):
-            out = self._buffers[bucket.index % 2] if self._buffers else None
+            out = self.buffers[bucket.index % 2] if self.buffers else None
             flat = self.gatherer.gather(bucket, out)
         if self.channel is None:
             return

@@ -30,7 +30,7 @@ def models(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def sharded_vocabulary(vocab: int, rows: int) -> dict[str, torch.Tensor]:
+def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
     """Values and gradients of token_outputs on this rank's shard of `rows` rows."""
     from megarl.parallel.vocab_parallel import VocabShard, token_outputs
 

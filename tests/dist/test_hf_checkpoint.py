@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf, save_hf
+from megarl.ckpt.safetensors_files import ShardWriter
 from megarl.models import build_piece_table, named_params, read_hf_config
 from megarl.parallel.layout import Layout
 from tests.dist.models_util import built
@@ -151,6 +152,35 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_old_model(
     world2.run(run_round_trip, source, target, {}, torch.float32)  # and now it is replaced
     same(source, target)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def run_full_disk(source: Path, target: Path) -> str:
+    """The disk fills up while other ranks still have buckets to send."""
+    writes = 0
+
+    def full(*_: Any) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 5:
+            raise OSError(28, "No space left on device")
+
+    real, ShardWriter.write = ShardWriter.write, full  # type: ignore[method-assign]
+    try:
+        run_round_trip(source, target, dict(pp=2), torch.float32, bucket_bytes=20_000)
+    except (OSError, RuntimeError) as e:
+        return str(e)
+    finally:
+        ShardWriter.write = real  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_disk_that_fills_up_midway_stops_every_rank(world2: World, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "a", "llama")
+    errors = world2.run(run_full_disk, source, tmp_path / "b")
+    assert all("No space left" in e for e in errors)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    world2.run(run_round_trip, source, tmp_path / "b", dict(pp=2), torch.float32)
+    same(source, tmp_path / "b")
 
 
 def test_a_save_does_not_replace_what_is_no_model(world2: World, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
@@ -23,11 +23,13 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import WeightSender
+from megarl.weight_sync.agreement import Agreement
+from megarl.weight_sync.process_group import destroy_update_group, init_update_group
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import save_tiny
 
-LAYOUTS: dict[str, dict[str, int]] = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2": {}}
 SOME = 60_000  # bytes of a bucket: about ten of them
 
 
@@ -40,10 +42,8 @@ def addresses(servers: list[Server]) -> tuple[str, ...]:
 
 
 def checksums(server: Server) -> dict[str, str]:
-    sums: dict[str, str] = server.ok("/weights_checker", {"action": "checksum"})["ranks"][0][
-        "checksums"
-    ]
-    return sums
+    answer = server.ok("/weights_checker", {"action": "checksum"})
+    return dict(answer["ranks"][0]["checksums"])
 
 
 def version(server: Server) -> str:
@@ -87,7 +87,7 @@ def tied(home: Path) -> Iterator[Server]:
 Params = dict[str, torch.Tensor]
 
 
-def sharded(source: Path, parallel: dict[str, int], dtype: torch.dtype) -> tuple[Any, ...]:
+def sharded(source: Path, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
     """(table, layout, rank, params) of this rank: WeightSender's and save_hf's arguments."""
     rank = dist.get_rank()
     layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
@@ -99,7 +99,7 @@ def sharded(source: Path, parallel: dict[str, int], dtype: torch.dtype) -> tuple
 
 
 def run_syncs(
-    source: Path, saved: Path, parallel: dict[str, int], dtype: torch.dtype,
+    source: Path, saved: Path, parallel: dict[str, Any], dtype: torch.dtype,
     metas: list[WeightUpdateMeta], owner: int = 0,
 ) -> list[dict[str, float]]:
     """Saves to `saved`, then uploads once for each meta through one sender."""
@@ -167,7 +167,8 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     path = tmp_path / "shared"
     disk = [
         WeightUpdateMeta(
-            type="disk", version=v, path=str(path), addresses=addresses(untied), timeout=60, verify=True
+            type="disk", version=v, path=str(path), addresses=addresses(untied), timeout=60,
+            verify=True,
         )
         for v in (201, 202)
     ]
@@ -190,7 +191,8 @@ def test_fp32_ranks_feed_a_bf16_server(world: World, tied: Server, tmp_path: Pat
     assert stats[0][0]["weight_sync/verified"] == 1
 
 
-# ---- failures: each a RuntimeError on every rank, soon, and the next sync works
+# ---- failures: each a RuntimeError on every rank, and the next sync works. Where nothing is said
+# about a timeout it is 600 s: a rank that waits for it fails the test by the world's own bound.
 
 
 class Tripwire(dict[str, torch.Tensor]):
@@ -210,12 +212,11 @@ class Tripwire(dict[str, torch.Tensor]):
 @dataclass
 class Failure:
     error: str
-    seconds: float
     recovered: dict[str, float]
 
 
 def run_failing_sync(
-    source: Path, parallel: dict[str, int], bad: WeightUpdateMeta, good: WeightUpdateMeta,
+    source: Path, parallel: dict[str, Any], bad: WeightUpdateMeta, good: WeightUpdateMeta,
     hit: tuple[int, int] | None = None,
 ) -> Failure:
     """Uploads `bad`, expects an error, then uploads `good` through the same sender.
@@ -226,15 +227,13 @@ def run_failing_sync(
     if hit is not None and rank == 0:
         params = Tripwire(params, len(params) // 2, lambda: os.kill(*hit))
     sender = WeightSender(table, layout, rank, params)
-    start = time.monotonic()
     try:
         sender.upload(bad)
         error = ""
     except RuntimeError as e:
         error = str(e)
-    seconds = time.monotonic() - start
     try:
-        return Failure(error, seconds, sender.upload(good))
+        return Failure(error, sender.upload(good))
     finally:
         sender.close()
 
@@ -245,14 +244,13 @@ def test_a_server_that_refuses_is_quoted_on_every_rank(
     """A qwen2 sync reaches a qwen3 server, which has no biases."""
     source = save_tiny(tmp_path / "new", "qwen2", seed=50)
     before = version(tied)
-    bad = metas_for([untied[0], tied], 401, timeout=40.0, verify=False)[0]
+    bad = metas_for([untied[0], tied], 401, timeout=600.0, verify=False)[0]
     good = metas_for(untied, 402)[0]
     results = world.run(run_failing_sync, source, dict(tp=2), bad, good)
     for r in results:
         assert address(tied) in r.error and address(untied[0]) not in r.error
         assert "version 401, bucket" in r.error
         assert "shape" in r.error or "no such parameter" in r.error  # the server's own words
-        assert r.seconds < bad.timeout
         assert r.recovered["weight_sync/verified"] == 1
     assert version(tied) == before
     assert [version(s) for s in untied] == ["402"] * 2
@@ -263,26 +261,29 @@ def test_a_failure_of_the_owner_alone_reaches_every_rank(
 ) -> None:
     """Servers of different dtypes cannot be verified against one checksum."""
     source = save_tiny(tmp_path / "new", "qwen2", seed=55)
-    bad, good = metas_for([untied[0], tied], 451)[0], metas_for(untied, 452)[0]
+    bad = metas_for([untied[0], tied], 451, timeout=600.0)[0]
+    good = metas_for(untied, 452)[0]
     for r in world.run(run_failing_sync, source, dict(tp=2), bad, good):
         assert "different dtypes" in r.error
 
 
-@pytest.mark.parametrize("blow", (signal.SIGKILL, signal.SIGSTOP), ids=("killed", "frozen"))
+@pytest.mark.parametrize(
+    "blow, timeout", ((signal.SIGKILL, 600.0), (signal.SIGSTOP, 4.0)), ids=("killed", "frozen")
+)
 def test_a_server_lost_in_the_middle_is_named_on_every_rank(
-    world: World, untied: list[Server], home: Path, tmp_path: Path, blow: signal.Signals
+    world: World, untied: list[Server], home: Path, tmp_path: Path, blow: signal.Signals,
+    timeout: float,
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=60)
     with embedded_server(home / "qwen2", log=tmp_path / "victim.log") as victim:
         both = [victim, untied[0]]
-        bad = metas_for(both, 501, bucket_bytes=20_000, timeout=4.0)[0]
+        bad = metas_for(both, 501, bucket_bytes=20_000, timeout=timeout)[0]
         good = metas_for(untied, 502)[0]
         hit = victim.process.pid, int(blow)
         results = world.run(run_failing_sync, source, dict(pp=2), bad, good, hit)
         for r in results:
             assert address(victim) in r.error, r.error
             assert "version 501, bucket" in r.error
-            assert r.seconds < bad.timeout + 20
             assert r.recovered["weight_sync/verified"] == 1
     assert [version(s) for s in untied] == ["502"] * 2
 
@@ -290,7 +291,7 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
 def test_no_server_at_an_address(world: World, untied: list[Server], tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=70)
     bad = WeightUpdateMeta(
-        type="distributed", version=601, addresses=(f"127.0.0.1:{free_port()}",), timeout=10
+        type="distributed", version=601, addresses=(f"127.0.0.1:{free_port()}",), timeout=600
     )
     for r in world.run(run_failing_sync, source, {}, bad, metas_for(untied, 602)[0]):
         assert bad.addresses[0] in r.error and "refused" in r.error
@@ -317,3 +318,58 @@ def test_ranks_with_different_plans_find_out(
 ) -> None:
     errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
     assert all("ranks [1]" in e and "bucket_bytes" in e for e in errors)
+
+
+# ---- groups
+
+
+def run_meeting_sglang(port: int) -> list[float]:
+    """Rank 0 as the trainer; rank 1 does, step by step, what SGLang's init_custom_process_group
+    does on a server. Both stand beside the default group, and leave it usable.
+    """
+    name = "weights"
+    if dist.get_rank() == 0:
+        pg = init_update_group(
+            master_address="127.0.0.1", master_port=port, rank=0, world_size=2, group_name=name,
+            backend="gloo", timeout=30,
+        )  # fmt: skip
+    else:
+        store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+        pg, _ = c10d._new_process_group_helper(
+            size, rank, [], dist.Backend("gloo"), dist.PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
+            timeout=c10d.default_pg_timeout,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[pg] = {0: 0, 1: 1}
+    data = torch.arange(3.0) if dist.get_rank() == 0 else torch.zeros(3)
+    dist.broadcast(data, src=0, group=pg)
+    destroy_update_group(pg)
+    dist.all_reduce(data)
+    return data.tolist()
+
+
+def test_the_group_meets_sglangs(world: World) -> None:
+    for _ in range(2):  # and again under the same name
+        assert world.run(run_meeting_sglang, free_port()) == [[0.0, 2.0, 4.0]] * 2
+
+
+def run_agreeing(failing: tuple[int, ...]) -> str:
+    def work(rank: int) -> int:
+        if rank in failing:
+            raise KeyError(f"broken {rank}")
+        return rank
+
+    agreement = Agreement(None)  # a new one each time, under a new name
+    try:
+        return str(agreement.together(work, agreement.rank))
+    except (KeyError, RuntimeError) as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        agreement.close()
+
+
+def test_an_error_of_one_is_an_error_of_all(world: World) -> None:
+    assert world.run(run_agreeing, ()) == ["0", "1"]
+    told = "RuntimeError: weight sync failed on rank 1: KeyError: 'broken 1'"
+    assert world.run(run_agreeing, (1,)) == [told, "KeyError: 'broken 1'"]
+    assert world.run(run_agreeing, (0, 1)) == ["KeyError: 'broken 0'", "KeyError: 'broken 1'"]

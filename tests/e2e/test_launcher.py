@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf_stub import write_stub
+from tests.tiny import save_tiny
+
 TIMEOUT = 60.0
 
 TRAINER = """
@@ -31,7 +34,9 @@ import os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 port = int(sys.argv[sys.argv.index("--port") + 1])
-Path(os.environ["OUT"], f"server{{port}}.pid").write_text(str(os.getpid()))
+out = Path(os.environ["OUT"])
+(out / f"tmp{{port}}").write_text(str(os.getpid()))
+(out / f"tmp{{port}}").rename(out / f"server{{port}}.pid")
 print("the server speaks", flush=True)
 {act}
 class Health(BaseHTTPRequestHandler):
@@ -48,16 +53,7 @@ class Stage:
 
     def __init__(self, path: Path) -> None:
         self.path, self.script = path, path / "train.py"
-        model = path / "model"
-        model.mkdir()
-        config = dict(
-            architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=64, head_dim=16,
-            intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=130, max_position_embeddings=4096,
-            rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True,
-        )  # fmt: skip
-        (model / "config.json").write_text(json.dumps(config))
-        (model / "model.safetensors").write_bytes(b"")
+        model = write_stub(path / "model")
         self.run = [f"fileroot={path}/runs", "experiment_name=e", "trial_name=t"]
         self.sft = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1e-3", *self.run]
         self.grpo = [
@@ -167,6 +163,23 @@ def test_servers_run_before_trainers_and_end_after_them(stage: Stage) -> None:
     logs = [stage.path / "runs" / "e" / "t" / f"server_{i}.log" for i in range(2)]
     assert all("the server speaks" in log.read_text() for log in logs)
     stage.all_gone()
+
+
+def test_trainers_generate_with_the_embedded_server(stage: Stage) -> None:
+    save_tiny(stage.path / "model", "qwen3")
+    body = """
+import urllib.request
+address = os.environ["MEGARL_LLM_SERVER_ADDRS"]
+ask = dict(input_ids=[3, 4, 5], sampling_params=dict(max_new_tokens=4, ignore_eos=True))
+request = urllib.request.Request(f"http://{address}/generate", json.dumps(ask).encode())
+answer = json.load(urllib.request.urlopen(request, timeout=60))
+assert len(answer["output_ids"]) == 4, answer
+"""
+    small = ["server.context_length=64", "server.threads=1"]
+    small += [f"{key}.max_new_tokens=32" for key in ("gconfig", "eval_gconfig")]
+    stage.start(body, *stage.grpo, "server.type=embedded", *small)
+    status, output = stage.finish()
+    assert status == 0, output
 
 
 def test_no_server_is_started_where_some_run_already(stage: Stage) -> None:

@@ -1,6 +1,7 @@
 """The rollout client, executor and workflow against a real embedded server."""
 
 import asyncio
+import dataclasses
 import os
 import threading
 
@@ -12,7 +13,14 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.data import build_dataloader, build_dataset
-from megarl.rollout import RewardPool, RLVRWorkflow, SGLangEngine, get_reward_fn, start_server
+from megarl.rollout import (
+    RemoteSGLangEngine,
+    RewardPool,
+    RLVRWorkflow,
+    SGLangEngine,
+    get_reward_fn,
+    start_server,
+)
 from megarl.utils.http import call_json
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -235,6 +243,46 @@ def test_prepare_batch_makes_the_contracts_batch(client, tokenizer, pool):
     assert len(evaluation["rewards"]) == 12
     again = client.rollout_batch(data, flow)
     assert torch.equal(again["input_ids"], client.rollout_batch(data, flow)["input_ids"])
+
+
+def test_asynchronous_batches_stay_within_the_staleness_bound(client, models, tokenizer, pool):
+    """Weights change under running episodes; every token carries the version that wrote it, and
+    none is older than the bound when its batch is handed out.
+    """
+    eta, base = 2, 100
+    load(client, models / "m0", base)
+    remote = RemoteSGLangEngine(
+        dataclasses.replace(
+            ROLLOUT, addresses=client.addresses, max_head_offpolicyness=eta,
+            max_concurrent_rollouts=6,
+        )
+    )  # fmt: skip
+    remote.set_version(base)
+    remote.initialize()
+    try:
+        cfg = DatasetConfig(type="arithmetic", size=40, batch_size=4)
+        data = build_dataset(cfg, tokenizer, purpose="rl", seed=1)
+        loader = build_dataloader(data, cfg, seed=1)
+        g = GenerationHyperparameters(n_samples=2, max_new_tokens=60, ignore_eos=True, seed=1)
+        flow = RLVRWorkflow(digits, g, tokenizer, reward_pool=pool)
+        ages = set()
+        for version in range(base, base + 6):
+            batch = remote.prepare_batch(loader, flow)
+            assert len(batch["rewards"]) == 8
+            trained = batch["versions"][batch["loss_mask"]]
+            assert trained.min() >= version - eta and trained.max() <= version
+            ages |= set((version - trained).tolist())
+            remote.pause()
+            load(remote, models / f"m{version % 2}", version + 1)
+            remote.resume()
+        stats = remote.stats()
+        assert max(ages) >= 1, "nothing was generated ahead"
+        assert stats["submitted"] == sum(
+            stats[k] for k in ("running", "accepted", "rejected", "failed", "dropped")
+        )
+    finally:
+        remote.destroy()
+        load(client, models / "m0", base + 50)
 
 
 def test_a_raising_reward_stops_the_run(client, tokenizer, pool):

@@ -56,17 +56,27 @@ class Sender:
         self.server, self.name = server, name
         port = free_port()
         body = {
-            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": name, "backend": "gloo",
-        }  # fmt: skip
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": name,
+            "backend": "gloo",
+        }
         asked = self._post("/init_weights_update_group", body)
         self.group = init_update_group(
-            master_address="127.0.0.1", master_port=port, rank=0, world_size=2, group_name=name,
-            backend="gloo", timeout=20,
-        )  # fmt: skip
+            master_address="127.0.0.1",
+            master_port=port,
+            rank=0,
+            world_size=2,
+            group_name=name,
+            backend="gloo",
+            timeout=20,
+        )
         assert asked() == (
-            200, {"success": True, "message": "Succeeded to initialize custom process group."}
-        )  # fmt: skip
+            200,
+            {"success": True, "message": "Succeeded to initialize custom process group."},
+        )
 
     def _post(self, path, body):
         out = {}
@@ -82,10 +92,11 @@ class Sender:
     def send(self, tensors, *, flat=False, session=True, **extra):
         """(status, answer) of one update with everything that belongs to it."""
         body = {
-            "names": list(tensors), "group_name": self.name,
+            "names": list(tensors),
+            "group_name": self.name,
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(t.shape) for t in tensors.values()],
-        } | extra  # fmt: skip
+        } | extra
         if flat:
             body["load_format"] = "flattened_bucket"
         if session:
@@ -135,9 +146,11 @@ def test_distributed_updates_arrive_bit_for_bit(server, sender, weights, flat):
     status, answer = sender.send(weights[1], flat=flat, weight_version="7")
     assert (status, answer) == (
         200,
-        {"success": True,
-         "message": "Succeeded to update parameter online. Weight version updated to 7."},
-    )  # fmt: skip
+        {
+            "success": True,
+            "message": "Succeeded to update parameter online. Weight version updated to 7.",
+        },
+    )
     assert checksums(server) == sums_of(weights[1])
     after = greedy(server)
     assert after["meta_info"]["weight_versions"] == [{"version": "7", "start": 0, "end": 6}]
@@ -189,10 +202,13 @@ def test_malformed_lists_are_refused_before_anything_is_received(server, sender)
     server.ok("/begin_weight_update")
     good = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "g"}
     for change, word in (
-        ({"names": "a"}, "names"), ({"dtypes": []}, "differ in length"),
-        ({"dtypes": ["int7"]}, "int7"), ({"shapes": [["x"]]}, "shape"),
-        ({"group_name": "other"}, "other"), ({"load_format": "zip"}, "zip"),
-    ):  # fmt: skip
+        ({"names": "a"}, "names"),
+        ({"dtypes": []}, "differ in length"),
+        ({"dtypes": ["int7"]}, "int7"),
+        ({"shapes": [["x"]]}, "shape"),
+        ({"group_name": "other"}, "other"),
+        ({"load_format": "zip"}, "zip"),
+    ):
         status, answer = server.post("/update_weights_from_distributed", good | change)
         assert status == 400 and word in answer["message"], answer
     server.ok("/end_weight_update")
@@ -204,9 +220,13 @@ def test_a_lost_sender_is_an_error_after_the_timeout(server, dirs, weights):
     name = "model.norm.weight"
     status, answer = server.post(
         "/update_weights_from_distributed",
-        {"names": [name], "dtypes": ["float32"], "shapes": [list(weights[0][name].shape)],
-         "group_name": "lost"},
-    )  # fmt: skip
+        {
+            "names": [name],
+            "dtypes": ["float32"],
+            "shapes": [list(weights[0][name].shape)],
+            "group_name": "lost",
+        },
+    )
     assert status == 400 and name in answer["message"]
     server.ok("/end_weight_update")
     lost.close()
@@ -234,9 +254,10 @@ def test_update_from_disk(server, dirs, weights, tmp_path):
         "/update_weights_from_disk", {"model_path": str(dirs[1]), "weight_version": "disk"}
     )
     assert answer == {
-        "success": True, "num_paused_requests": 0,
+        "success": True,
+        "num_paused_requests": 0,
         "message": "Succeeded to update model weights. Weight version updated to disk.",
-    }  # fmt: skip
+    }
     assert checksums(server) == sums_of(weights[1])
     info = server.get("/model_info")[1]
     assert info["model_path"] == info["served_model_name"] == str(dirs[1])
@@ -250,9 +271,12 @@ def test_update_from_disk_takes_all_or_nothing(server, dirs, weights, tmp_path):
     raw = (dirs[1] / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(raw[: len(raw) // 2])
     for path, word in (
-        (other, "lacks model.layers.2"), (longer, "model.layers.4"), (cut, "cannot read"),
-        (tmp_path / "none", "not a directory"), (tmp_path, "model.safetensors"),
-    ):  # fmt: skip
+        (other, "lacks model.layers.2"),
+        (longer, "model.layers.4"),
+        (cut, "cannot read"),
+        (tmp_path / "none", "not a directory"),
+        (tmp_path, "model.safetensors"),
+    ):
         status, answer = server.post("/update_weights_from_disk", {"model_path": str(path)})
         assert status == 400 and answer["success"] is False and word in answer["message"], answer
     assert checksums(server) == sums_of(weights[0])
@@ -294,10 +318,11 @@ def test_requests_behind_a_waiting_update_run_after_it(server, dirs):
     done = {}
     update = threading.Thread(
         target=lambda: done.update(
-            r=server.post("/update_weights_from_disk",
-                          {"model_path": str(dirs[1]), "weight_version": "1"})
+            r=server.post(
+                "/update_weights_from_disk", {"model_path": str(dirs[1]), "weight_version": "1"}
+            )
         )
-    )  # fmt: skip
+    )
     update.start()
     server.wait_waiting()
     late = greedy(server)
@@ -316,9 +341,7 @@ def pause(server, mode):
 def test_pause_abort_returns_what_there_is(server):
     future = server.start(PROMPT, **LONG)
     server.wait_running()
-    assert pause(server, "abort") == {
-        "message": "Generation paused successfully.", "status": "ok"
-    }  # fmt: skip
+    assert pause(server, "abort") == {"message": "Generation paused successfully.", "status": "ok"}
     answer = future.result(10)
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
@@ -374,6 +397,7 @@ def test_an_update_that_cannot_flush_says_so(server, sender, weights):
     pause(server, "in_place")
     status, answer = sender.send(weights[1])
     assert status == 400 and "flush_cache=false" in answer["message"]
+    assert checksums(server) == sums_of(weights[0])
     server.ok("/abort_request", {"abort_all": True})
     assert running.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -435,9 +459,11 @@ def test_sigterm_ends_it_whatever_it_does(dirs, tmp_path):
         Sender(server, name="stuck")
         server.ok("/begin_weight_update")
         body = {
-            "names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]],
+            "names": ["model.norm.weight"],
+            "dtypes": ["float32"],
+            "shapes": [[64]],
             "group_name": "stuck",
-        }  # fmt: skip
+        }
         stuck = threading.Thread(
             target=lambda: server.post("/update_weights_from_distributed", body), daemon=True
         )
@@ -447,8 +473,17 @@ def test_sigterm_ends_it_whatever_it_does(dirs, tmp_path):
 
 
 def test_a_model_that_turns_nan_is_an_error_not_a_sample(server, sender, weights):
-    name = "model.norm.weight"
-    sender.send({name: torch.full_like(weights[0][name], float("nan"))})
-    status, data = server.post("/generate", {"input_ids": PROMPT})
+    name = "model.layers.0.input_layernorm.weight"  # its NaN reaches keys and values
+    base = greedy(server, 20)["meta_info"]["output_token_logprobs"]
+    nan = torch.full_like(weights[0][name], float("nan"))
+    sender.send({name: nan})
+    status, data = server.post("/generate", {"input_ids": PROMPT * 20})
     assert status == 500 and "NaN" in data["error"]["message"]
     assert server.get("/health")[0] == 200
+    # nothing of it stays behind in the cache
+    sender.send({name: weights[0][name]}, flush_cache=False)
+    answers = server.generate(
+        [PROMPT, PROMPT * 2], temperature=0, max_new_tokens=20, ignore_eos=True
+    )
+    got = [e[0] for e in answers[0]["meta_info"]["output_token_logprobs"]]
+    assert got == pytest.approx([e[0] for e in base], abs=1e-5)

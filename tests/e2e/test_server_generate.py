@@ -108,9 +108,12 @@ def test_top_k_one_equals_greedy(server):
 
 def test_shape_of_the_answer(server):
     answer = server.generate(
-        PROMPT, body={"rid": "mine", "logprob_start_len": 0, "top_logprobs_num": 3},
-        temperature=0, max_new_tokens=4, ignore_eos=True,
-    )  # fmt: skip
+        PROMPT,
+        body={"rid": "mine", "logprob_start_len": 0, "top_logprobs_num": 3},
+        temperature=0,
+        max_new_tokens=4,
+        ignore_eos=True,
+    )
     meta = answer["meta_info"]
     assert set(answer) == {"text", "output_ids", "meta_info"}
     assert meta["id"] == "mine" and meta["prompt_tokens"] == 6 and meta["completion_tokens"] == 4
@@ -158,9 +161,13 @@ def test_batch_of_items_keeps_order_and_rids(server):
 def test_text_in_text_out(server):
     answer = server.ok(
         "/generate",
-        {"text": "the quick", "sampling_params": {"max_new_tokens": 3, "temperature": 0},
-         "return_logprob": True, "return_text_in_logprobs": True},
-    )  # fmt: skip
+        {
+            "text": "the quick",
+            "sampling_params": {"max_new_tokens": 3, "temperature": 0},
+            "return_logprob": True,
+            "return_text_in_logprobs": True,
+        },
+    )
     pieces = [e[2] for e in answer["meta_info"]["output_token_logprobs"]]
     assert answer["text"] == "".join(pieces) and len(answer["text"]) >= 3
     assert answer["meta_info"]["prompt_tokens"] == 3
@@ -176,18 +183,20 @@ def test_stop_tokens(server):
         PROMPT, max_new_tokens=150, stop_token_ids=stops, sampling_seed=4, temperature=0.9
     )
     kept = server.generate(
-        PROMPT, max_new_tokens=150, stop_token_ids=stops, sampling_seed=4, temperature=0.9,
+        PROMPT,
+        max_new_tokens=150,
+        stop_token_ids=stops,
+        sampling_seed=4,
+        temperature=0.9,
         no_stop_trim=True,
-    )  # fmt: skip
+    )
     assert kept["output_ids"] == trimmed["output_ids"]
     assert kept["text"].startswith(trimmed["text"]) and len(kept["text"]) > len(trimmed["text"])
 
 
 def test_ignore_eos_and_min_new_tokens(server):
     everything = list(range(3, VOCAB))  # with EOS (1): only ids 0 and 2 are no stop tokens
-    through = server.generate(
-        PROMPT, max_new_tokens=40, stop_token_ids=everything, ignore_eos=True
-    )
+    through = server.generate(PROMPT, max_new_tokens=40, stop_token_ids=everything, ignore_eos=True)
     assert len(through["output_ids"]) == 40
     held = server.generate(
         PROMPT, max_new_tokens=40, min_new_tokens=7, stop_token_ids=everything, temperature=1.0
@@ -248,9 +257,9 @@ def test_deterministic_mode_is_bitwise_independent_of_the_rest(exact):
     busy = [f.result(60) for f in [one(i) for i in range(6)]]
     batch = exact.generate(
         [given[0]] * 4 + given[1:],
-        body=body | {"sampling_params": [params | {"sampling_seed": i}
-                                         for i in (0, 0, 0, 0, 1, 2, 3, 4, 5)]},
-    )[3:]  # fmt: skip
+        body=body
+        | {"sampling_params": [params | {"sampling_seed": i} for i in (0, 0, 0, 0, 1, 2, 3, 4, 5)]},
+    )[3:]
     for a, b, c in zip(alone, busy, batch, strict=True):
         for key in ("output_token_logprobs", "input_token_logprobs"):
             assert a["meta_info"][key] == b["meta_info"][key] == c["meta_info"][key]
@@ -304,7 +313,8 @@ def refused(server, body, status=400):
 def test_refusals_name_what_is_wrong(server):
     few = {"max_new_tokens": 2}
     assert refused(server, {"input_ids": [5] * CONTEXT, "sampling_params": few}) == (
-        f"The input ({CONTEXT} tokens) is longer than the model's context length ({CONTEXT} tokens)."
+        f"The input ({CONTEXT} tokens) is longer than the model's context length "
+        f"({CONTEXT} tokens)."
     )
     assert f"a total of {CONTEXT + 1} tokens" in refused(
         server, {"input_ids": [5], "sampling_params": {"max_new_tokens": CONTEXT}}
@@ -332,9 +342,7 @@ def test_refusals_name_what_is_wrong(server):
         "/generate", {"input_ids": [5], "bogus": 1, "sampling_params": {"ignore_eos": True}}
     )
     assert answer["meta_info"]["completion_tokens"] == 128
-    late = server.ok(
-        "/generate", {"input_ids": [5] * 150, "sampling_params": {"ignore_eos": True}}
-    )
+    late = server.ok("/generate", {"input_ids": [5] * 150, "sampling_params": {"ignore_eos": True}})
     assert late["meta_info"]["completion_tokens"] == CONTEXT - 150
 
 

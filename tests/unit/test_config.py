@@ -41,6 +41,7 @@ def test_command_line_in_any_order(tmp_path: Path) -> None:
 def test_recipe_key_picks_the_dataclass() -> None:
     assert isinstance(load_config(None), GRPOConfig)
     assert isinstance(load_config(None, ["recipe=sft"]), SFTConfig)
+    assert problems("recipe=[sft]") == ["recipe=['sft']: not one of sft, grpo"]
     assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo"]
 
 

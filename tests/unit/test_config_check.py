@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,12 @@ from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
 from megarl.parallel.layout import Layout
 from megarl.trainer.preflight import check_models
+from tests.hf_stub import write_stub
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A HF directory as far as anything before torch looks at it."""
-    folder = tmp_path_factory.mktemp("model")
-    config = dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=64, head_dim=16,
-        intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=130, max_position_embeddings=4096, rms_norm_eps=1e-6, hidden_act="silu",
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
+    return write_stub(tmp_path_factory.mktemp("model"))
 
 
 def grpo(model: Path, *overrides: str):
@@ -53,6 +43,7 @@ def test_sound_configs_pass(model: Path) -> None:
     check_config(grpo(model, "actor.kl_coef=0.01", "ref={}"), 1)
     check_config(grpo(model, "gconfig.n_samples=1", "actor.adv_norm=none"), 1)
     check_config(grpo(model, "server.count=0", 'rollout.addresses=["[::1]:3000",host:80]'), 1)
+    check_config(grpo(model, "valid_dataset.size=4"), 1)  # less than a batch: not batched
     check_config(sft(model), 1)
 
 

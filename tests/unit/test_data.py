@@ -236,8 +236,11 @@ def test_gsm8k_bad_sources_are_named(tokenizer, gsm8k_file, tmp_path):
     with pytest.raises(ValueError, match=r"train.*0 rows"):
         gsm8k(tokenizer, gsm8k_file("jsonl", "empty.jsonl", []))
     Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"none.parquet\), split train, is empty.*0 rows"):
+    with pytest.raises(ValueError, match=r"none.parquet, split train: .*0 rows"):
         gsm8k(tokenizer, tmp_path / "none.parquet")
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"broken.jsonl, split train: unreadable"):
+        gsm8k(tokenizer, tmp_path / "broken.jsonl")
     with pytest.raises(ValueError, match=r"lacks the columns.*answer"):
         gsm8k(tokenizer, gsm8k_file("jsonl", "wrong.jsonl", [{"question": "?"}]))
     with pytest.raises(ValueError, match="row 0: the answer has no '####'"):

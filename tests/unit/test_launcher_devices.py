@@ -13,10 +13,15 @@ from megarl.launcher.devices import share_out, visible_gpus
 def test_visible_gpus(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-7"}, tmp_path) == ["3", "GPU-7"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
-    assert visible_gpus({"MEGARL_DEVICE": "cpu"}, tmp_path) == []
+
+    def gpus(torch_version: str = "2.13.0+cu130", **env: str) -> list[str]:
+        return visible_gpus(env, devices=tmp_path, torch_version=torch_version)
+
+    assert gpus() == ["0", "1"]
+    assert gpus(CUDA_VISIBLE_DEVICES="3,GPU-7") == ["3", "GPU-7"]
+    assert gpus(CUDA_VISIBLE_DEVICES="") == []
+    assert gpus(MEGARL_DEVICE="cpu") == []
+    assert gpus("2.13.0+cpu") == []
 
 
 def test_trainers_first_then_servers() -> None:

@@ -87,6 +87,7 @@ def test_unpack_puts_what_is_said_about_a_token_beside_it():
     out = unpack(about_next, p)
     assert out.tolist() == [[0, 6, 7, 0], [0, 9, 0, 0], [0, 0, 0, 0]]
     out.sum().backward()
+    assert about_next.grad is not None
     assert about_next.grad.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
     wide = unpack(torch.arange(16.0).reshape(8, 2), p)
     assert wide.shape == (3, 4, 2) and wide[1, 1].tolist() == [8, 9]

@@ -22,9 +22,16 @@ class _NoCall:
 
 def make_sequence(prompt, **options):
     return Sequence(
-        rid="r", prompt=prompt, params=SamplingParams(), max_new_tokens=99, stop_ids=frozenset(),
-        seed=0, call=_NoCall(), index=0, **options,
-    )  # fmt: skip
+        rid="r",
+        prompt=prompt,
+        params=SamplingParams(),
+        max_new_tokens=99,
+        stop_ids=frozenset(),
+        seed=0,
+        call=_NoCall(),
+        index=0,
+        **options,
+    )
 
 
 def prompts(lengths, seed=0):
@@ -90,6 +97,21 @@ def test_equal_prompts_are_run_once_and_share_their_logits(pair, monkeypatch):
     assert sorted(s.cached_tokens for s in seqs) == [0, 0, 6, 11, 11]
 
 
+def test_masked_positions_are_finite_whatever_memory_held(pair):
+    """0 * NaN is NaN: neither fresh memory nor a broken model's rows may leak through a mask."""
+    runner, model = pair
+    runner.cache.clear()
+    runner.cache.reserve(2, 100, used=0)
+    assert not runner.cache.keys.any() and not runner.cache.values.any()
+    runner.cache.values.fill_(torch.nan)
+    runner.cache.keys.fill_(torch.nan)
+    runner.cache.scrub([0, 1])
+    given = prompts([3, 60])
+    got = teacher_forced(runner, [make_sequence(p) for p in given], steps=3)
+    for i, p in enumerate(given):
+        torch.testing.assert_close(got[i], reference(model, p, 3), atol=1e-4, rtol=1e-4)
+
+
 def test_rows_survive_growth_and_moves_of_the_cache(pair):
     runner, model = pair
     runner.cache.clear()
@@ -121,9 +143,14 @@ def test_prompt_logprobs(pair):
 
 def test_attention_the_server_does_not_have_is_refused_by_name(tmp_path):
     config = transformers.MistralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
     transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sliding_window"):
         ModelRunner(ServerArgs(model_path=str(tmp_path), device="cpu"))
@@ -137,10 +164,17 @@ def test_a_cache_too_small_for_one_sequence_is_refused(tmp_path):
 
 def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(tmp_path)

@@ -20,9 +20,16 @@ class _NoCall:
 
 def make_sequence(seed=0, prompt=(3, 4), output=(), stop_ids=(), **params):
     s = Sequence(
-        rid="r", prompt=list(prompt), params=SamplingParams(**params), max_new_tokens=99,
-        stop_ids=frozenset(stop_ids), seed=seed, call=_NoCall(), index=0, return_logprob=True,
-    )  # fmt: skip
+        rid="r",
+        prompt=list(prompt),
+        params=SamplingParams(**params),
+        max_new_tokens=99,
+        stop_ids=frozenset(stop_ids),
+        seed=seed,
+        call=_NoCall(),
+        index=0,
+        return_logprob=True,
+    )
     s.output = list(output)
     return s
 
@@ -64,9 +71,11 @@ def test_frequencies_follow_the_distribution():
 def test_logprobs_are_at_the_temperature_and_not_renormalised():
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
     seqs = [
-        make_sequence(temperature=0.7), make_sequence(temperature=0.0),
-        make_sequence(temperature=1.3, top_k=3), make_sequence(top_p=0.3, min_p=0.1),
-    ]  # fmt: skip
+        make_sequence(temperature=0.7),
+        make_sequence(temperature=0.0),
+        make_sequence(temperature=1.3, top_k=3),
+        make_sequence(top_p=0.3, min_p=0.1),
+    ]
     got = draw(logits, seqs)
     temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0])[:, None]
     want = torch.log_softmax(logits / temperatures, -1)
@@ -152,17 +161,26 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_and_none_with_zero_mass()
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"top_k": 0}, "top_k"),
-        ({"top_k": 2.5}, "top_k"), ({"min_p": 2}, "min_p"), ({"n": 0}, "n"),
-        ({"max_new_tokens": -1}, "max_new_tokens"), ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
         ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens"),
-        ({"stop": 3}, "stop"), ({"stop_token_ids": ["a"]}, "stop_token_ids"),
-        ({"ignore_eos": 1}, "ignore_eos"), ({"sampling_seed": 2**70}, "sampling_seed"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"regex": "a+"}, "regex"),
+        ({"stop": 3}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"sampling_seed": 2**70}, "sampling_seed"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"regex": "a+"}, "regex"),
         ("greedy", "sampling_params"),
     ],
-)  # fmt: skip
+)
 def test_bad_sampling_params_are_refused_by_name(given, named):
     with pytest.raises(ServerError, match=named):
         parse_sampling_params(given)

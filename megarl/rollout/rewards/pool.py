@@ -21,6 +21,12 @@ from typing import Any
 
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
+# how a worker ended, by what it had said last
+_END = {
+    "begun": " ended its worker process",
+    "": ": the worker process ended before it began (a script that makes a RewardPool needs "
+    "`if __name__ == '__main__'`: workers import it)",
+}
 
 
 class RewardError(RuntimeError):
@@ -67,7 +73,7 @@ class _Worker:
     def start(self) -> Connection:
         with self._lock:
             if self._ended:
-                raise EOFError("the reward pool is closed")
+                raise RewardError("the reward pool is closed")
             if self._pipe is None:
                 context = mp.get_context("spawn")  # fork would copy threads and CUDA state
                 self._pipe, theirs = context.Pipe()
@@ -157,6 +163,7 @@ class RewardPool:
             self._idle.put(worker)
 
     def _drive(self, worker: _Worker, payload: bytes, what: str) -> float:
+        kind, value = "", None
         try:
             pipe = worker.start()
             pipe.send_bytes(payload)
@@ -169,7 +176,7 @@ class RewardPool:
             raise
         except (EOFError, OSError) as e:
             worker.discard()
-            raise RewardError(f"{what} ended its worker process ({type(e).__name__})") from e
+            raise RewardError(what + _END[kind]) from e
         if kind == "error":
             raise RewardError(f"{what} raised {value}")
         return value

@@ -42,15 +42,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", help="name in /model_info (default: the model path)")
     add("--host", help="address to bind")
     add("--port", type=int)
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto is the checkpoint's")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto is the checkpoint's",
+    )
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--context-length", type=int, help="prompt plus response (default: the model's)")
     add("--max-running-requests", type=int, help="sequences decoded at once")
     add("--max-total-tokens", type=int, help="bound of the KV cache (default: by free memory)")
     add("--max-prefill-tokens", type=int, help="padded prompt tokens in one prefill batch")
-    add("--deterministic", "--enable-deterministic-inference", action="store_true",
-        help="batch-invariant: a request's bits do not depend on what else runs")
+    add(
+        "--deterministic",
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="batch-invariant: a request's bits do not depend on what else runs",
+    )
     add("--threads", type=int, help="CPU threads; 0 leaves torch's default")
     add("--random-seed", type=int, help="seeds requests that bring no sampling_seed")
     add("--dist-timeout", type=float, help="seconds a weight-update collective may take")

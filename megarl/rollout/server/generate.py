@@ -25,10 +25,21 @@ from megarl.rollout.server.text import TextTools
 
 # fields of SGLang's request that change the answer and that this server does not have
 _UNSUPPORTED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id",
-    "session_params", "custom_logit_processor", "return_hidden_states", "token_ids_logprob",
-    "return_routed_experts", "return_prompt_token_ids", "bootstrap_host", "bootstrap_room",
-)  # fmt: skip
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "lora_path",
+    "lora_id",
+    "session_params",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "token_ids_logprob",
+    "return_routed_experts",
+    "return_prompt_token_ids",
+    "bootstrap_host",
+    "bootstrap_room",
+)
 
 
 @dataclass(kw_only=True)
@@ -68,10 +79,16 @@ class RequestParser:
             return_logprob, start, top = (o[i] for o in options)
             for k in range(n):
                 sequence = self._sequence(
-                    rids[i * n + k], prompt, params[i], call, sample=k,
-                    return_logprob=bool(return_logprob), logprob_start=start,
-                    top_logprobs_num=top, return_text=bool(body.get("return_text_in_logprobs")),
-                )  # fmt: skip
+                    rids[i * n + k],
+                    prompt,
+                    params[i],
+                    call,
+                    sample=k,
+                    return_logprob=bool(return_logprob),
+                    logprob_start=start,
+                    top_logprobs_num=top,
+                    return_text=bool(body.get("return_text_in_logprobs")),
+                )
                 call.sequences.append(sequence)
         call.pending = len(call.sequences)
         return call, batched or n > 1
@@ -132,13 +149,22 @@ class RequestParser:
         return wanted
 
     def _sequence(
-        self, rid: str, prompt: list[int], params: SamplingParams, call: GenerateCall, *,
-        sample: int, return_logprob: bool, logprob_start: Any, top_logprobs_num: Any,
+        self,
+        rid: str,
+        prompt: list[int],
+        params: SamplingParams,
+        call: GenerateCall,
+        *,
+        sample: int,
+        return_logprob: bool,
+        logprob_start: Any,
+        top_logprobs_num: Any,
         return_text: bool,
     ) -> Sequence:
         for name, value in (
-            ("logprob_start_len", logprob_start), ("top_logprobs_num", top_logprobs_num)
-        ):  # fmt: skip
+            ("logprob_start_len", logprob_start),
+            ("top_logprobs_num", top_logprobs_num),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ServerError(f"{name} must be an integer, got {value!r}")
         for token in params.stop_token_ids:
@@ -148,7 +174,11 @@ class RequestParser:
             raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
         seed = params.sampling_seed
         return Sequence(
-            rid=rid, prompt=prompt, params=params, call=call, index=len(call.sequences),
+            rid=rid,
+            prompt=prompt,
+            params=params,
+            call=call,
+            index=len(call.sequences),
             max_new_tokens=self._max_new_tokens(prompt, params),
             stop_ids=frozenset()
             if params.ignore_eos  # SGLang: no stop token of any kind then
@@ -156,8 +186,9 @@ class RequestParser:
             seed=int(self.rng.integers(2**63)) if seed is None else seed + sample,
             return_logprob=return_logprob,
             logprob_start=-1 if logprob_start is None else logprob_start,
-            top_logprobs_num=top_logprobs_num or 0, return_text=return_text,
-        )  # fmt: skip
+            top_logprobs_num=top_logprobs_num or 0,
+            return_text=return_text,
+        )
 
 
 def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:
@@ -213,9 +244,11 @@ def render(seq: Sequence, length: int, finished: bool, text: TextTools) -> dict[
             "response_sent_to_client_ts": time.time(),
         }
     answer = text.answer(
-        output, reason, skip_special_tokens=seq.params.skip_special_tokens,
+        output,
+        reason,
+        skip_special_tokens=seq.params.skip_special_tokens,
         no_stop_trim=seq.params.no_stop_trim,
-    )  # fmt: skip
+    )
     return {"text": answer, "output_ids": output, "meta_info": meta}
 
 

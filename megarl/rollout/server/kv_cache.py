@@ -34,11 +34,22 @@ class Plan(Protocol):
 
 
 class KVCache:
-    """keys, values [layers,R,K,C,D], grown on demand."""
+    """keys, values [layers,R,K,C,D], grown on demand.
+
+    What a mask hides must still be finite, since 0 * NaN is NaN: new memory is zeroed, and rows
+    that a broken model filled with NaN are scrubbed.
+    """
 
     def __init__(
-        self, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
-        device: torch.device, max_rows: int, max_positions: int,
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_positions: int,
     ) -> None:
         self._kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self._shape = (layers, kv_heads, head_dim)
@@ -76,7 +87,7 @@ class KVCache:
 
     def _grown(self, old: torch.Tensor, rows: int, positions: int, used: int) -> torch.Tensor:
         layers, heads, dim = self._shape
-        new = torch.empty(layers, rows, heads, positions, dim, **self._kind)
+        new = torch.zeros(layers, rows, heads, positions, dim, **self._kind)
         new[:, :used, :, : old.shape[3]] = old[:, :used]
         return new
 
@@ -88,6 +99,11 @@ class KVCache:
         src, dst = torch.tensor(source, device=device), torch.tensor(target, device=device)
         self.keys[:, dst, :, :positions] = self.keys[:, src, :, :positions]
         self.values[:, dst, :, :positions] = self.values[:, src, :, :positions]
+
+    def scrub(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(rows, device=self.keys.device)
+        self.keys[:, index] = 0
+        self.values[:, index] = 0
 
 
 class Prefill:
@@ -152,15 +168,16 @@ class Decode:
             for index, width, mask in self._parts:
                 rows = self.rows[index]
                 out[index] = F.scaled_dot_product_attention(
-                    q[index], keys[rows, :, :width], values[rows, :, :width],
-                    attn_mask=mask, scale=scale,
-                )  # fmt: skip
+                    q[index],
+                    keys[rows, :, :width],
+                    values[rows, :, :width],
+                    attn_mask=mask,
+                    scale=scale,
+                )
         return out.reshape(batch, 1, heads, dim)
 
 
-def _split(
-    lengths: Sequence[int], device: torch.device
-) -> list[tuple[torch.Tensor | None, int]]:
+def _split(lengths: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor | None, int]]:
     """[(rows of the batch, keys to read)]: one part for all (None), or parts of like lengths."""
     width = max(lengths) + 1
     padded, real = width * len(lengths), sum(lengths) + len(lengths)
@@ -176,9 +193,16 @@ def _split(
 
 
 def _attend(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    attention_mask: torch.Tensor | None, *, plan: Plan, scaling: float | None = None,
-    dropout: float = 0.0, **options: Any,
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    plan: Plan,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature -> the forward's plan."""
     for name in ("sliding_window", "softcap", "s_aux"):

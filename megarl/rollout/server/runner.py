@@ -36,7 +36,14 @@ class ModelRunner:
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.config: Any = self.model.config
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
-        self.context_length = args.context_length or int(config.max_position_embeddings)
+        longest = int(config.max_position_embeddings)
+        self.context_length = args.context_length or longest
+        if self.context_length > longest:
+            logger.warning(
+                "--context-length=%d is beyond the %d positions the model is made for",
+                self.context_length,
+                longest,
+            )
         self.max_rows = args.max_running_requests
         self.max_prefill_tokens = args.max_prefill_tokens
         self.cache = self._make_cache()
@@ -55,11 +62,14 @@ class ModelRunner:
     def _make_cache(self) -> KVCache:
         c = self.config
         return KVCache(
-            layers=c.num_hidden_layers, kv_heads=getattr(c, "num_key_value_heads", None)
-            or c.num_attention_heads, head_dim=getattr(c, "head_dim", None)
-            or c.hidden_size // c.num_attention_heads, dtype=self.dtype, device=self.device,
-            max_rows=self.max_rows, max_positions=self.context_length,
-        )  # fmt: skip
+            layers=c.num_hidden_layers,
+            kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            dtype=self.dtype,
+            device=self.device,
+            max_rows=self.max_rows,
+            max_positions=self.context_length,
+        )
 
     def _fitting_tokens(self) -> int:
         """KV positions that 60 % of the memory free now holds, at most what could ever be used."""

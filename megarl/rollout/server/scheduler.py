@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -31,6 +32,8 @@ from megarl.rollout.server.text import TextTools
 logger = logging.getLogger(__name__)
 Delivery = tuple[Sequence, int, bool]  # (sequence, output tokens, finished)
 PAUSE_MODES = ("abort", "retract", "in_place")
+# an idle server starts once no request came for _BURST_GAP seconds, at the latest after _BURST
+_BURST_GAP, _BURST = 0.001, 0.02
 
 
 @dataclass
@@ -43,8 +46,13 @@ class Exclusive:
 
 class Scheduler:
     def __init__(
-        self, runner: ModelRunner, text: TextTools, *, notify: Callable[[list[Delivery]], None],
-        on_death: Callable[[], None], threads: int = 0,
+        self,
+        runner: ModelRunner,
+        text: TextTools,
+        *,
+        notify: Callable[[list[Delivery]], None],
+        on_death: Callable[[], None],
+        threads: int = 0,
     ) -> None:
         """`notify` and `on_death` are called in the scheduler's thread."""
         self.runner, self.text = runner, text
@@ -159,8 +167,18 @@ class Scheduler:
         idle = not self.running and not self.waiting
         if idle or (self.paused and not any(isinstance(w, Exclusive) for w in self.waiting)):
             self._inbox.get()()
+            self._gather_burst()
         while not self._inbox.empty():
             self._inbox.get_nowait()()
+
+    def _gather_burst(self) -> None:
+        """Requests come in bursts: a moment of patience saves many tiny prefills."""
+        deadline = time.monotonic() + _BURST
+        while time.monotonic() < deadline:
+            try:
+                self._inbox.get(timeout=_BURST_GAP)()
+            except queue.Empty:
+                return
 
     def _run_exclusive(self) -> None:
         """The jobs at the head of an idle server's queue; all of them while paused."""
@@ -301,6 +319,8 @@ class Scheduler:
         running, holes = self.running, [i for i, s in enumerate(self.running) if s.finished_at]
         if not holes:
             return
+        if broken := [i for i in holes if running[i].error]:
+            self.runner.cache.scrub(broken)
         left = len(running) - len(holes)
         movers = [i for i in range(left, len(running)) if not running[i].finished_at]
         holes = holes[: len(movers)]

@@ -35,7 +35,11 @@ class TextTools:
         return next((s for s in stops if s in tail), None)
 
     def answer(
-        self, ids: list[int], finish_reason: dict[str, Any] | None, *, skip_special_tokens: bool,
+        self,
+        ids: list[int],
+        finish_reason: dict[str, Any] | None,
+        *,
+        skip_special_tokens: bool,
         no_stop_trim: bool,
     ) -> str:
         """The text of an answer, without the stop token or stop string that ended it."""

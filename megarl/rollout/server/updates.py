@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,7 @@ from megarl.weight_sync.process_group import destroy_update_group, init_update_g
 
 logger = logging.getLogger(__name__)
 DEFAULT_GROUP = "weight_update_group"
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 @dataclass(frozen=True)
@@ -114,10 +112,14 @@ class WeightUpdates:
             raise ControlError(f"backend 'nccl' needs a GPU, this server is on {self.device}")
         try:
             self._groups[name] = init_update_group(
-                master_address=str(body["master_address"]), master_port=int(body["master_port"]),
-                rank=int(body["rank_offset"]), world_size=int(body["world_size"]),
-                group_name=name, backend=backend, timeout=self._timeout,
-            )  # fmt: skip
+                master_address=str(body["master_address"]),
+                master_port=int(body["master_port"]),
+                rank=int(body["rank_offset"]),
+                world_size=int(body["world_size"]),
+                group_name=name,
+                backend=backend,
+                timeout=self._timeout,
+            )
         except KeyError as e:
             raise ControlError(f"{e.args[0]} is missing") from None
         except (RuntimeError, ValueError, TypeError) as e:
@@ -127,11 +129,16 @@ class WeightUpdates:
         group = self._groups.pop(name or DEFAULT_GROUP, None)
         if group is None:
             raise ControlError(f"there is no group {name or DEFAULT_GROUP!r}")
-        with contextlib.suppress(RuntimeError):  # its other members may be gone already
+        try:
             destroy_update_group(group)
+        except RuntimeError as e:  # its other members may be gone already; it is out of use anyway
+            logger.warning("group %r did not close cleanly: %s", name or DEFAULT_GROUP, e)
 
-    def from_distributed(self, body: dict[str, Any]) -> None:
-        """Receives the tensors of `body` and loads them all, or none and a ControlError."""
+    def from_distributed(self, body: dict[str, Any], check: Callable[[], None]) -> None:
+        """Receives the tensors of `body` and loads them all, or none and a ControlError.
+
+        `check` may refuse once they are received.
+        """
         if not self._session:
             raise ControlError(
                 "update_weights_from_distributed must run between begin_weight_update() and "
@@ -148,6 +155,7 @@ class WeightUpdates:
         with self._failures(tensors):
             receive = tensors.receive_flat if load_format else tensors.receive
             received = receive(group, self.device)
+        check()
         self.store.check(tensors.specs)
         self.store.load(received.items())
 

@@ -20,8 +20,11 @@ from megarl.utils.checksum import tensor_checksum
 Spec = tuple[tuple[int, ...], torch.dtype]
 # safetensors' names of the dtypes weights come in
 _SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class WeightStore:

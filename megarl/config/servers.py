@@ -1,0 +1,15 @@
+"""Where the running generation servers are said to be."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.config.rollout import RolloutConfig
+
+ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
+
+
+def server_addresses(config: RolloutConfig) -> list[str]:
+    """`rollout.addresses`, else the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
+    listed = os.environ.get(ADDRESSES_ENV, "")
+    return list(config.addresses) or [a.strip() for a in listed.split(",") if a.strip()]

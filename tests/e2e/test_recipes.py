@@ -1,0 +1,106 @@
+"""The main job, as a user starts it: launcher, servers, trainers, real weights over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from tiny_model import make_model  # noqa: E402
+
+STEPS = 3
+
+
+def launch(config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", "2"]
+    command += ["--config", str(ROOT / "configs" / config), *overrides]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def stats(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A small model that SFT has taught to answer with digits (so that rewards differ)."""
+    root = tmp_path_factory.mktemp("recipes")
+    make_model(root / "model", hidden=64, layers=2)
+    done = launch(
+        "quickstart_sft.yaml", f"model.path={root / 'model'}", f"fileroot={root}",
+        "experiment_name=e", "total_train_steps=200", "evaluator.freq_steps=100",
+        "train_dataset.options.level=1", "train_dataset.size=40", "train_dataset.options.demos=64", "train_dataset.batch_size=32",
+        "valid_dataset.options.level=1", "valid_dataset.size=15",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return root / "e" / "sft" / "final"
+
+
+def test_sft_learns(model):
+    rows = stats(model.parent)
+    assert [r["step"] for r in rows] == list(range(1, 201))
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    assert 0 <= rows[-1]["eval/accuracy_lo"] <= rows[-1]["eval/accuracy"] <= 1
+
+
+# layout x synchrony x transport x loss: each value of each at least once
+CASES = {
+    "tp2": ["actor.parallel.tp=2"],
+    "pp2-async-decoupled": [
+        "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
+        "actor.use_decoupled_loss=true", "weight_sync.flattened=false",
+    ],
+    "dp2-disk-kl": [
+        "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",
+        "actor.loss_agg=sequence-mean", "actor.ppo_n_minibatches=2",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_grpo(name, model, tmp_path):
+    done = launch(
+        "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        f"total_train_steps={STEPS}", "train_dataset.batch_size=8", "train_dataset.size=40",
+        "train_dataset.options.level=1", "valid_dataset.options.level=1", "valid_dataset.size=15",
+        "evaluator.freq_steps=2", "weight_sync.verify=every", "actor.optimizer.lr=1e-3", *CASES[name],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "e" / "grpo"
+    rows = stats(run)
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[2] and "eval/accuracy" in rows[3]
+    trained = rows[1:]
+    bound = 2 if "async" in name else 0
+    assert max(r["staleness/max"] for r in trained) <= bound
+    if bound == 0:  # same weights on both sides: what the server says, the trainer says
+        assert max(r["train_rollout_logprob_abs_diff/max"] for r in trained) < 1e-4
+    assert all(r["update_successful"] == 1 and r["grad_norm"] > 0 for r in trained)
+    assert trained[0]["first_ratio_abs_dev"] < 1e-5
+    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, run / "final"))
+    assert any(not torch.equal(before[k], after[k]) for k in before)
+    assert AutoTokenizer.from_pretrained(run / "final").chat_template
+    whens = [json.loads(line)["when"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {"before", "after"} == set(whens)
+    assert "<svg" in (run / "report.html").read_text()
+
+
+def test_servers_that_do_not_answer_are_named(model, tmp_path):
+    done = launch(
+        "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}",
+        "rollout.addresses=[127.0.0.1:9]", "rollout.setup_timeout=2",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "127.0.0.1:9" in done.stdout

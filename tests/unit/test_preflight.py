@@ -1,0 +1,48 @@
+"""Models are found, or refused by name, before anything is started."""
+
+from __future__ import annotations
+
+import huggingface_hub
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.recipes import SFTConfig
+from megarl.trainer.preflight import check_models, fetch_hub_models
+from tests.tiny import save_tiny
+
+
+def sft(path: str) -> SFTConfig:
+    cfg = SFTConfig()
+    cfg.model.path = path
+    return cfg
+
+
+def test_a_hub_name_becomes_its_snapshot(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, **kw):
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    cfg = sft("Qwen/Qwen3-0.6B")
+    fetch_hub_models(cfg)
+    assert cfg.model.path == str(tmp_path)
+    fetch_hub_models(cfg)  # now a directory
+    assert asked == ["Qwen/Qwen3-0.6B"]
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_with_the_fix(monkeypatch):
+    def download(name, **kw):
+        raise FileNotFoundError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match=r"model.path=Qwen/Qwen3-0.6B.*hf download"):
+        fetch_hub_models(sft("Qwen/Qwen3-0.6B"))
+
+
+def test_tp_that_does_not_divide_the_heads_is_refused(tmp_path):
+    cfg = sft(str(save_tiny(tmp_path / "m", "qwen3")))  # 4 heads
+    cfg.model.parallel.tp = 3
+    with pytest.raises(ConfigError, match=r"model: .*tp=3"):
+        check_models(cfg)

@@ -1,0 +1,79 @@
+"""run.py after the configuration is sound: which loop runs, in which environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import megarl.trainer
+from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
+from megarl.launcher.local import server_env
+from megarl.run import main
+from megarl.utils.env import has_interface
+from tests.hf_stub import write_stub
+
+LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseConfig]]:
+    """(module, config) of every loop that was entered; the loops themselves are not imported."""
+    calls: list[tuple[str, Any]] = []
+    for name in ("rl", "offline"):
+        loop = SimpleNamespace(run=lambda cfg, name=name: calls.append((name, cfg)))
+        monkeypatch.setattr(megarl.trainer, name, loop, raising=False)
+    for name in ("MEGARL_LLM_SERVER_ADDRS", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stands in for os.environ."""
+    env: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", env)
+    return env
+
+
+def test_sft(ran: list, environ: dict[str, str], tmp_path: Path) -> None:
+    model = write_stub(tmp_path / "m")
+    assert main(["recipe=sft", f"model.path={model}", "model.optimizer.lr=1"]) == 0
+    ((loop, cfg),) = ran
+    assert loop == "offline" and isinstance(cfg, SFTConfig) and cfg.model.path == str(model)
+    assert environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_grpo_needs_servers(
+    ran: list, environ: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [f"actor.path={write_stub(tmp_path / 'm')}", "actor.optimizer.lr=1"]
+    args += ["gconfig.n_samples=2", "--recipe", "grpo"]
+    assert main(args) == 2 and not ran
+    assert "no generation server" in capsys.readouterr().err
+    assert main([*args, "rollout.addresses=[10.0.0.1:1]"]) == 0
+    assert "GLOO_SOCKET_IFNAME" not in environ  # that server is on another host
+    environ["MEGARL_LLM_SERVER_ADDRS"] = "127.0.0.1:1, 127.0.0.1:2"
+    assert main(args) == 0
+    assert LO.items() <= environ.items()
+    assert [loop for loop, _ in ran] == ["rl", "rl"] and isinstance(ran[1][1], GRPOConfig)
+
+
+def test_check_runs_nothing(ran: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_stub(tmp_path / "m")
+    args = ["--check", "recipe=sft", f"model.path={model}", "model.optimizer.lr=1"]
+    assert main(args) == 0 and not ran
+    assert capsys.readouterr().out == "the configuration is sound\n"
+    assert main([*args, "model.parallel.tp=2"]) == 2
+    assert "world size 1" in capsys.readouterr().err
+
+
+def test_servers_get_only_what_differs(environ: dict[str, str]) -> None:
+    """The rest they inherit; passing it on would undo what start_server itself sets."""
+    environ |= {"PYTHONPATH": "x"}
+    assert server_env(None) == LO
+    assert server_env("2,3") == LO | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    environ |= {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert server_env(None) == {"CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,116 @@
+"""Starting, watching and ending a server's process group; no real server needed."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from megarl.config.rollout import ServerConfig
+from megarl.rollout import server_process
+from megarl.rollout.server_process import ServerProcess, free_port, server_command
+
+HEALTHY = """
+import http.server, sys
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def run(code):
+        port = free_port()
+        command = [sys.executable, "-c", code, str(port)]
+        started.append(
+            ServerProcess(command, host="127.0.0.1", port=port, log_path=tmp_path / "log")
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.stop()
+
+
+def gone(pid, timeout=10.0):
+    """Whether the process ends; an orphan's zombie counts as ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_healthy_server_is_waited_for_and_ended(start):
+    process = start(HEALTHY)
+    process.wait_healthy(30)
+    assert process.poll() is None
+    process.stop()
+    assert process.poll() is not None and gone(process.pid)
+    process.stop()
+
+
+def test_what_ignores_sigterm_is_killed_with_its_children(start, monkeypatch):
+    monkeypatch.setattr(server_process, "TERM_TIMEOUT", 0.5)
+    process = start(STUBBORN)
+    deadline = time.monotonic() + 30
+    while not (text := process.log_path.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.stop()
+    assert gone(process.pid) and gone(int(text))
+
+
+def test_a_silent_server_is_ended_with_the_tail_of_its_log(start):
+    process = start("import time; print('still loading', flush=True); time.sleep(600)")
+    while not process.log_path.read_text():
+        time.sleep(0.02)
+    with pytest.raises(TimeoutError, match=r"start_timeout=0.3 s\n--- end of .*\nstill loading"):
+        process.wait_healthy(0.3)
+    assert gone(process.pid)
+
+
+def test_commands():
+    shared = {"context_length": 512, "max_running_requests": 8, "deterministic": True}
+
+    def command(**kw):
+        config = ServerConfig(**shared, **kw)
+        return server_command(config, model_path="m", dtype="float32", host="h", port=5)
+
+    common = [
+        *("--model-path", "m", "--host", "h", "--port", "5", "--dtype", "float32"),
+        *("--context-length", "512", "--max-running-requests", "8"),
+    ]
+    assert command(threads=2, extra_args=["--x"]) == [
+        sys.executable, "-m", "megarl.rollout.server", *common,
+        "--threads", "2", "--deterministic", "--x",
+    ]  # fmt: skip
+    assert command(type="sglang", tp=4, python="/opt/python") == [
+        "/opt/python", "-m", "sglang.launch_server", *common,
+        "--tp-size", "4", "--enable-deterministic-inference",
+    ]  # fmt: skip
+    own = command(path="other", dtype="bfloat16")
+    assert own[own.index("--model-path") + 1] == "other"
+    assert own[own.index("--dtype") + 1] == "bfloat16"
+
+
+def test_processes_are_in_groups_of_their_own(start):
+    process = start("import time; time.sleep(600)")
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)

@@ -1,0 +1,92 @@
+"""The small parts around the loops: frequencies, figures, the saver, rank 0's voice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from megarl.config.run import FrequencyConfig, SaverConfig
+from megarl.trainer.figures import completions, rollout_figures
+from megarl.trainer.frequency import Frequency
+from megarl.trainer.saver import Saver
+
+
+def due_steps(config: FrequencyConfig, steps: int, per_epoch: int, clock=None) -> list[int]:
+    freq = Frequency(config, **({"clock": clock} if clock else {}))
+    return [
+        s
+        for s in range(1, steps + 1)
+        if freq.due(step=s, epoch=-(-s // per_epoch), epoch_ended=s % per_epoch == 0)
+    ]
+
+
+def test_frequencies():
+    assert due_steps(FrequencyConfig(), 9, 3) == []
+    assert due_steps(FrequencyConfig(freq_steps=4), 9, 3) == [4, 8]
+    assert due_steps(FrequencyConfig(freq_epochs=2), 9, 3) == [6]
+    now = iter(range(0, 100, 10))  # ten seconds a step
+    assert due_steps(FrequencyConfig(freq_secs=25), 8, 3, clock=lambda: next(now)) == [3, 6]
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    """Two groups of two: one all wrong, one half right. Prompt of one token."""
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
+    return {
+        "input_ids": torch.tensor([[9, 1, 2], [9, 1, 0], [8, 3, 4], [8, 5, 6]]),
+        "attention_mask": mask | torch.tensor([True, False, False]),
+        "loss_mask": mask,
+        "rewards": torch.tensor([0.0, 0.0, 1.0, 0.0]),
+        "group_ids": torch.tensor([7, 7, 3, 3]),
+        "versions": torch.where(mask, 4, -1).int(),
+        "truncated": torch.tensor([True, False, False, False]),
+    }
+
+
+def test_rollout_figures():
+    figures = rollout_figures(a_batch(), version=6)
+    assert figures["reward/mean"] == 0.25
+    assert figures["reward/pass_at_group"] == 0.5
+    assert figures["reward/groups_all_equal"] == 0.5
+    assert figures["response_len/mean"] == 7 / 4
+    assert figures["response_len/max"] == 2
+    assert figures["response_len/truncated"] == 0.25
+    assert figures["tokens/trained"] == 7
+    assert figures["tokens/total"] == 11
+    assert figures["staleness/max"] == figures["staleness/mean"] == 2
+
+
+def test_completions_are_the_first_sample_of_each_row():
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+    rows = [{"prompt": "p", "answer": 12}, {"prompt": "q", "answer": 34}]
+    assert completions(a_batch(), tokenizer, rows) == [
+        {"prompt": "p", "completion": "1 2", "answer": "12", "reward": 0.0},
+        {"prompt": "q", "completion": "3 4", "answer": "34", "reward": 1.0},
+    ]
+
+
+class Recorder:
+    def save(self, meta):
+        from pathlib import Path
+
+        Path(meta.path).mkdir(parents=True)
+
+
+def test_saver_keeps_the_newest(tmp_path):
+    saver = Saver(
+        SaverConfig(freq_steps=2, keep_last=2), run_dir=tmp_path, base_model_path="base",
+        clock=lambda: 0.0, is_zero=True,
+    )  # fmt: skip
+    for step in range(1, 9):
+        saver.maybe_save(Recorder(), step=step, epoch=1, epoch_ended=False)
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["step_000006", "step_000008"]
+    assert saver.save_final(Recorder()) == tmp_path / "final"
+
+
+def test_saver_without_final(tmp_path):
+    saver = Saver(
+        SaverConfig(final=False), run_dir=tmp_path, base_model_path="base", clock=lambda: 0.0,
+        is_zero=True,
+    )  # fmt: skip
+    assert saver.save_final(Recorder()) is None
+    assert not (tmp_path / "final").exists()

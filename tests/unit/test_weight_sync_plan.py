@@ -1,0 +1,150 @@
+"""The pure half of weight sync: buckets, bodies, ranks, hashes, what a verification says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.parallel.layout import Layout
+from megarl.utils.checksum import tensor_checksum
+from megarl.weight_sync import WeightSender
+from megarl.weight_sync.plan import (
+    check_digests,
+    plan_sync,
+    rank_offsets,
+    uniform_dtype,
+    update_body,
+)
+from megarl.weight_sync.servers import ServerInfo
+from megarl.weight_sync.verify import compare_with_each_other, differences
+from tests.tiny import save_tiny
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> PieceTable:
+    path = save_tiny(tmp_path_factory.mktemp("model"), "llama", layers=2)
+    return build_piece_table(read_hf_config(path), Layout(tp=2))
+
+
+def test_buckets_hold_every_tensor_once_and_within_bounds(table: PieceTable) -> None:
+    bound = 50_000
+    plan = plan_sync(table, torch.bfloat16, bound, owner=0)
+    names = [m.name for b in plan.buckets for m in b.members]
+    assert sorted(names) == sorted(t.name for t in table.tensors)
+    assert len(plan.buckets) > 3
+    assert all(b.nbytes <= bound or len(b.members) == 1 for b in plan.buckets)
+    assert plan.nbytes == sum(2 * t.numel for t in table.tensors)
+    assert plan.largest == max(b.nbytes for b in plan.buckets)
+
+
+@pytest.mark.parametrize("bound", (2_000, 100_000, 1 << 30))
+def test_mixed_dtypes_leave_no_gaps(table: PieceTable, bound: int) -> None:
+    """A receiver adds up sizes: offsets must be their running sum, and aligned."""
+    dtype = {t.name: torch.bfloat16 for t in table.tensors}
+    dtype[NORM] = torch.float32
+    dtype["model.layers.1.input_layernorm.weight"] = torch.float32
+    for b in plan_sync(table, dtype, bound, owner=0).buckets:
+        end = 0
+        for m in b.members:
+            assert m.offset == end and end % m.dtype.itemsize == 0
+            end += m.nbytes
+        assert end == b.nbytes
+
+
+def test_digest_sees_whatever_changes_the_plan(table: PieceTable) -> None:
+    plans = [
+        plan_sync(table, torch.bfloat16, 50_000, owner=0),
+        plan_sync(table, torch.bfloat16, 50_000, owner=1),
+        plan_sync(table, torch.bfloat16, 70_000, owner=0),
+        plan_sync(table, torch.float32, 50_000, owner=0),
+    ]
+    assert len({p.digest for p in plans}) == len(plans)
+    assert plan_sync(table, torch.bfloat16, 50_000, owner=0).digest == plans[0].digest
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    check_digests(["a", "a"])
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] do not agree with rank 0"):
+        check_digests(["a", "b", "a", "c"])
+
+
+def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:
+    bucket = plan_sync(table, torch.bfloat16, 1 << 30, owner=0).buckets[0]
+    first = update_body(bucket, group_name="g", flattened=True, version=7, last=False)
+    last = update_body(bucket, group_name="g", flattened=False, version=7, last=True)
+    assert first["flush_cache"] is False and "weight_version" not in first
+    assert last["flush_cache"] is True and last["weight_version"] == "7"
+    assert first["load_format"] == "flattened_bucket" and "load_format" not in last
+    at = first["names"].index(NORM)
+    assert first["dtypes"][at] == "bfloat16" and first["shapes"][at] == [64]
+
+
+def test_servers_workers_follow_the_sender() -> None:
+    assert rank_offsets([1, 1]) == ([1, 2], 3)
+    assert rank_offsets([4, 1, 2]) == ([1, 5, 6], 8)
+
+
+def test_mixed_parameters_need_a_dtype() -> None:
+    params = {"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=r"bfloat16.*float32.*give WeightSender a `dtype`"):
+        uniform_dtype(params)
+
+
+def test_server_info_knows_who_receives() -> None:
+    ours = ServerInfo.parse("s", {"dtype": "bfloat16", "version": "0.5.23+megarl"})
+    assert ours == ServerInfo(tp=1, dtype=torch.bfloat16, hf_checksums=True)
+    stock = ServerInfo.parse("s", {"tp_size": 8, "dtype": "auto", "version": "0.5.23"})
+    assert stock == ServerInfo(tp=8, dtype=None, hf_checksums=False)
+    attention = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
+    assert ServerInfo.parse("s", attention).tp == 8
+    for bad in ({"dp_size": 2}, {"pp_size": 2}):
+        with pytest.raises(RuntimeError, match=r"server s runs with .*one server for each replica"):
+            ServerInfo.parse("s", bad)
+
+
+def test_differences_name_the_first_tensors() -> None:
+    sent = {f"w{i}": str(i) for i in range(6)}
+    assert differences(sent, sent) == ""
+    assert differences(sent, sent | {"lm_head.weight": "0"}) == ""  # another name of w0
+    assert differences(sent, sent | {"bias": "x"}) == "never sent: bias"
+    wrong = {"w1": "?", "w2": "?", "w3": "?", "w4": "?", "w5": "5"}
+    assert differences(sent, wrong) == "missing: w0; different: w1, w2, w3 and 1 more"
+
+
+def test_stock_servers_are_compared_with_each_other() -> None:
+    tp1, tp2 = [{"qkv": "1"}], [{"qkv": "2"}, {"qkv": "3"}]
+    compare_with_each_other({"a": tp1, "b": tp2, "c": tp1})
+    with pytest.raises(RuntimeError, match="servers a and c hold different weights"):
+        compare_with_each_other({"a": tp1, "b": tp2, "c": [{"qkv": "9"}]})
+
+
+def sender(table: PieceTable, owner: int = 0) -> WeightSender:
+    params = {
+        n: torch.zeros(p.shape) for n, p in table.local_params(table.layout.coords(0)).items()
+    }
+    return WeightSender(table, table.layout, 0, params, owner=owner)
+
+
+def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"owner=2: use a rank of the layout, 0\.\.1"):
+        sender(table, owner=2)
+    with pytest.raises(ValueError, match=r"colocated.*until then use type='distributed'"):
+        sender(table).upload(WeightUpdateMeta(type="colocated", version=1))
+    with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
+        sender(table).upload(WeightUpdateMeta(type="distributed", version=1))
+    with pytest.raises(ValueError, match="bucket_bytes=0"):
+        sender(table).upload(WeightUpdateMeta(type="distributed", version=1, bucket_bytes=0))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_checksum_is_of_the_bytes() -> None:
+    t = torch.arange(6.0).view(2, 3)
+    assert tensor_checksum(t) == tensor_checksum(t.T.contiguous().T)
+    assert tensor_checksum(t) != tensor_checksum(t.T)
+    assert tensor_checksum(torch.tensor([0.0])) != tensor_checksum(torch.tensor([-0.0]))

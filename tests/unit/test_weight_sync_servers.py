@@ -1,0 +1,211 @@
+"""Control calls: what servers answer, refuse, or never say, as one readable error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.utils.checksum import tensor_checksum
+from megarl.utils.http import HttpError, call_json, in_thread, split_address
+from megarl.weight_sync.agreement import Agreement, Deadline
+from megarl.weight_sync.channel import Exchange
+from megarl.weight_sync.process_group import address_towards, is_loopback
+from megarl.weight_sync.servers import Answer, ServerInfo, Servers
+from megarl.weight_sync.verify import Verifier
+
+SILENCE = "silence"  # an answer that never comes
+
+
+class Fake:
+    """Answers each path with the (status, body) it is given; remembers what it was asked."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self._over = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                fake.asked.append((self.path, json.loads(body) if body else None))
+                status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
+                if answer == SILENCE:
+                    fake._over.wait(30)
+                if isinstance(answer, bytes):
+                    data = answer
+                else:
+                    data = b"" if answer is None else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        self.address = f"127.0.0.1:{self._http.server_port}"
+
+    def close(self) -> None:
+        self._over.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def fakes() -> Iterator[Any]:
+    running: list[Fake] = []
+
+    def make(**answers: Any) -> Fake:
+        running.append(Fake({f"/{path}": answer for path, answer in answers.items()}))
+        return running[-1]
+
+    yield make
+    for fake in running:
+        fake.close()
+
+
+REFUSALS = (
+    ({"success": False, "message": "no group"}, "no group"),
+    ({"error": {"message": "bad shape"}}, "bad shape"),
+    ({"detail": "Not Found"}, "Not Found"),
+    (b"<html>", "<html>"),
+    (None, "no message"),
+)
+
+
+@pytest.mark.parametrize("answer, words", REFUSALS)
+def test_a_refusal_is_quoted(fakes: Any, answer: Any, words: str) -> None:
+    fake = fakes(x=(400, answer))
+    with pytest.raises(HttpError, match=f"server {fake.address}: /x answered 400: .*{words}") as e:
+        call_json("POST", fake.address, "/x", {}, timeout=10)
+    assert e.value.status == 400 and e.value.server == fake.address
+
+
+def test_what_an_answer_may_be(fakes: Any) -> None:
+    fake = fakes(json=(200, {"a": [1]}), empty=(200, None), text=(200, b"ok"))
+    kinds = [call_json("POST", f"http://{fake.address}/", p, {"q": 1}, timeout=10)
+             for p in ("/json", "/empty", "/text")]  # fmt: skip
+    assert kinds == [{"a": [1]}, None, "ok"]
+    assert fake.asked[0] == ("/json", {"q": 1})
+
+
+def test_failure_under_a_good_status_is_a_failure(fakes: Any) -> None:
+    fake = fakes(x=(200, {"success": False, "message": "partially updated"}))
+    with pytest.raises(HttpError, match="partially updated"):
+        call_json("POST", fake.address, "/x", timeout=10)
+
+
+def test_no_answer_is_bounded(fakes: Any) -> None:
+    fake = fakes(x=(200, SILENCE))
+    with pytest.raises(HttpError, match=f"{fake.address}: /x gave no answer within 0.2 s") as e:
+        call_json("POST", fake.address, "/x", timeout=0.2)
+    assert e.value.status is None
+
+
+@pytest.mark.parametrize("address", ("localhost", "host:", ":80", "host:port"))
+def test_addresses_have_a_port(address: str) -> None:
+    with pytest.raises(ValueError, match="use host:port"):
+        split_address(address)
+    assert split_address("http://[::1]:80/") == ("::1", 80)
+
+
+def test_all_failures_are_told_at_once(fakes: Any) -> None:
+    good, bad = fakes(x=(200, {"n": 1})), fakes(x=(400, {"message": "no"}))
+    quiet = fakes(x=(200, SILENCE))
+    assert Servers([good.address]).call("/x", {}, Deadline(10)) == {good.address: {"n": 1}}
+    with pytest.raises(RuntimeError) as e:
+        Servers([good.address, bad.address, quiet.address]).call("/x", {}, Deadline(0.5))
+    assert good.address not in str(e.value)
+    assert f"{bad.address}: /x answered 400: no" in str(e.value)
+    assert quiet.address in str(e.value)
+
+
+def test_servers_without_sessions_need_none(fakes: Any) -> None:
+    old, new = fakes(), fakes(begin_weight_update=(200, {}), end_weight_update=(200, {}))
+    assert Servers([old.address]).begin_update(Deadline(10)) is False
+    both = Servers([old.address, new.address])
+    assert both.begin_update(Deadline(10)) is True
+    both.end_update(Deadline(10))
+    assert [path for path, _ in new.asked] == ["/begin_weight_update", "/end_weight_update"]
+    broken = fakes(begin_weight_update=(500, {"message": "boom"}))
+    with pytest.raises(RuntimeError, match="boom"):
+        Servers([old.address, broken.address]).begin_update(Deadline(10))
+
+
+def checker(sums: dict[str, str]) -> dict[str, Any]:
+    return {"weights_checker": (200, {"ranks": [{"checksums": sums}]})}
+
+
+def test_verification_names_server_and_tensor(fakes: Any) -> None:
+    info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
+    sums = {"w": tensor_checksum(torch.ones(2)), "b": tensor_checksum(torch.zeros(2))}
+
+    def check(*servers: Fake) -> bool:
+        verifier = Verifier({s.address: info for s in servers})
+        verifier.add([("w", torch.ones(2).bfloat16()), ("b", torch.zeros(2).bfloat16())])
+        return verifier.check(Servers([s.address for s in servers]), Deadline(10))
+
+    good, bad = fakes(**checker(sums)), fakes(**checker(sums | {"w": "?"}))
+    assert check(good)
+    with pytest.raises(RuntimeError, match=f"{bad.address} does not hold .*different: w$"):
+        check(good, bad)
+    with pytest.raises(RuntimeError, match="answered without checksums"):
+        check(fakes(weights_checker=(200, {})))
+
+
+def test_stock_servers_cannot_be_verified_and_that_is_said(
+    fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = fakes(**checker({"model.layers.0.self_attn.qkv_proj.weight": "1"}))
+    verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=None, hf_checksums=False)})
+    verifier.add([("model.layers.0.self_attn.q_proj.weight", torch.ones(1))])
+    with caplog.at_level(logging.WARNING):
+        assert verifier.check(Servers([fake.address]), Deadline(10)) is False
+    assert f"weights on {fake.address} not verified" in caplog.text
+
+
+def later(seconds: float, error: str | None = None) -> Answer:
+    time.sleep(seconds)
+    if error:
+        raise RuntimeError(error)
+    return Answer("s", None, time.monotonic())
+
+
+def test_an_exchange_prefers_the_servers_own_words() -> None:
+    """The broken broadcast shows first; the reason comes a moment later."""
+    ours = in_thread(later, 0, "connection closed by peer")
+    theirs = {"a": in_thread(later, 0.2, "server a: out of memory"), "b": in_thread(later, 0.1)}
+    with pytest.raises(RuntimeError, match=r"^bucket 1: server a: out of memory$"):
+        Exchange("bucket 1", ours, theirs).wait(Deadline(30))
+
+
+def test_an_exchange_names_the_silent() -> None:
+    ours, theirs = in_thread(later, 2.0), {"a": in_thread(later, 0), "b": in_thread(later, 2.0)}
+    with pytest.raises(RuntimeError, match=r"^bucket 1: no answer within 0\.2 s from b$"):
+        Exchange("bucket 1", ours, theirs).wait(Deadline(0.2))
+
+
+def test_which_address_others_can_reach() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]")))
+    assert not any(map(is_loopback, ("10.0.0.1", "node-3", "")))
+    assert address_towards("localhost") == "127.0.0.1"
+
+
+def test_a_rank_on_its_own_agrees_with_itself() -> None:
+    alone = Agreement(None)
+    assert alone.together(lambda x: x + 1, 1) == 2 and alone.gather("a") == ["a"]
+    with pytest.raises(KeyError):
+        alone.together({}.__getitem__, "k")
+    alone.close()
