@@ -25,8 +25,12 @@ HELD_OUT = 512
 def control(root: Path, seed: int, name: str, seconds: float, careless: float) -> float:
     """Accuracy after `seconds` more of SFT from where GRPO started."""
     launch(
-        "quickstart_sft.yaml", f"model.path={root / 'sft' / 'final'}", *in_root(root, seed),
-        f"trial_name={name}", f"max_train_seconds={seconds}", "total_train_steps=100000",
+        "quickstart_sft.yaml",
+        f"model.path={root / 'sft' / 'final'}",
+        *in_root(root, seed),
+        f"trial_name={name}",
+        f"max_train_seconds={seconds}",
+        "total_train_steps=100000",
         f"train_dataset.options.careless={careless}",
     )
     return evaluations(root / name, "eval/exact_match")[-1]["eval/exact_match"]
@@ -46,7 +50,9 @@ def study(root: Path, seed: int) -> list[str]:
     more = control(root, seed, "control", wall, careless=0.6)
     clean = control(root, seed, "control_clean", wall, careless=0.0)
     cells = [cell(x, seed) for x in (before, after, more, clean)]
-    return [str(seed), cells[0], cells[1], f"{100 * (after - before):+.1f}", f"{wall:.0f}"] + cells[2:]
+    return [str(seed), cells[0], cells[1], f"{100 * (after - before):+.1f}", f"{wall:.0f}"] + cells[
+        2:
+    ]
 
 
 def main() -> None:
@@ -55,7 +61,15 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/study"))
     args = parser.parse_args()
     table = [study(args.root / f"seed{s}", s) for s in args.seeds]
-    head = ["seed", "SFT start %", "GRPO end %", "points", "GRPO s", "more SFT %", "more SFT, clean %"]
+    head = [
+        "seed",
+        "SFT start %",
+        "GRPO end %",
+        "points",
+        "GRPO s",
+        "more SFT %",
+        "more SFT, clean %",
+    ]
     print("| " + " | ".join(head) + " |")
     print("|" + " --- |" * len(head))
     for row in table:

@@ -70,8 +70,8 @@ def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
                        str(port), "--threads", "1", "--log-level", "warning"]  # fmt: skip
             processes.append(subprocess.Popen([sys.executable, *command], env=env))
             addresses.append(f"127.0.0.1:{port}")
-        for address in addresses:
-            wait_healthy(address)
+        for address, process in zip(addresses, processes, strict=True):
+            wait_healthy(address, process)
         yield tuple(addresses)
     finally:
         for process in processes:
@@ -79,14 +79,14 @@ def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
             process.wait()
 
 
-def wait_healthy(address: str) -> None:
+def wait_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:
             call_json("GET", address, "/health", timeout=5)
             return
         except HttpError:
-            if time.monotonic() > deadline:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
 

@@ -1,6 +1,6 @@
 """`make demo-smollm2`: GRPO on SmolLM2-135M-Instruct with reasoning_gym sums, on CPU.
 
-    python examples/smollm2.py [a.b=c ...]        overrides go to configs/smollm2_grpo.yaml
+python examples/smollm2.py [a.b=c ...]        overrides go to configs/smollm2_grpo.yaml
 """
 
 from __future__ import annotations

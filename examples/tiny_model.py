@@ -50,9 +50,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(
-    out: Path, *, seed: int = 1, hidden: int = 128, layers: int = 4
-) -> Qwen3ForCausalLM:
+def make_model(out: Path, *, seed: int = 1, hidden: int = 128, layers: int = 4) -> Qwen3ForCausalLM:
     """Writes model and tokenizer to `out` and returns the model."""
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)

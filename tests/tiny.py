@@ -14,13 +14,29 @@ KINDS = ("llama", "qwen2", "qwen3")
 _CLS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
-def tiny_hf(kind: str, *, tie: bool = False, layers: int = 4, dtype: torch.dtype = torch.float32,
-            seed: int = 0, **over: Any) -> T.PreTrainedModel:
+def tiny_hf(
+    kind: str,
+    *,
+    tie: bool = False,
+    layers: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **over: Any,
+) -> T.PreTrainedModel:
     """A random model with logits far from uniform (weights scaled up, norms and biases random)."""
     base: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=tie, rms_norm_eps=1e-6, eos_token_id=1, bos_token_id=2, pad_token_id=0,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie,
+        rms_norm_eps=1e-6,
+        eos_token_id=1,
+        bos_token_id=2,
+        pad_token_id=0,
     )
     if kind == "qwen3":
         base["head_dim"] = 32  # != hidden / heads on purpose

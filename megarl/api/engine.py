@@ -27,15 +27,20 @@ OUTPUTS = ("logprobs", "entropy", "values", "topk_logprobs", "greedy_match", "lo
 class TrainEngine(ABC):
     @abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Process groups, model, weights, optimizer, schedule. `ft_spec` gives the schedule's end."""
+        """Process groups, model, weights, optimizer, schedule. `ft_spec`: its end."""
 
     @abstractmethod
     def destroy(self) -> None: ...
 
     @abstractmethod
     def train_batch(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
         batch. Returns loss, grad_norm, lr, update_successful and the weighted means of the loss's
@@ -44,17 +49,26 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def eval_batch(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """The loss and stats of train_batch, without gradients."""
 
     @abstractmethod
     def forward(
-        self, input_: Batch, output_seqlens: Sequence[int] | None = None,
+        self,
+        input_: Batch,
+        output_seqlens: Sequence[int] | None = None,
         post_hook: Callable[[Batch, Batch], Any] | None = None,
-        aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
     ) -> Any:
         """Outputs [B,S] in the order of `input_`, on every rank: a tensor for one name in
         `outputs`, a dict for several. `post_hook(outputs, batch)` maps one sequence's outputs

@@ -41,7 +41,9 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def submit(
-        self, data: dict[str, Any], workflow: RolloutWorkflow | None = None,
+        self,
+        data: dict[str, Any],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,
     ) -> None: ...
@@ -52,7 +54,9 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def rollout_batch(
-        self, data: Sequence[dict[str, Any]], workflow: RolloutWorkflow | None = None,
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,
     ) -> Batch:
@@ -60,7 +64,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def prepare_batch(
-        self, dataloader: Iterable[list[dict[str, Any]]],
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Batch], bool] | None = None,

@@ -36,7 +36,9 @@ class MicroBatchSpec:
 
 @dataclass(kw_only=True)
 class TrainEngineConfig:
-    path: str = arg("", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name")
+    path: str = arg(
+        "", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name"
+    )
     init_from_scratch: bool = arg(False, help="random weights by `seed` instead of the HF ones")
     dtype: str = arg(
         "auto",

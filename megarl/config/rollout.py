@@ -62,6 +62,7 @@ class RolloutConfig:
     reward_timeout: float = arg(15.0, help="seconds one reward may take; later is an error")
     reward_workers: int = arg(2, help="processes that compute rewards")
     on_reward_error: str = arg(
-        "raise", help="a reward that raises: stop the run, or reject the sample and count it",
+        "raise",
+        help="a reward that raises: stop the run, or reject the sample and count it",
         choices=("raise", "reject"),
     )

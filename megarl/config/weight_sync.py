@@ -22,7 +22,8 @@ class WeightSyncConfig:
         choices=("abort", "retract"),
     )
     verify: str = arg(
-        "first", help="compare server checksums with the trainer's: never, first sync, every sync",
+        "first",
+        help="compare server checksums with the trainer's: never, first sync, every sync",
         choices=("off", "first", "every"),
     )
     timeout: float = arg(600.0, help="seconds one sync may take before it is an error")

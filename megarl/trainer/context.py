@@ -1,17 +1,16 @@
-"""What every recipe sets up around its loop: processes, run directory, tokenizer, logging, clock."""
+"""Around every recipe's loop: processes, run directory, tokenizer, logging, clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from megarl.config.loader import save_config
+from megarl.config.loader import run_dir, save_config
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_logger import StatsLogger
@@ -26,7 +25,7 @@ class RunContext:
 
     def __init__(self, cfg: BaseConfig, *, model_path: str, timeout: float) -> None:
         self.cfg, self._timeout = cfg, timeout
-        self.run_dir = Path(cfg.fileroot) / cfg.experiment_name / cfg.trial_name
+        self.run_dir = run_dir(cfg)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.tokenizer_path or model_path)
         self._logger: StatsLogger | None = None
 
@@ -48,7 +47,9 @@ class RunContext:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         if self._logger is not None:

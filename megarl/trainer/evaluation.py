@@ -22,8 +22,14 @@ class Rows(Protocol):
 
 class Evaluator:
     def __init__(
-        self, rows: Rows, engine: InferenceEngine, workflow: RolloutWorkflow,
-        tokenizer: Any, *, config: EvaluatorConfig, seed: int,
+        self,
+        rows: Rows,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        tokenizer: Any,
+        *,
+        config: EvaluatorConfig,
+        seed: int,
     ) -> None:
         n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
         self.rows = [rows[i] for i in range(n)]

@@ -30,7 +30,10 @@ def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
         figures["response_len/truncated"] = batch["truncated"].float().mean().item()
     if "versions" in batch:
         staleness = (version - batch["versions"])[mask].float()
-        figures |= {"staleness/mean": staleness.mean().item(), "staleness/max": staleness.max().item()}
+        figures |= {
+            "staleness/mean": staleness.mean().item(),
+            "staleness/max": staleness.max().item(),
+        }
     return figures
 
 

@@ -42,13 +42,18 @@ class SFTTrainer:
             n = min(len(rows), cfg.evaluator.max_samples or len(rows))
             self.held_out = collate_sft([rows[i] for i in range(n)])
         self.spec = FinetuneSpec(
-            total_train_epochs=cfg.total_train_epochs, dataset_size=len(data),
-            train_batch_size=cfg.train_dataset.batch_size, max_steps=cfg.total_train_steps,
+            total_train_epochs=cfg.total_train_epochs,
+            dataset_size=len(data),
+            train_batch_size=cfg.train_dataset.batch_size,
+            max_steps=cfg.total_train_steps,
         )
         self.model = MegatronSFT(cfg.model, seed=cfg.seed)
         self.model.initialize(None, self.spec)
         self.saver = Saver(
-            cfg.saver, run_dir=ctx.run_dir, base_model_path=cfg.model.path, clock=ctx.clock,
+            cfg.saver,
+            run_dir=ctx.run_dir,
+            base_model_path=cfg.model.path,
+            clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)

@@ -10,7 +10,6 @@ from megarl.config.errors import raise_if_any
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
 
-
 # weights as safetensors only: others' formats can be twice the size and are never read
 _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 

@@ -51,8 +51,12 @@ class Generation:
             held_out = build_dataset(cfg.valid_dataset, tokenizer, purpose="rl", seed=cfg.seed)
             check_context(held_out, cfg.eval_gconfig, cfg.server.context_length)
             self.evaluator = Evaluator(
-                held_out, self.client, self._workflow(cfg, cfg.eval_gconfig, tokenizer), tokenizer,
-                config=cfg.evaluator, seed=cfg.seed,
+                held_out,
+                self.client,
+                self._workflow(cfg, cfg.eval_gconfig, tokenizer),
+                tokenizer,
+                config=cfg.evaluator,
+                seed=cfg.seed,
             )
 
     def _workflow(
@@ -88,14 +92,19 @@ class RLTrainer:
         self.generation: Generation | None = None
         size, self.addresses = ctx.zero(self._start_generation)
         self.spec = FinetuneSpec(
-            total_train_epochs=cfg.total_train_epochs, dataset_size=size,
-            train_batch_size=cfg.train_dataset.batch_size, max_steps=cfg.total_train_steps,
+            total_train_epochs=cfg.total_train_epochs,
+            dataset_size=size,
+            train_batch_size=cfg.train_dataset.batch_size,
+            max_steps=cfg.total_train_steps,
         )
         self.actor = MegatronActor(cfg.actor, temperature=cfg.gconfig.temperature, seed=cfg.seed)
         self.actor.initialize(None, self.spec)
         self.ref = self._make_ref(cfg.actor)
         self.saver = Saver(
-            cfg.saver, run_dir=ctx.run_dir, base_model_path=cfg.actor.path, clock=ctx.clock,
+            cfg.saver,
+            run_dir=ctx.run_dir,
+            base_model_path=cfg.actor.path,
+            clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
@@ -159,9 +168,13 @@ class RLTrainer:
         """Streams the new weights to every server and bumps the version everywhere."""
         sync = self.cfg.weight_sync
         meta = WeightUpdateMeta(
-            type=sync.type, version=version, addresses=self.addresses,
-            path=str(self.ctx.run_dir / "weights"), bucket_bytes=sync.bucket_mb << 20,
-            flattened=sync.flattened, timeout=sync.timeout,
+            type=sync.type,
+            version=version,
+            addresses=self.addresses,
+            path=str(self.ctx.run_dir / "weights"),
+            bucket_bytes=sync.bucket_mb << 20,
+            flattened=sync.flattened,
+            timeout=sync.timeout,
             verify=sync.verify == "every" or (sync.verify == "first" and version == 1),
         )
         self.ctx.zero(self._pause)

@@ -21,8 +21,13 @@ class Saves(Protocol):
 
 class Saver:
     def __init__(
-        self, config: SaverConfig, *, run_dir: Path, base_model_path: str,
-        clock: Callable[[], float], is_zero: bool,
+        self,
+        config: SaverConfig,
+        *,
+        run_dir: Path,
+        base_model_path: str,
+        clock: Callable[[], float],
+        is_zero: bool,
     ) -> None:
         self.config, self.run_dir, self.base = config, run_dir, base_model_path
         self._freq = Frequency(config, clock)

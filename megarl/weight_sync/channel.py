@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
+# How much longer than a sync may take its collectives live: ours is the readable error, and NCCL's
+# watchdog ends the process.
+MARGIN = 60.0
 # For servers to leave the group at the end of a run.
 CLOSE_TIMEOUT = 30.0
 
@@ -72,13 +75,16 @@ class UpdateChannel:
             self.servers.end_update(deadline)
 
     def deliver(
-        self, what: str, tensors: Sequence[torch.Tensor], body: Mapping[str, Any],
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        body: Mapping[str, Any],
         deadline: Deadline,
     ) -> Exchange[float]:
         """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
         stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
         """
-        set_group_timeout(self.group, deadline.left)
+        set_group_timeout(self.group, deadline.left + MARGIN)
         ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
         return Exchange(what, in_thread(_broadcast, tensors, self.group, ready), answers)

@@ -27,8 +27,15 @@ class DiskTransport:
     """Collective over the engine's ranks. Rank 0 writes (every save does) and calls servers."""
 
     def __init__(
-        self, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None, *, dtype: torch.dtype | None, agreement: Agreement,
+        self,
+        table: PieceTable,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        dtype: torch.dtype | None,
+        agreement: Agreement,
     ) -> None:
         self.table, self.layout, self.rank, self.params = table, layout, rank, params
         self.group, self.dtype, self.agreement = group, dtype, agreement

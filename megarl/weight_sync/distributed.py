@@ -31,8 +31,16 @@ class DistributedTransport:
     """Collective over the engine's ranks. The channel to the servers exists on the owner only."""
 
     def __init__(
-        self, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None, *, dtype: Dtypes, owner: int, device: torch.device,
+        self,
+        table: PieceTable,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        dtype: Dtypes,
+        owner: int,
+        device: torch.device,
         agreement: Agreement,
     ) -> None:
         self.table, self.layout, self.rank, self.params = table, layout, rank, params
@@ -45,7 +53,8 @@ class DistributedTransport:
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         together = self.agreement.together
-        plan, gatherer = self._plan(meta.bucket_bytes)
+        plan, gatherer = together(self._plan, meta.bucket_bytes)
+        check_digests(self.agreement.gather(plan.digest))
         try:
             with phases.time("connect"):
                 together(self._connect, meta, deadline)
@@ -73,11 +82,10 @@ class DistributedTransport:
     def _plan(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
         if self._planned is None or self._planned[0] != bucket_bytes:
             plan = plan_sync(self.table, self.dtype, bucket_bytes, self.owner)
-            check_digests(self.agreement.gather(plan.digest))
             gatherer = BucketGatherer(
                 self.table, self.layout, self.rank, self.params, plan.buckets, owner=self.owner,
                 group=self.group, device=self.device,
-            )
+            )  # fmt: skip
             self._planned = bucket_bytes, plan, gatherer
         return self._planned[1:]
 
@@ -122,8 +130,14 @@ class _Stream:
     """One sync. Every rank calls the same methods; all but the owner only gather."""
 
     def __init__(
-        self, plan: SyncPlan, gatherer: BucketGatherer, channel: UpdateChannel | None,
-        buffers: list[torch.Tensor], meta: WeightUpdateMeta, deadline: Deadline, phases: Phases,
+        self,
+        plan: SyncPlan,
+        gatherer: BucketGatherer,
+        channel: UpdateChannel | None,
+        buffers: list[torch.Tensor],
+        meta: WeightUpdateMeta,
+        deadline: Deadline,
+        phases: Phases,
     ) -> None:
         self.plan, self.gatherer, self.channel, self.buffers = plan, gatherer, channel, buffers
         self.meta, self.deadline, self.phases = meta, deadline, phases
@@ -171,8 +185,11 @@ class _Stream:
     def _send(self, channel: UpdateChannel, bucket: Bucket, flat: torch.Tensor) -> Exchange[float]:
         last = bucket.index == len(self.plan.buckets) - 1
         body = update_body(
-            bucket, group_name=channel.group_name, flattened=self.meta.flattened,
-            version=self.meta.version, last=last,
+            bucket,
+            group_name=channel.group_name,
+            flattened=self.meta.flattened,
+            version=self.meta.version,
+            last=last,
         )
         tensors = [flat] if self.meta.flattened else [t for _, t in bucket.views(flat)]
         first, final = bucket.members[0].name, bucket.members[-1].name

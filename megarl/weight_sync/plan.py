@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -35,7 +36,7 @@ class SyncPlan:
     def largest(self) -> int:
         return max(b.nbytes for b in self.buckets)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Equal exactly where the plans are equal."""
         return hashlib.sha256(repr((self.owner, self.buckets)).encode()).hexdigest()[:16]

@@ -29,8 +29,15 @@ class WeightSender:
     """
 
     def __init__(
-        self, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None = None, *, dtype: Dtypes | None = None, owner: int = 0,
+        self,
+        table: PieceTable,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        dtype: Dtypes | None = None,
+        owner: int = 0,
     ) -> None:
         if not 0 <= owner < layout.world_size:
             raise ValueError(f"owner={owner}: use a rank of the layout, 0..{layout.world_size - 1}")

@@ -64,8 +64,12 @@ class Servers:
         self.addresses = tuple(addresses)
 
     def start(
-        self, path: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        timeout: float, *, method: str = "POST",
+        self,
+        path: str,
+        body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        timeout: float,
+        *,
+        method: str = "POST",
     ) -> dict[str, Future[Answer]]:
         """Calls every server in a thread of its own; `body` is one for all or one per server."""
         bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
@@ -75,7 +79,11 @@ class Servers:
         }
 
     def call(
-        self, path: str, body: Mapping[str, Any] | None, deadline: Deadline, *,
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        deadline: Deadline,
+        *,
         method: str = "POST",
     ) -> dict[str, Any]:
         """Every server's answer. Raises one RuntimeError with the messages of all that failed."""

@@ -99,8 +99,12 @@ def sharded(source: Path, parallel: dict[str, Any], dtype: torch.dtype) -> tuple
 
 
 def run_syncs(
-    source: Path, saved: Path, parallel: dict[str, Any], dtype: torch.dtype,
-    metas: list[WeightUpdateMeta], owner: int = 0,
+    source: Path,
+    saved: Path,
+    parallel: dict[str, Any],
+    dtype: torch.dtype,
+    metas: list[WeightUpdateMeta],
+    owner: int = 0,
 ) -> list[dict[str, float]]:
     """Saves to `saved`, then uploads once for each meta through one sender."""
     shards = sharded(source, parallel, dtype)
@@ -145,9 +149,7 @@ def test_two_servers_hold_what_save_writes(
 
 
 @pytest.mark.parametrize("i", range(len(LAYOUTS)), ids=LAYOUTS)
-def test_tied_bf16_weights(
-    world: World, tied: Server, i: int, home: Path, tmp_path: Path
-) -> None:
+def test_tied_bf16_weights(world: World, tied: Server, i: int, home: Path, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "new", "qwen3", tie=True, dtype=torch.bfloat16, seed=20 + i)
     saved = tmp_path / "saved"
     metas = metas_for([tied], 100 + 10 * i)
@@ -167,7 +169,11 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     path = tmp_path / "shared"
     disk = [
         WeightUpdateMeta(
-            type="disk", version=v, path=str(path), addresses=addresses(untied), timeout=60,
+            type="disk",
+            version=v,
+            path=str(path),
+            addresses=addresses(untied),
+            timeout=60,
             verify=True,
         )
         for v in (201, 202)
@@ -216,7 +222,10 @@ class Failure:
 
 
 def run_failing_sync(
-    source: Path, parallel: dict[str, Any], bad: WeightUpdateMeta, good: WeightUpdateMeta,
+    source: Path,
+    parallel: dict[str, Any],
+    bad: WeightUpdateMeta,
+    good: WeightUpdateMeta,
     hit: tuple[int, int] | None = None,
 ) -> Failure:
     """Uploads `bad`, expects an error, then uploads `good` through the same sender.
@@ -271,7 +280,11 @@ def test_a_failure_of_the_owner_alone_reaches_every_rank(
     "blow, timeout", ((signal.SIGKILL, 600.0), (signal.SIGSTOP, 4.0)), ids=("killed", "frozen")
 )
 def test_a_server_lost_in_the_middle_is_named_on_every_rank(
-    world: World, untied: list[Server], home: Path, tmp_path: Path, blow: signal.Signals,
+    world: World,
+    untied: list[Server],
+    home: Path,
+    tmp_path: Path,
+    blow: signal.Signals,
     timeout: float,
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=60)

@@ -89,7 +89,9 @@ def test_grpo(name, model, tmp_path):
         assert max(r["train_rollout_logprob_abs_diff/max"] for r in trained) < 1e-4
     assert all(r["update_successful"] == 1 and r["grad_norm"] > 0 for r in trained)
     assert trained[0]["first_ratio_abs_dev"] < 1e-5
-    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, run / "final"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, run / "final")
+    )
     assert any(not torch.equal(before[k], after[k]) for k in before)
     assert AutoTokenizer.from_pretrained(run / "final").chat_template
     whens = [json.loads(line)["when"] for line in (run / "samples.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from megarl.rollout.server import kv_cache
 from megarl.rollout.server.args import ServerArgs, parse_args
 from megarl.rollout.server.runner import ModelRunner
 from megarl.rollout.server.sampling_params import SamplingParams
-from megarl.rollout.server.sequence import Sequence
+from megarl.rollout.server.sequence import Report, Sequence
 from megarl.rollout.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
 from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
@@ -20,7 +20,7 @@ class _NoCall:
     stream = False
 
 
-def make_sequence(prompt, **options):
+def make_sequence(prompt, **report):
     return Sequence(
         rid="r",
         prompt=prompt,
@@ -30,7 +30,7 @@ def make_sequence(prompt, **options):
         seed=0,
         call=_NoCall(),
         index=0,
-        **options,
+        report=Report(**report),
     )
 
 
@@ -131,7 +131,7 @@ def test_rows_survive_growth_and_moves_of_the_cache(pair):
 def test_prompt_logprobs(pair):
     runner, model = pair
     (prompt,) = prompts([30])
-    seq = make_sequence(prompt, return_logprob=True, logprob_start=4, top_logprobs_num=2)
+    seq = make_sequence(prompt, logprobs=True, start=4, top=2)
     runner.prefill([seq], 0)
     with torch.no_grad():
         want = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)

@@ -9,7 +9,7 @@ import torch
 from megarl.rollout.server.errors import ServerError, UnknownFieldError
 from megarl.rollout.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
 from megarl.rollout.server.sampling_params import SamplingParams, parse_sampling_params
-from megarl.rollout.server.sequence import Sequence
+from megarl.rollout.server.sequence import Report, Sequence
 
 VOCAB = 40
 
@@ -28,7 +28,7 @@ def make_sequence(seed=0, prompt=(3, 4), output=(), stop_ids=(), **params):
         seed=seed,
         call=_NoCall(),
         index=0,
-        return_logprob=True,
+        report=Report(logprobs=True),
     )
     s.output = list(output)
     return s

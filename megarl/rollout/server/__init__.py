@@ -16,7 +16,8 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     weights.py           HF names -> tensors; validated loads, checksums
     updates.py           weight-update sessions and process groups
     text.py              tokenizer: prompts, stop strings, answers
-    generate.py          /generate: body -> sequences -> answer
+    generate.py          /generate: body -> sequences
+    render.py            sequences -> answers
     core.py              all of the above put together
     replies.py           bodies in and out
     endpoints.py         routes: state, generation, pause

@@ -32,7 +32,8 @@ class ServerCore:
             text=self.text,
             context_length=self.runner.context_length,
             vocab_size=self.runner.vocab_size,
-            eos=eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer),
+            eos=eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer)
+            & frozenset(range(self.runner.vocab_size)),
             rng=np.random.default_rng(args.random_seed),
         )
         self.scheduler = Scheduler(

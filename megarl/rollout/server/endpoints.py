@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from megarl.rollout.server.args import as_dict
 from megarl.rollout.server.core import ServerCore
 from megarl.rollout.server.errors import ServerError
-from megarl.rollout.server.generate import render
+from megarl.rollout.server.render import render
 from megarl.rollout.server.replies import answer, read_json
 from megarl.rollout.server.scheduler import PAUSE_MODES
 from megarl.rollout.server.sequence import GenerateCall

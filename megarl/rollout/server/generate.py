@@ -1,12 +1,10 @@
-"""/generate: request body -> sequences, finished sequences -> answers.
+"""/generate: request body -> sequences.
 
-Token lists are checked with C-speed builtins and answers are plain dicts for orjson: with short
-responses this file is the server's hot path beside the model.
+Token lists are checked with C-speed builtins: with short responses this is a hot path.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
 from array import array
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from megarl.rollout.server.sampling_params import (
     SamplingParams,
     parse_sampling_params,
 )
-from megarl.rollout.server.sequence import ABORTED_IN_QUEUE, GenerateCall, Sequence
+from megarl.rollout.server.sequence import GenerateCall, Report, Sequence
 from megarl.rollout.server.text import TextTools
 
 # fields of SGLang's request that change the answer and that this server does not have
@@ -60,36 +58,15 @@ class RequestParser:
             if body.get(key):
                 raise ServerError(f"{key} is not supported by the embedded server")
         prompts, batched = self._prompts(body)
-        count = len(prompts)
-        params = [
-            parse_sampling_params(p)
-            for p in _per_item(body.get("sampling_params"), count, "sampling_params", batched)
-        ]
-        samples = {p.n for p in params}
-        if len(samples) > 1:
-            raise ServerError(f"sampling_params.n must be equal in a batch, got {sorted(samples)}")
-        n = samples.pop()
-        rids = _rids(body.get("rid"), count, n, batched)
-        options = [
-            _per_item(body.get(key), count, key, batched)
-            for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
-        ]
+        params = _all_params(body.get("sampling_params"), len(prompts), batched)
+        reports = _reports(body, len(prompts), batched)
+        n = params[0].n
+        rids = _rids(body.get("rid"), len(prompts), n, batched)
         call = GenerateCall(stream=bool(body.get("stream")))
         for i, prompt in enumerate(prompts):
-            return_logprob, start, top = (o[i] for o in options)
             for k in range(n):
-                sequence = self._sequence(
-                    rids[i * n + k],
-                    prompt,
-                    params[i],
-                    call,
-                    sample=k,
-                    return_logprob=bool(return_logprob),
-                    logprob_start=start,
-                    top_logprobs_num=top,
-                    return_text=bool(body.get("return_text_in_logprobs")),
-                )
-                call.sequences.append(sequence)
+                seq = self._sequence(rids[i * n + k], prompt, params[i], k, reports[i], call)
+                call.sequences.append(seq)
         call.pending = len(call.sequences)
         return call, batched or n > 1
 
@@ -153,42 +130,59 @@ class RequestParser:
         rid: str,
         prompt: list[int],
         params: SamplingParams,
-        call: GenerateCall,
-        *,
         sample: int,
-        return_logprob: bool,
-        logprob_start: Any,
-        top_logprobs_num: Any,
-        return_text: bool,
+        report: Report,
+        call: GenerateCall,
     ) -> Sequence:
-        for name, value in (
-            ("logprob_start_len", logprob_start),
-            ("top_logprobs_num", top_logprobs_num),
-        ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ServerError(f"{name} must be an integer, got {value!r}")
         for token in params.stop_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ServerError(f"stop_token_ids contains {token}, outside the vocabulary")
         if params.stop and self.text.tokenizer is None:
             raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
         seed = params.sampling_seed
+        stops = self.eos.union(params.stop_token_ids)
         return Sequence(
             rid=rid,
             prompt=prompt,
             params=params,
+            max_new_tokens=self._max_new_tokens(prompt, params),
+            # as in SGLang, ignore_eos is about stop tokens of every kind
+            stop_ids=frozenset() if params.ignore_eos else stops,
+            seed=int(self.rng.integers(2**63)) if seed is None else seed + sample,
+            report=report,
             call=call,
             index=len(call.sequences),
-            max_new_tokens=self._max_new_tokens(prompt, params),
-            stop_ids=frozenset()
-            if params.ignore_eos  # SGLang: no stop token of any kind then
-            else self.eos.union(params.stop_token_ids),
-            seed=int(self.rng.integers(2**63)) if seed is None else seed + sample,
-            return_logprob=return_logprob,
-            logprob_start=-1 if logprob_start is None else logprob_start,
-            top_logprobs_num=top_logprobs_num or 0,
-            return_text=return_text,
         )
+
+
+def _all_params(given: Any, count: int, batched: bool) -> list[SamplingParams]:
+    if isinstance(given, list):
+        items = _per_item(given, count, "sampling_params", batched)
+        params = [parse_sampling_params(p) for p in items]
+    else:
+        params = [parse_sampling_params(given)] * count
+    if len(samples := {p.n for p in params}) > 1:
+        raise ServerError(f"sampling_params.n must be equal in a batch, got {sorted(samples)}")
+    return params
+
+
+def _reports(body: dict[str, Any], count: int, batched: bool) -> list[Report]:
+    """What each prompt's answers are to tell about logprobs."""
+    wanted, starts, tops = (
+        _per_item(body.get(key), count, key, batched)
+        for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
+    )
+    for name, values in (("logprob_start_len", starts), ("top_logprobs_num", tops)):
+        for v in values:
+            if v is not None and (isinstance(v, bool) or not isinstance(v, int)):
+                raise ServerError(f"{name} must be an integer, got {v!r}")
+    text = bool(body.get("return_text_in_logprobs"))
+    return [
+        Report(logprobs=True, start=-1 if start is None else start, top=top or 0, text=text)
+        if want
+        else Report()
+        for want, start, top in zip(wanted, starts, tops)
+    ]
 
 
 def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:
@@ -210,77 +204,3 @@ def _rids(given: Any, count: int, n: int, batched: bool) -> list[str]:
     if not all(isinstance(r, str) for r in bases):
         raise ServerError("rid must be a string or a list of strings")
     return bases if n == 1 else [f"{r}_{k}" for r in bases for k in range(n)]
-
-
-def render(seq: Sequence, length: int, finished: bool, text: TextTools) -> dict[str, Any]:
-    """SGLang's answer for the first `length` output tokens of `seq`."""
-    output = seq.output[:length]
-    reason = seq.finish_reason if finished else None
-    meta: dict[str, Any] = {"id": seq.rid, "finish_reason": reason}
-    if reason is ABORTED_IN_QUEUE:  # SGLang says no more about a request it never ran
-        if seq.return_logprob:
-            meta |= {"input_token_logprobs": [], "output_token_logprobs": []}
-        return {"text": "", "output_ids": [], "meta_info": meta | {"completion_tokens": 0}}
-    meta |= {
-        "prompt_tokens": len(seq.prompt),
-        "weight_version": seq.version,
-        "num_retractions": seq.retractions,
-    }
-    if seq.return_logprob:
-        meta |= _logprobs(seq, length, text)
-    meta |= {
-        "reasoning_tokens": 0,
-        "completion_tokens": length,
-        "cached_tokens": seq.cached_tokens,
-        "cached_tokens_details": {"device": seq.cached_tokens, "host": 0}
-        if seq.cached_tokens
-        else None,
-        "dp_rank": None,
-    }
-    if finished:
-        meta |= {
-            "weight_versions": _spans(seq, length),
-            "e2e_latency": seq.finished_at - seq.arrived,
-            "response_sent_to_client_ts": time.time(),
-        }
-    answer = text.answer(
-        output,
-        reason,
-        skip_special_tokens=seq.params.skip_special_tokens,
-        no_stop_trim=seq.params.no_stop_trim,
-    )
-    return {"text": answer, "output_ids": output, "meta_info": meta}
-
-
-def _spans(seq: Sequence, length: int) -> list[dict[str, Any]]:
-    ends = [start for _, start in seq.spans[1:]] + [length]
-    return [
-        {"version": version, "start": start, "end": end}
-        for (version, start), end in zip(seq.spans, ends)
-        if end > start
-    ]
-
-
-def _logprobs(seq: Sequence, length: int, text: TextTools) -> dict[str, Any]:
-    """Entries are [logprob, token id, text or null]."""
-
-    def entry(logprob: float | None, token: int) -> list[Any]:
-        said = text.decode([token], skip_special_tokens=False) if seq.return_text else None
-        return [logprob, token, said]
-
-    start = max(0, seq.logprob_start)
-    prompt = zip(seq.input_logprobs or [], seq.prompt[start:])
-    out: dict[str, Any] = {
-        "input_token_logprobs": [entry(lp, t) for lp, t in prompt],
-        "output_token_logprobs": [
-            entry(lp, t) for lp, t in zip(seq.logprobs[:length], seq.output[:length])
-        ],
-        "output_token_logprobs_length": length,
-    }
-    if seq.top_logprobs_num:
-        for key, tops in (
-            ("input_top_logprobs", seq.input_top_logprobs),
-            ("output_top_logprobs", seq.top_logprobs[:length]),
-        ):
-            out[key] = [top and [entry(lp, t) for lp, t in top] for top in tops]
-    return out

@@ -167,15 +167,15 @@ class ModelRunner:
 
     def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> None:
         """Logprobs of prompt tokens after `logprob_start`, at temperature 1; hidden [S,H]."""
-        start, stop = seq.logprob_start, len(seq.prompt)
+        start, stop = seq.report.start, len(seq.prompt)
         seq.input_logprobs, seq.input_top_logprobs = [None], [None]
         for i in range(start, stop - 1, _HEAD_CHUNK):
             j = min(i + _HEAD_CHUNK, stop - 1)
             logprobs = torch.log_softmax(self._head(hidden[i:j]).float(), dim=-1)
             targets = torch.tensor(seq.prompt[i + 1 : j + 1], device=self.device)
             seq.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
-            if seq.top_logprobs_num:
-                values, ids = logprobs.topk(min(seq.top_logprobs_num, self.vocab_size))
+            if seq.report.top:
+                values, ids = logprobs.topk(min(seq.report.top, self.vocab_size))
                 seq.input_top_logprobs += [
                     list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())
                 ]

@@ -79,7 +79,7 @@ class SamplingBatch:
             [params[i].top_p if params[i].top_p < 1.0 else _NO_TOP_P for i in cut], device=device
         )
         self.min_p = torch.tensor([params[i].min_p for i in cut], device=device)
-        self.tops = [i for i, s in enumerate(seqs) if s.top_logprobs_num > 0]
+        self.tops = [i for i, s in enumerate(seqs) if s.report.top > 0]
         self.min_new_tokens = max((p.min_new_tokens for p in params), default=0)
 
     def sample(self, logits: torch.Tensor) -> Sampled:
@@ -133,10 +133,10 @@ class SamplingBatch:
     def _tops(self, logprobs: torch.Tensor) -> dict[int, list[tuple[float, int]]]:
         if not self.tops:
             return {}
-        width = max(self.seqs[i].top_logprobs_num for i in self.tops)
+        width = max(self.seqs[i].report.top for i in self.tops)
         values, ids = logprobs[self.tops].topk(min(width, logprobs.shape[1]))
         return {
-            i: list(zip(v, t))[: self.seqs[i].top_logprobs_num]
+            i: list(zip(v, t))[: self.seqs[i].report.top]
             for i, v, t in zip(self.tops, values.tolist(), ids.tolist())
         }
 

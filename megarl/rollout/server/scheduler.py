@@ -287,7 +287,7 @@ class Scheduler:
                 continue
             s.output.append(token)
             s.logprobs.append(logprob)
-            if s.top_logprobs_num:
+            if s.report.top:
                 s.top_logprobs.append(drawn.top_logprobs[i])
             if reason := self._finish_reason(s, token):
                 self._finish(s, reason)

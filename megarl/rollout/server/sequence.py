@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.rollout.server.sampling_params import SamplingParams
@@ -35,35 +36,17 @@ class GenerateCall:
             self.done.set_result(None)
 
 
-class Sequence:
-    __slots__ = (
-        "arrived",
-        "cached_tokens",
-        "call",
-        "error",
-        "finish_reason",
-        "finished_at",
-        "index",
-        "input_logprobs",
-        "input_top_logprobs",
-        "logprob_start",
-        "logprobs",
-        "max_new_tokens",
-        "output",
-        "params",
-        "prompt",
-        "retractions",
-        "return_logprob",
-        "return_text",
-        "rid",
-        "seed",
-        "spans",
-        "stop_ids",
-        "top_logprobs",
-        "top_logprobs_num",
-        "version",
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What an answer tells about logprobs; prompt tokens are reported from `start` on, if >= 0."""
 
+    logprobs: bool = False
+    start: int = -1
+    top: int = 0
+    text: bool = False
+
+
+class Sequence:
     def __init__(
         self,
         *,
@@ -73,19 +56,14 @@ class Sequence:
         max_new_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
+        report: Report,
         call: GenerateCall,
         index: int,
-        return_logprob: bool = False,
-        logprob_start: int = -1,
-        top_logprobs_num: int = 0,
-        return_text: bool = False,
     ) -> None:
+        """`index` is its place among the call's sequences."""
         self.rid, self.prompt, self.params = rid, prompt, params
         self.max_new_tokens, self.stop_ids, self.seed = max_new_tokens, stop_ids, seed
-        self.call, self.index = call, index
-        self.return_logprob, self.logprob_start = return_logprob, logprob_start
-        self.top_logprobs_num = top_logprobs_num if return_logprob else 0
-        self.return_text = return_text
+        self.report, self.call, self.index = report, call, index
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] = []
@@ -114,9 +92,9 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return (
-            self.return_logprob
+            self.report.logprobs
             and self.input_logprobs is None
-            and 0 <= self.logprob_start < len(self.prompt)
+            and 0 <= self.report.start < len(self.prompt)
         )
 
     def start_span(self, version: str) -> None:
