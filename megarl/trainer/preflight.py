@@ -30,8 +30,9 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
         try:
             engine.path = snapshot_download(path, allow_patterns=list(_HF_FILES))
         except (OSError, HfHubHTTPError) as e:
+            why = " ".join(str(e).split())
             problems.append(
-                f"{name}.path={path}: neither a directory nor to be had from the hub ({e}); "
+                f"{name}.path={path}: neither a directory nor to be had from the hub ({why}); "
                 f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
             )
     raise_if_any(problems)

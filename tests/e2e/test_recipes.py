@@ -1,4 +1,4 @@
-"""The main job, as a user starts it: launcher, servers, trainers, real weights over real sockets."""
+"""The main job, as a user starts it: launcher, servers, trainers, weights over sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def model(tmp_path_factory) -> Path:
     done = launch(
         "quickstart_sft.yaml", f"model.path={root / 'model'}", f"fileroot={root}",
         "experiment_name=e", "total_train_steps=200", "evaluator.freq_steps=100",
-        "train_dataset.options.level=1", "train_dataset.size=40", "train_dataset.options.demos=64", "train_dataset.batch_size=32",
+        "train_dataset.options.level=1", "train_dataset.size=40", "train_dataset.options.demos=64",
+        "train_dataset.batch_size=32",
         "valid_dataset.options.level=1", "valid_dataset.size=15",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -75,7 +76,8 @@ def test_grpo(name, model, tmp_path):
         "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         f"total_train_steps={STEPS}", "train_dataset.batch_size=8", "train_dataset.size=40",
         "train_dataset.options.level=1", "valid_dataset.options.level=1", "valid_dataset.size=15",
-        "evaluator.freq_steps=2", "weight_sync.verify=every", "actor.optimizer.lr=1e-3", *CASES[name],
+        "evaluator.freq_steps=2", "weight_sync.verify=every", "actor.optimizer.lr=1e-3",
+        *CASES[name],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     run = tmp_path / "e" / "grpo"

@@ -156,7 +156,7 @@ class Decode:
         values[self.rows, :, self.positions] = v[:, :, 0]
         batch, heads, _, dim = q.shape
         # the G queries that share a key/value head stand in for query positions: no repeated heads
-        q = q.view(batch, k.shape[1], heads // k.shape[1], dim)
+        q = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
         if len(self._parts) == 1:
             _, width, mask = self._parts[0]
             key, value = keys[self._all, :, :width], values[self._all, :, :width]

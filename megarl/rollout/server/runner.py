@@ -122,7 +122,6 @@ class ModelRunner:
             groups.setdefault(tuple(s.tokens), []).append(s)
         prompts = sorted(groups, key=len)
         longest = len(prompts[-1])
-        self.cache.reserve(first_row + len(seqs), longest, used=first_row)
         logits, row = [], first_row
         for chunk in self._chunks(prompts):
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
@@ -180,9 +179,9 @@ class ModelRunner:
                     list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())
                 ]
 
-    def make_room(self, seqs: Seq[Sequence]) -> None:
-        """Grows the cache for the next token of `seqs`, which own the rows from 0 on."""
-        self.cache.reserve(len(seqs), max(s.length for s in seqs), used=len(seqs))
+    def make_room(self, seqs: Seq[Sequence], *, used: int) -> None:
+        """A cache for all tokens of `seqs`, which own the rows from 0 on, `used` of them already."""
+        self.cache.reserve(len(seqs), max(s.length for s in seqs), used=used)
 
     @torch.inference_mode()
     def decode(self, seqs: Seq[Sequence], first_row: int = 0) -> torch.Tensor:

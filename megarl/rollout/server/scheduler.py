@@ -82,9 +82,8 @@ class Scheduler:
 
         def end() -> None:
             self._abort(lambda s: True)
-            for job in self.waiting:
-                assert isinstance(job, Exclusive)
-                job.future.set_exception(ServerError("the server is stopping", status=503))
+            for job in self._jobs():
+                _refuse(job, "the server is stopping", status=503)
             self.waiting.clear()
             self._stopping = True
 
@@ -118,8 +117,8 @@ class Scheduler:
         self._inbox.put(lambda: self._abort(lambda s: abort_all or s.rid.startswith(rid)))
 
     def abort_sequences(self, seqs: Iterable[Sequence]) -> None:
-        gone = set(map(id, seqs))
-        self._inbox.put(lambda: self._abort(lambda s: id(s) in gone))
+        gone = set(seqs)
+        self._inbox.put(lambda: self._abort(lambda s: s in gone))
 
     def pause(self, mode: str) -> Future[Any]:
         return self.call(lambda: self._pause(mode))
@@ -148,6 +147,9 @@ class Scheduler:
     def _queued(self) -> list[Sequence]:
         return [w for w in self.waiting if isinstance(w, Sequence)]
 
+    def _jobs(self) -> list[Exclusive]:
+        return [w for w in self.waiting if isinstance(w, Exclusive)]
+
     @torch.inference_mode()
     def _run(self) -> None:
         if self._threads:
@@ -165,7 +167,7 @@ class Scheduler:
 
     def _take_inbox(self) -> None:
         idle = not self.running and not self.waiting
-        if idle or (self.paused and not any(isinstance(w, Exclusive) for w in self.waiting)):
+        if idle or (self.paused and not self._jobs()):
             self._inbox.get()()
             self._gather_burst()
         while not self._inbox.empty():
@@ -183,8 +185,7 @@ class Scheduler:
     def _run_exclusive(self) -> None:
         """The jobs at the head of an idle server's queue; all of them while paused."""
         if self.paused:
-            jobs = [w for w in self.waiting if isinstance(w, Exclusive)]
-            self.waiting = deque(w for w in self.waiting if isinstance(w, Sequence))
+            jobs, self.waiting = self._jobs(), deque(self._queued())
             for job in jobs:
                 self._finish_job(job)
             return
@@ -195,6 +196,8 @@ class Scheduler:
 
     def _finish_job(self, job: Exclusive) -> None:
         """A refusal answers its call; any other error ends the server with that call."""
+        if not job.future.set_running_or_notify_cancel():
+            return  # its caller is gone
         try:
             result = job.run()
         except ServerError as e:
@@ -232,7 +235,7 @@ class Scheduler:
             self._prefill(admitted)
         if not self.running:
             return
-        self.runner.make_room(self.running)
+        self.runner.make_room(self.running, used=len(self.running))
         if self.runner.deterministic:
             for row, s in enumerate(self.running):
                 self._append([s], self.runner.decode([s], row), self._sampling([s]))
@@ -263,6 +266,7 @@ class Scheduler:
                 s.start_span(self.version)
         first = len(self.running)
         self.running, self._batch = [*self.running, *admitted], None
+        self.runner.make_room(self.running, used=first)
         seqs, logits = self.runner.prefill(admitted, first)
         self.running[first:] = seqs  # in the order of their rows
         if self.runner.deterministic:
@@ -339,10 +343,15 @@ class Scheduler:
     def _die(self, message: str) -> None:
         """Every call in flight gets the error; the server is no longer healthy."""
         self.error = message
-        for w in (*self.running, *self.waiting):
-            if isinstance(w, Exclusive):
-                w.future.set_exception(ServerError(message, status=500))
-            elif not w.finished_at:
-                self._finish(w, None, error=message)
+        for job in self._jobs():
+            _refuse(job, message, status=500)
+        for s in (*self.running, *self._queued()):
+            if not s.finished_at:
+                self._finish(s, None, error=message)
         self._deliver()
         self._on_death()
+
+
+def _refuse(job: Exclusive, message: str, *, status: int) -> None:
+    if job.future.set_running_or_notify_cancel():
+        job.future.set_exception(ServerError(message, status=status))
