@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -127,6 +128,9 @@ def p3_tensor_placement() -> None:
 
         return wrapper
 
+    # torch.device("meta") as a context knows factories by identity and caches them at its first use:
+    # let it see the real ones, or models built under it (from_pretrained) get uninitialised buffers
+    _device_constructors()
     for name in (
         "tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like",
         "ones_like",

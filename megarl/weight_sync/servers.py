@@ -61,6 +61,8 @@ class Servers:
                 "weight sync has no server to send to: set WeightUpdateMeta.addresses "
                 "(rollout.addresses)"
             )
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"server addresses {list(addresses)}: one is given twice; remove it")
         self.addresses = tuple(addresses)
 
     def start(

@@ -51,12 +51,13 @@ def pair(request, tmp_path_factory):
 
 def teacher_forced(runner, seqs, steps):
     """Logits [n,steps,V] in the order of `seqs`, feeding tokens 3, 4, ... whatever they say."""
+    runner.make_room(seqs, used=0)
     rows, logits = runner.prefill(seqs, 0)
     columns = [logits]
     for t in range(steps - 1):
         for s in rows:
             s.output.append(3 + t)
-        runner.make_room(rows)
+        runner.make_room(rows, used=len(rows))
         columns.append(runner.decode(rows))
     back = [rows.index(s) for s in seqs]
     return torch.stack(columns, 1)[back]
@@ -112,11 +113,31 @@ def test_masked_positions_are_finite_whatever_memory_held(pair):
         torch.testing.assert_close(got[i], reference(model, p, 3), atol=1e-4, rtol=1e-4)
 
 
+def test_the_cache_keeps_to_its_budget_and_its_content():
+    cache = kv_cache.KVCache(
+        tiny_hf("llama", layers=1).config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_rows=64,
+        max_positions=2048,
+        max_tokens=8192,
+    )
+    cache.reserve(60, 100, used=0)  # short and many
+    assert cache.rows >= 60 and cache.positions >= 100
+    assert cache.rows * cache.positions <= 8192
+    cache.keys[:, :3, :, :50] = 7.0
+    cache.reserve(4, 2000, used=3)  # then few and long: the empty rows go
+    assert cache.rows >= 4 and cache.positions >= 2000
+    assert cache.rows * cache.positions <= 8192
+    assert bool((cache.keys[:, :3, :, :50] == 7.0).all()) and not cache.keys[:, :3, :, 50:].any()
+
+
 def test_rows_survive_growth_and_moves_of_the_cache(pair):
     runner, model = pair
     runner.cache.clear()
     given = prompts([10, 20, 30])
     seqs = [make_sequence(p) for p in given]
+    runner.make_room(seqs, used=0)
     rows, _ = runner.prefill(seqs, 0)
     before = runner.cache.positions
     runner.cache.reserve(9, 150, used=3)
@@ -132,6 +153,7 @@ def test_prompt_logprobs(pair):
     runner, model = pair
     (prompt,) = prompts([30])
     seq = make_sequence(prompt, logprobs=True, start=4, top=2)
+    runner.make_room([seq], used=0)
     runner.prefill([seq], 0)
     with torch.no_grad():
         want = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
@@ -180,7 +202,7 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     model.save_pretrained(tmp_path)
     runner = ModelRunner(ServerArgs(model_path=str(tmp_path), dtype="float32", device="cpu"))
     (prompt,) = prompts([9])
-    _, logits = runner.prefill([make_sequence(prompt)], 0)
+    logits = teacher_forced(runner, [make_sequence(prompt)], steps=1)[:, 0]
     torch.testing.assert_close(logits[0], reference(model, prompt, 1)[0], atol=1e-4, rtol=1e-4)
     store = WeightStore(runner.model)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -39,6 +39,7 @@ class Fake:
                 status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
                 if answer == SILENCE:
                     fake._over.wait(30)
+                    return
                 if isinstance(answer, bytes):
                     data = answer
                 else:
@@ -119,6 +120,11 @@ def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="use host:port"):
         split_address(address)
     assert split_address("http://[::1]:80/") == ("::1", 80)
+
+
+def test_an_address_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="one is given twice"):
+        Servers(["a:1", "b:1", "a:1"])
 
 
 def test_all_failures_are_told_at_once(fakes: Any) -> None:

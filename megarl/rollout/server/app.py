@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
+from transformers.utils.logging import disable_progress_bar
 
 from megarl.rollout.server.args import ServerArgs
 from megarl.rollout.server.core import ServerCore
@@ -101,6 +102,7 @@ class _HttpServer(uvicorn.Server):
 def serve(args: ServerArgs) -> int:
     """Loads the model and serves until SIGTERM or SIGINT; the exit status."""
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    disable_progress_bar()  # stdout is a log file
     http = _HttpServer(args)
     http.run()
     status = 0 if http.started and not http.core.scheduler.error else 1

@@ -50,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--context-length", type=int, help="prompt plus response (default: the model's)")
     add("--max-running-requests", type=int, help="sequences decoded at once")
-    add("--max-total-tokens", type=int, help="bound of the KV cache (default: by free memory)")
+    add(
+        "--max-total-tokens",
+        type=int,
+        help="bound of the KV cache (default: by the memory there is)",
+    )
     add("--max-prefill-tokens", type=int, help="padded prompt tokens in one prefill batch")
     add(
         "--deterministic",

@@ -33,6 +33,16 @@ class Plan(Protocol):
         """Stores k, v [B,K,S,D]; returns the attention output [B,S,K*G,D]."""
 
 
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """(layers, key/value heads, head dimension) of an HF model."""
+    heads = config.num_attention_heads
+    return (
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
 class KVCache:
     """keys, values [layers,R,K,C,D], grown on demand.
 
@@ -42,18 +52,19 @@ class KVCache:
 
     def __init__(
         self,
+        config: Any,
         *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
         max_positions: int,
+        max_tokens: int,
     ) -> None:
+        """`config`: the HF model's. At most `max_tokens` = rows * positions are allocated."""
+        self._shape = kv_shape(config)
         self._kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._shape = (layers, kv_heads, head_dim)
-        self._max = (max_rows, max_positions)
+        self._max_rows, self._max_positions = max_rows, max_positions
+        self._max_tokens = max_tokens
         self.clear()
 
     @property
@@ -74,21 +85,25 @@ class KVCache:
         """Room for `rows` sequences of `positions`; the first `used` rows keep their content."""
         if rows <= self.rows and positions <= self.positions:
             return
-        max_rows, max_positions = self._max
-        assert rows <= max_rows and positions <= max_positions
+        assert used <= rows <= self._max_rows and positions <= self._max_positions
+        more_rows, more_positions = max(rows, self.rows), max(positions, self.positions)
         if rows > self.rows:
-            rows = min(max_rows, max(rows, 2 * self.rows))
+            more_rows = min(self._max_rows, max(rows, 2 * self.rows))
         if positions > self.positions:
-            positions = max(positions, self.positions * 3 // 2)
-            positions = min(max_positions, -(-positions // _POSITIONS_STEP) * _POSITIONS_STEP)
-        rows, positions = max(rows, self.rows), max(positions, self.positions)
-        self.keys = self._grown(self.keys, rows, positions, used)
-        self.values = self._grown(self.values, rows, positions, used)
+            more_positions = max(positions, self.positions * 3 // 2)
+            more_positions = -(-more_positions // _POSITIONS_STEP) * _POSITIONS_STEP
+            more_positions = min(self._max_positions, more_positions)
+        if more_rows * more_positions > self._max_tokens:  # no room to be generous with both
+            more_rows = rows
+            more_positions = min(self._max_positions, max(positions, self._max_tokens // rows))
+        self.keys = self._grown(self.keys, more_rows, more_positions, used)
+        self.values = self._grown(self.values, more_rows, more_positions, used)
 
     def _grown(self, old: torch.Tensor, rows: int, positions: int, used: int) -> torch.Tensor:
         layers, heads, dim = self._shape
         new = torch.zeros(layers, rows, heads, positions, dim, **self._kind)
-        new[:, :used, :, : old.shape[3]] = old[:, :used]
+        keep = min(positions, old.shape[3])
+        new[:, :used, :, :keep] = old[:, :used, :, :keep]
         return new
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], positions: int) -> None:

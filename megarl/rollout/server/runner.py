@@ -13,10 +13,10 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megarl.rollout.server.args import ServerArgs
-from megarl.rollout.server.kv_cache import ATTENTION, Decode, KVCache, Prefill
+from megarl.rollout.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.rollout.server.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -28,56 +28,49 @@ class ModelRunner:
     def __init__(self, args: ServerArgs) -> None:
         self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.deterministic = args.deterministic
-        config = AutoConfig.from_pretrained(args.model_path)
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_path, dtype=dtype, attn_implementation="sdpa"
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.config: Any = self.model.config
+        self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
-        longest = int(config.max_position_embeddings)
-        self.context_length = args.context_length or longest
-        if self.context_length > longest:
-            logger.warning(
-                "--context-length=%d is beyond the %d positions the model is made for",
-                self.context_length,
-                longest,
-            )
+        self.context_length = self._context_length(args)
         self.max_rows = args.max_running_requests
         self.max_prefill_tokens = args.max_prefill_tokens
-        self.cache = self._make_cache()
         self.max_total_tokens = args.max_total_tokens or self._fitting_tokens()
         if self.max_total_tokens < self.context_length:
             raise ValueError(
                 f"--max-total-tokens={self.max_total_tokens} holds not even one sequence of "
                 f"--context-length={self.context_length}; raise one or lower the other"
             )
-        self._self_check()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    def _make_cache(self) -> KVCache:
-        c = self.config
-        return KVCache(
-            layers=c.num_hidden_layers,
-            kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        self.cache = KVCache(
+            self.config,
             dtype=self.dtype,
             device=self.device,
             max_rows=self.max_rows,
             max_positions=self.context_length,
+            max_tokens=self.max_total_tokens,
         )
+        self._self_check()
+
+    def _context_length(self, args: ServerArgs) -> int:
+        longest = int(self.config.max_position_embeddings)
+        if args.context_length is not None and args.context_length > longest:
+            logger.warning(
+                "--context-length=%d is beyond the %d positions the model is made for",
+                args.context_length,
+                longest,
+            )
+        return args.context_length or longest
 
     def _fitting_tokens(self) -> int:
-        """KV positions that 60 % of the memory free now holds, at most what could ever be used."""
-        most = self.max_rows * self.context_length
-        layers, heads, dim = self.cache._shape
+        """KV positions the memory set aside for them holds, at most what could ever be used."""
+        layers, heads, dim = kv_shape(self.config)
         per_token = 2 * layers * heads * dim * self.dtype.itemsize
-        fitting = int(0.6 * _free_memory(self.device)) // per_token
-        return max(self.context_length, min(most, fitting))
+        fitting = _cache_memory(self.device) // per_token
+        return max(self.context_length, min(self.max_rows * self.context_length, fitting))
 
     @torch.inference_mode()
     def _self_check(self) -> None:
@@ -114,14 +107,13 @@ class ModelRunner:
     def prefill(self, seqs: Seq[Sequence], first_row: int) -> tuple[list[Sequence], torch.Tensor]:
         """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
 
-        Returns the sequences in the order of the rows they got, and logits [n,V] behind the last
-        token of each. Prompt logprobs are written where a sequence wants them.
+        `make_room` comes first. Returns the sequences in the order of the rows they got, and
+        logits [n,V] behind the last token of each. Prompt logprobs go to those who want them.
         """
         groups: dict[tuple[int, ...], list[Sequence]] = {}
         for s in seqs:
             groups.setdefault(tuple(s.tokens), []).append(s)
         prompts = sorted(groups, key=len)
-        longest = len(prompts[-1])
         logits, row = [], first_row
         for chunk in self._chunks(prompts):
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
@@ -132,8 +124,20 @@ class ModelRunner:
                     if s.wants_prompt_logprobs:
                         self._prompt_logprobs(s, hidden[i])
             row += len(chunk)
-        order = [groups[p][0] for p in prompts]
-        source = list(range(len(prompts)))
+        order, source = self._share(prompts, groups, first_row)
+        return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
+
+    def _share(
+        self,
+        prompts: list[tuple[int, ...]],
+        groups: dict[tuple[int, ...], list[Sequence]],
+        row: int,
+    ) -> tuple[list[Sequence], list[int]]:
+        """Gives the other sequences of each group copies of its first one's row.
+
+        Returns all sequences in the order of their rows and the prompt each has.
+        """
+        order, source = [groups[p][0] for p in prompts], list(range(len(prompts)))
         for i, p in enumerate(prompts):
             for s in groups[p][1:]:
                 s.cached_tokens = len(p) - 1
@@ -141,9 +145,9 @@ class ModelRunner:
                 source.append(i)
         copies = range(len(prompts), len(order))
         self.cache.copy_rows(
-            [first_row + source[i] for i in copies], [first_row + i for i in copies], longest
+            [row + source[i] for i in copies], [row + i for i in copies], len(prompts[-1])
         )
-        return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
+        return order, source
 
     def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Cuts prompts sorted by length so that padding and activations stay bounded."""
@@ -180,7 +184,7 @@ class ModelRunner:
                 ]
 
     def make_room(self, seqs: Seq[Sequence], *, used: int) -> None:
-        """A cache for all tokens of `seqs`, which own the rows from 0 on, `used` of them already."""
+        """A cache for all tokens of `seqs`, who own the rows from 0 on, `used` of them already."""
         self.cache.reserve(len(seqs), max(s.length for s in seqs), used=used)
 
     @torch.inference_mode()
@@ -192,7 +196,8 @@ class ModelRunner:
         return self._head(self._forward(ids, plan.positions[:, None], plan)[:, -1])
 
 
-def _free_memory(device: torch.device) -> int:
+def _cache_memory(device: torch.device) -> int:
+    """Bytes: most of what the model leaves free on a GPU, a quarter of a machine's main memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(0.6 * torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -68,15 +68,16 @@ class TensorList:
             work.wait()
         return out
 
-    def receive_flat(
-        self, group: dist.ProcessGroup, device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """One uint8 broadcast of all tensors' bytes, cut into views."""
-        sizes = [math.prod(s) * d.itemsize for s, d in self.specs.values()]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(s) * d.itemsize for s, d in self.specs.values()]
+
+    def receive_flat(self, group: dist.ProcessGroup, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One uint8 broadcast of all tensors' bytes into `flat`, cut into views."""
         dist.broadcast(flat, src=0, group=group)
         out, offset = {}, 0
-        for (name, (shape, dtype)), size in zip(self.specs.items(), sizes):
+        for (name, (shape, dtype)), size in zip(self.specs.items(), self.sizes):
             if offset % dtype.itemsize:
                 raise ControlError(
                     f"{name}: offset {offset} in the flattened bucket is no multiple of the "
@@ -92,15 +93,16 @@ class WeightUpdates:
         self.store, self.device, self._timeout = store, device, timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._session = False
+        self._room: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
-        self._session = True
+        self._session, self._room = True, None
 
     def end(self) -> None:
         if not self._session:
             raise ControlError("end_weight_update() without begin_weight_update()")
-        self._session = False
+        self._session, self._room = False, None
 
     def init_group(self, body: dict[str, Any]) -> None:
         """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
@@ -153,11 +155,22 @@ class WeightUpdates:
         if load_format not in (None, "flattened_bucket"):
             raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
         with self._failures(tensors):
-            receive = tensors.receive_flat if load_format else tensors.receive
-            received = receive(group, self.device)
+            if load_format:
+                received = tensors.receive_flat(group, self._bucket(sum(tensors.sizes)))
+            else:
+                received = tensors.receive(group, self.device)
         check()
         self.store.check(tensors.specs)
         self.store.load(received.items())
+
+    def _bucket(self, nbytes: int) -> torch.Tensor:
+        """Room for a flattened bucket, the same memory throughout a session: on a host, getting
+        fresh pages takes longer than receiving what goes into them.
+        """
+        if self._room is None or self._room.numel() < nbytes:
+            self._room = None  # freed before its successor is allocated
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._room[:nbytes]
 
     @contextlib.contextmanager
     def _failures(self, tensors: TensorList) -> Iterator[None]:

@@ -43,14 +43,12 @@ class WeightStore:
 
     def check(self, specs: Mapping[str, Spec]) -> None:
         """ControlError naming the first tensor that does not fit the model."""
-        for name, (shape, dtype) in specs.items():
+        for name, (shape, _) in specs.items():
             own = self.get(name)
             if own is None:
                 raise ControlError(f"{name}: the model has no such parameter")
             if tuple(shape) != tuple(own.shape):
                 raise ControlError(f"{name}: shape {list(shape)}, the model has {list(own.shape)}")
-            if not dtype.is_floating_point:
-                raise ControlError(f"{name}: dtype {dtype} is not a floating-point one")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies checked tensors in, cast to the server's dtype. A tied head follows its embedding,
