@@ -128,7 +128,7 @@ def p3_tensor_placement() -> None:
 
         return wrapper
 
-    # torch.device("meta") as a context knows factories by identity and caches them at its first use:
+    # torch.device("meta") as a context knows factories by identity, cached at its first use:
     # let it see the real ones, or models built under it (from_pretrained) get uninitialised buffers
     _device_constructors()
     for name in (
