@@ -3,7 +3,7 @@
     python benchmarks/quickstart_study.py [--seeds 1 2 3] [--root runs/study]
 
 Prints the table of docs/quickstart.md. "more SFT" goes on with the same careless demonstrations,
-"more SFT, clean" with faultless ones (which GRPO never sees).
+"clean SFT" with faultless ones (which GRPO never sees).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from quickstart import evaluations, grpo, in_root, launch, warm_up  # noqa: E402
 
 from megarl.observability.bootstrap import bootstrap_ci  # noqa: E402
+from megarl.observability.report import write_report  # noqa: E402
 
 HELD_OUT = 512
 
@@ -49,10 +50,10 @@ def study(root: Path, seed: int) -> list[str]:
     before, after = rows[0]["eval/accuracy"], rows[-1]["eval/accuracy"]
     more = control(root, seed, "control", wall, careless=0.6)
     clean = control(root, seed, "control_clean", wall, careless=0.0)
-    cells = [cell(x, seed) for x in (before, after, more, clean)]
-    return [str(seed), cells[0], cells[1], f"{100 * (after - before):+.1f}", f"{wall:.0f}"] + cells[
-        2:
-    ]
+    runs = [root / "grpo", f"more SFT={root / 'control'}", f"clean SFT={root / 'control_clean'}"]
+    write_report(root / "report.html", runs, title="megarl quickstart: GRPO on sums")
+    start, end, *controls = (cell(x, seed) for x in (before, after, more, clean))
+    return [str(seed), start, end, f"{100 * (after - before):+.1f}", f"{wall:.0f}", *controls]
 
 
 def main() -> None:
@@ -61,15 +62,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/study"))
     args = parser.parse_args()
     table = [study(args.root / f"seed{s}", s) for s in args.seeds]
-    head = [
-        "seed",
-        "SFT start %",
-        "GRPO end %",
-        "points",
-        "GRPO s",
-        "more SFT %",
-        "more SFT, clean %",
-    ]
+    head = ["seed", "SFT start %", "GRPO end %", "points", "GRPO s", "more SFT %", "clean SFT %"]
     print("| " + " | ".join(head) + " |")
     print("|" + " --- |" * len(head))
     for row in table:

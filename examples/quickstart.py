@@ -77,7 +77,9 @@ def report(root: Path) -> Path:
     from megarl.observability.report import write_report
 
     out = root / "report.html"
-    write_report(out, [root / "grpo"], title="megarl quickstart: GRPO on sums")
+    write_report(
+        out, [root / "grpo", f"SFT warm-up={root / 'sft'}"], title="megarl quickstart: GRPO on sums"
+    )
     return out
 
 

@@ -17,6 +17,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from tiny_model import make_model  # noqa: E402
 
+from tests.dist.world import free_port  # noqa: E402
+from tests.embedded_server import embedded_server  # noqa: E402
+
 STEPS = 3
 
 
@@ -99,6 +102,26 @@ def test_grpo(name, model, tmp_path):
     whens = [json.loads(line)["when"] for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"before", "after"} == set(whens)
     assert "<svg" in (run / "report.html").read_text()
+
+
+def test_torchrun_against_a_running_server(model, tmp_path):
+    """As in the README: servers elsewhere, plain torchrun, two steps; the server stays up."""
+    flags = ("--context-length", "64", "--dtype", "float32")
+    with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        command += ["megarl/run.py", "--config", "configs/quickstart_grpo.yaml"]
+        command += [f"rollout.addresses=[127.0.0.1:{server.port}]", f"actor.path={model}"]
+        command += [f"fileroot={tmp_path}", "total_train_steps=2", "valid_dataset=null"]
+        command += ["train_dataset.batch_size=8", "train_dataset.options.level=1"]
+        command += ["train_dataset.size=40", "ref=null", "experiment_name=e"]
+        done = subprocess.run(
+            command, cwd=ROOT, timeout=300, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        assert server.get("/model_info")[1]["weight_version"] == "2"
+    assert [r["step"] for r in stats(tmp_path / "e" / "grpo")] == [1, 2]
 
 
 def test_servers_that_do_not_answer_are_named(model, tmp_path):
