@@ -24,6 +24,9 @@ class DatasetConfig:
     )
     shuffle: bool = arg(True, help="reshuffle every epoch by the run's seed")
     drop_last: bool = arg(True, help="drop the last incomplete batch of an epoch")
+    reward: str = arg(
+        "", help="reward function (RL): pkg.module:function; empty is the dataset type's own"
+    )
     options: dict[str, Any] = arg(
         factory=dict, help="loader's own options (arithmetic: level; reasoning_gym: task, ...)"
     )

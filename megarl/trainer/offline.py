@@ -22,10 +22,8 @@ def run(cfg: SFTConfig) -> None:
     """The whole run, on every rank."""
     with RunContext(cfg, model_path=cfg.model.path, timeout=COLLECTIVE_TIMEOUT) as ctx:
         trainer = SFTTrainer(cfg, ctx)
-        try:
-            trainer.fit()
-        finally:
-            trainer.close()
+        trainer.fit()
+        trainer.model.destroy()  # collective, so only where every rank got here
 
 
 class SFTTrainer:
@@ -80,10 +78,6 @@ class SFTTrainer:
                 if done:
                     break
         self.saver.save_final(self.model)
-
-    def close(self) -> None:
-        if hasattr(self, "model"):
-            self.model.destroy()
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:

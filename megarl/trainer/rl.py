@@ -8,6 +8,7 @@ from typing import Any
 from megarl.api.inference import Batch
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
+from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import build_dataloader, build_dataset, check_context
@@ -30,9 +31,11 @@ def run(cfg: GRPOConfig) -> None:
     with RunContext(cfg, model_path=cfg.actor.path, timeout=timeout) as ctx:
         trainer = RLTrainer(cfg, ctx)
         try:
+            trainer.set_up()
             trainer.fit()
         finally:
-            trainer.close()
+            trainer.end_generation()  # rank 0's own affair, so also after a failure
+        trainer.destroy()  # collective, so only where every rank got here
 
 
 class Generation:
@@ -44,7 +47,7 @@ class Generation:
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
         self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
         self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
-        self.workflow = self._workflow(cfg, cfg.gconfig, tokenizer)
+        self.workflow = self._workflow(cfg.train_dataset, cfg.gconfig, tokenizer)
         self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
         self.evaluator = None
         if cfg.valid_dataset is not None:
@@ -53,16 +56,16 @@ class Generation:
             self.evaluator = Evaluator(
                 held_out,
                 self.client,
-                self._workflow(cfg, cfg.eval_gconfig, tokenizer),
+                self._workflow(cfg.valid_dataset, cfg.eval_gconfig, tokenizer),
                 tokenizer,
                 config=cfg.evaluator,
                 seed=cfg.seed,
             )
 
     def _workflow(
-        self, cfg: GRPOConfig, gconfig: GenerationHyperparameters, tokenizer: Any
+        self, data: DatasetConfig, gconfig: GenerationHyperparameters, tokenizer: Any
     ) -> RLVRWorkflow:
-        reward_fn = get_reward_fn(cfg.train_dataset.type)
+        reward_fn = get_reward_fn(data.reward or data.type)
         return RLVRWorkflow(reward_fn, gconfig, tokenizer, reward_pool=self.pool)
 
     def start(self) -> tuple[int, tuple[str, ...]]:
@@ -90,6 +93,9 @@ class RLTrainer:
         self.cfg, self.ctx = cfg, ctx
         self.timers = Timers()
         self.generation: Generation | None = None
+
+    def set_up(self) -> None:
+        cfg, ctx = self.cfg, self.ctx
         size, self.addresses = ctx.zero(self._start_generation)
         self.spec = FinetuneSpec(
             total_train_epochs=cfg.total_train_epochs,
@@ -183,12 +189,14 @@ class RLTrainer:
         self.actor.set_version(version)
         return stats
 
-    def close(self) -> None:
+    def end_generation(self) -> None:
         if self.generation is not None:
             self.generation.close()
-        for role in (getattr(self, "ref", None), getattr(self, "actor", None)):
-            if role is not None:
-                role.destroy()
+
+    def destroy(self) -> None:
+        if self.ref is not None:
+            self.ref.destroy()
+        self.actor.destroy()
 
     # rank 0 only, called through ctx.zero
     def _next_batch(self) -> Batch:

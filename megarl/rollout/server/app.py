@@ -74,7 +74,7 @@ class _HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=1,
             backlog=4096,
             # clients keep connections between steps; closing an idle one races with its next use
             timeout_keep_alive=600,
