@@ -103,10 +103,12 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         value = getattr(cfg, name)
         if not value or "/" in value or value in (".", ".."):
             yield f"{name}={value!r}: one path component, not empty and without /"
-    for name in ("total_train_epochs", "total_train_steps", "max_train_seconds"):
+    for name in ("total_train_epochs", "max_train_seconds"):
         value = getattr(cfg, name)
         if value is not None and not value > 0:
             yield f"{name}={value}: must be > 0"
+    if cfg.total_train_steps is not None and cfg.total_train_steps < 0:
+        yield f"total_train_steps={cfg.total_train_steps}: must be >= 0 (0 evaluates only)"
     for key, frequency in (("saver", cfg.saver), ("evaluator", cfg.evaluator)):
         yield from _frequency_problems(key, frequency)
     if cfg.saver.keep_last < 0:

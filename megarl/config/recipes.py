@@ -22,7 +22,9 @@ class BaseConfig:
     seed: int = arg(1, help="seed of data order, initial weights and dropout")
     tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
     total_train_epochs: int = arg(1, help="passes over the training set")
-    total_train_steps: int | None = arg(None, help="stop after this many steps; null is no bound")
+    total_train_steps: int | None = arg(
+        None, help="stop after this many steps; null is no bound, 0 evaluates only"
+    )
     max_train_seconds: float | None = arg(None, help="stop after this many seconds of training")
     train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
     valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")

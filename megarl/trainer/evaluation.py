@@ -37,7 +37,8 @@ class Evaluator:
         self._seed = seed
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
-        """`eval/...` figures. A sample is right when its reward is at least 1. With `when`
+        """`eval/...` figures. A sample is right when its reward is at least 1; some_credit is the
+        share with any reward, for scorers that give parts of a point. With `when`
         ("before" or "after") the first completions are appended to `samples_path`.
         """
         batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
@@ -53,6 +54,7 @@ class Evaluator:
             "eval/accuracy": sum(right) / len(right),
             "eval/accuracy_lo": low,
             "eval/accuracy_hi": high,
+            "eval/some_credit": (rewards > 0).float().mean().item(),
             "eval/reward": rewards.mean().item(),
             "eval/response_len": lengths.mean().item(),
             "eval/samples": float(len(right)),

@@ -60,7 +60,7 @@ class SFTTrainer:
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
         if self.cfg.evaluator.at_start:
             self.ctx.log_stats(0, self._evaluate(), total_steps=total)
-        step, done = 0, False
+        step, done = 0, total == 0
         while not done:
             for rows in self.loader:
                 step += 1
@@ -77,7 +77,8 @@ class SFTTrainer:
                 self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
                 if done:
                     break
-        self.saver.save_final(self.model)
+        if total:
+            self.saver.save_final(self.model)
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:

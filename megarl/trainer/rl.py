@@ -149,7 +149,8 @@ class RLTrainer:
             self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
             if last:
                 break
-        self.saver.save_final(self.actor)
+        if total:
+            self.saver.save_final(self.actor)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""

@@ -97,7 +97,7 @@ def test_sound_configs_pass(model: Path) -> None:
             ["train_dataset.path=./no.parquet"],
         ),
         (["experiment_name=a/b"], ["experiment_name='a/b'"]),
-        (["total_train_steps=0"], ["total_train_steps=0"]),
+        (["total_train_steps=-1"], ["total_train_steps=-1"]),
     ],
 )
 def test_problem_is_named(model: Path, overrides: list[str], names: list[str]) -> None:
