@@ -62,9 +62,8 @@ class WeightSender:
         """
         if meta.type == "colocated":
             raise ValueError(
-                "WeightUpdateMeta.type='colocated': sharing memory with servers on the trainer's "
-                "own GPUs arrives with the colocated transport (issue D); until then use "
-                "type='distributed', or 'disk' where trainer and servers share a file system"
+                "WeightUpdateMeta.type='colocated' is not supported: use type='distributed', or "
+                "'disk' where trainer and servers share a file system"
             )
         deadline, phases = Deadline(meta.timeout), Phases()
         self._agreement.set_timeout(meta.timeout)

@@ -134,7 +134,7 @@ def sender(table: PieceTable, owner: int = 0) -> WeightSender:
 def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"owner=2: use a rank of the layout, 0\.\.1"):
         sender(table, owner=2)
-    with pytest.raises(ValueError, match=r"colocated.*until then use type='distributed'"):
+    with pytest.raises(ValueError, match=r"colocated.*use type='distributed'"):
         sender(table).upload(WeightUpdateMeta(type="colocated", version=1))
     with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
         sender(table).upload(WeightUpdateMeta(type="distributed", version=1))
