@@ -38,5 +38,6 @@ def kl_estimate(logp_q: Tensor, logp_p: Tensor, kind: str = "k3") -> Tensor:
     if kind == "k2":
         return 0.5 * torch.square(log_r)
     if kind == "k3":
-        return safe_exp(log_r) - 1.0 - log_r
+        # expm1: near r = 1 the plain form loses all its digits, and its sign
+        return log_r.clamp(max=MAX_LOG_RATIO).expm1() - log_r
     raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_ESTIMATORS)}")

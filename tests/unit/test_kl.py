@@ -67,3 +67,10 @@ def test_far_apart_stays_finite_with_a_finite_gradient():
 def test_unknown_estimator_names_the_choices():
     with pytest.raises(ValueError, match=r"k4.*k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_k3_of_nearly_equal_policies_keeps_its_digits():
+    """k3 = d^2/2 + ...; in fp32 exp(d) - 1 - d is rounding noise of either sign at d = 1e-5."""
+    d = torch.full((4,), 1e-3)
+    k3 = kl_estimate(torch.zeros(4), d, "k3")
+    torch.testing.assert_close(k3, d.square() / 2, rtol=2e-3, atol=0)
