@@ -18,6 +18,10 @@ UNGROUPED = "train"
 FIRST_GROUPS = ("reward", "eval", UNGROUPED, "response_len", "timing")
 
 
+# without tables, fast steps share a line: at most one in this many seconds
+PROGRESS_INTERVAL = 1.0
+
+
 class ConsoleSink:
     def __init__(
         self,
@@ -29,9 +33,15 @@ class ConsoleSink:
         self._table, self._clock = table, clock
         self._console = console or Console(highlight=False)
         self._ends: deque[tuple[int, float]] = deque(maxlen=21)  # (step, when it was committed)
+        self._shown = -math.inf
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
-        self._ends.append((step, self._clock()))
+        now = self._clock()
+        self._ends.append((step, now))
+        told = step == total_steps or any(name.startswith("eval/") for name in stats)
+        if not (self._table or told) and now - self._shown < PROGRESS_INTERVAL:
+            return
+        self._shown = now
         if self._table and stats:
             self._console.print(stats_table(stats, width=self._console.width))
         line = progress_line(step, stats, total_steps, seconds_per_step(self._ends))

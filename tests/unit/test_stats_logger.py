@@ -205,3 +205,16 @@ def test_bootstrap_edges():
         bootstrap_ci([1], level=95)
     with pytest.raises(ValueError, match="2 scores before, 1 after"):
         bootstrap_gain_ci([0, 1], [1])
+
+
+def test_fast_steps_share_a_progress_line():
+    out, now = io.StringIO(), iter([0.0, 0.3, 0.6, 1.2, 1.5, 1.6])
+    sink = ConsoleSink(
+        table=False, console=Console(file=out, width=80), clock=lambda: next(now)
+    )  # fmt: skip
+    for step in range(1, 6):
+        sink.write(step, {"eval/accuracy": 0.5} if step == 2 else {"loss": 1.0}, 6)
+    sink.write(6, {"loss": 1.0}, 6)
+    shown = [line.split()[1] for line in out.getvalue().splitlines()]
+    # the first, the evaluation (at 0.3 s), the next a second after it, the last
+    assert shown == ["1/6", "2/6", "5/6", "6/6"]
