@@ -32,6 +32,7 @@ def control(root: Path, seed: int, name: str, seconds: float, careless: float) -
         f"trial_name={name}",
         f"max_train_seconds={seconds}",
         "total_train_steps=100000",
+        "evaluator.at_start=true",
         f"train_dataset.options.careless={careless}",
     )
     return evaluations(root / name, "eval/exact_match")[-1]["eval/exact_match"]
