@@ -30,7 +30,7 @@ $(STAMP): setup.py pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install -c constraints/cpu.txt -e ".[dev]"
 	@touch $@
 
-quickstart: install  ## SFT, then GRPO on CPU: about 6 minutes, ends with an HTML report
+quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
 	$(CPU) $(BIN)/python examples/quickstart.py
 
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
