@@ -93,6 +93,7 @@ class RLTrainer:
         self.cfg, self.ctx = cfg, ctx
         self.timers = Timers()
         self.generation: Generation | None = None
+        self._synced = False
 
     def set_up(self) -> None:
         cfg, ctx = self.cfg, self.ctx
@@ -131,6 +132,8 @@ class RLTrainer:
 
     def fit(self) -> None:
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
+        # servers may hold anything: other weights, or those of an earlier run
+        self.update_weights(self.actor.get_version())
         stats = self._evaluate("before") if self.cfg.evaluator.at_start else {}
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total)
@@ -182,12 +185,13 @@ class RLTrainer:
             bucket_bytes=sync.bucket_mb << 20,
             flattened=sync.flattened,
             timeout=sync.timeout,
-            verify=sync.verify == "every" or (sync.verify == "first" and version == 1),
+            verify=sync.verify == "every" or (sync.verify == "first" and not self._synced),
         )
         self.ctx.zero(self._pause)
         stats = self.actor.upload_weights(meta)
         self.ctx.zero(self._resume, meta)
         self.actor.set_version(version)
+        self._synced = True
         return stats
 
     def end_generation(self) -> None:

@@ -107,9 +107,11 @@ def test_grpo(name, model, tmp_path):
 
 
 def test_torchrun_against_a_running_server(model, tmp_path):
-    """As in the README: servers elsewhere, plain torchrun, two steps; the server stays up."""
+    """As in the README: servers elsewhere, plain torchrun, two steps; the server stays up. It
+    starts from other weights than the actor's, and must not generate with them.
+    """
     flags = ("--context-length", "64", "--dtype", "float32")
-    with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
+    with embedded_server(model.parents[2] / "model", *flags, log=tmp_path / "server.log") as server:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         command += ["megarl/run.py", "--config", "configs/quickstart_grpo.yaml"]
@@ -123,7 +125,9 @@ def test_torchrun_against_a_running_server(model, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
         assert server.get("/model_info")[1]["weight_version"] == "2"
-    assert [r["step"] for r in stats(tmp_path / "e" / "grpo")] == [1, 2]
+    rows = stats(tmp_path / "e" / "grpo")
+    assert [r["step"] for r in rows] == [1, 2]
+    assert max(r["train_rollout_logprob_abs_diff/max"] for r in rows) < 1e-4
 
 
 def test_servers_that_do_not_answer_are_named(model, tmp_path):
