@@ -109,10 +109,18 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             yield f"{name}={value}: must be > 0"
     if cfg.total_train_steps is not None and cfg.total_train_steps < 0:
         yield f"total_train_steps={cfg.total_train_steps}: must be >= 0 (0 evaluates only)"
-    for key, frequency in (("saver", cfg.saver), ("evaluator", cfg.evaluator)):
+    for key, frequency in (
+        ("saver", cfg.saver),
+        ("recover", cfg.recover),
+        ("evaluator", cfg.evaluator),
+    ):
         yield from _frequency_problems(key, frequency)
     if cfg.saver.keep_last < 0:
         yield f"saver.keep_last={cfg.saver.keep_last}: must be >= 0 (0 keeps all)"
+    if cfg.recover.keep_last < 1:
+        yield f"recover.keep_last={cfg.recover.keep_last}: must be > 0 (mode=disabled keeps none)"
+    if cfg.self_check.max_skips < 1:
+        yield f"self_check.max_skips={cfg.self_check.max_skips}: must be > 0"
     if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:
         yield f"evaluator.max_samples={cfg.evaluator.max_samples}: must be > 0, or null for all"
     yield from dataset_problems("train_dataset", cfg.train_dataset)

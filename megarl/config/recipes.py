@@ -9,7 +9,13 @@ from megarl.config.base import arg
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
-from megarl.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
+from megarl.config.run import (
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    SelfCheckConfig,
+    StatsLoggerConfig,
+)
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -29,6 +35,10 @@ class BaseConfig:
     train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
     valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
     saver: SaverConfig = arg(factory=SaverConfig, help="HF saves")
+    recover: RecoverConfig = arg(factory=RecoverConfig, help="checkpoints to continue from")
+    self_check: SelfCheckConfig = arg(
+        factory=SelfCheckConfig, help="what the run checks about itself"
+    )
     evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
     stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where figures go")
 

@@ -21,6 +21,34 @@ class SaverConfig(FrequencyConfig):
 
 
 @dataclass(kw_only=True)
+class RecoverConfig(FrequencyConfig):
+    mode: str = arg(
+        "auto",
+        help="auto: save checkpoints and continue from the newest whole one when started again; "
+        "disabled: neither, and refuse a run directory that holds a run",
+        choices=("auto", "disabled"),
+    )
+    freq_secs: float | None = arg(1800.0, help="checkpoint every n seconds")
+    keep_last: int = arg(1, help="keep this many newest checkpoints, at least 1")
+
+
+@dataclass(kw_only=True)
+class SelfCheckConfig:
+    on_failure: str = arg(
+        "stop",
+        help="a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
+        "reference apart while equal): stop, only warn, or do not check",
+        choices=("stop", "warn", "off"),
+    )
+    on_nonfinite: str = arg(
+        "skip",
+        help="loss or gradient NaN/Inf: stop the run, or skip the update; the batch is saved",
+        choices=("stop", "skip"),
+    )
+    max_skips: int = arg(5, help="with on_nonfinite=skip: stop after this many skips in a row")
+
+
+@dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")
