@@ -10,11 +10,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
 CPU := MEGARL_DEVICE=cpu
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
-CODE := megarl examples benchmarks tests setup.py $(wildcard tools/*.py)
+CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo-smollm2 lint format unit dist e2e test test-all test-gpu \
-	bench-quickstart constraints clean
+.PHONY: help install quickstart demo-smollm2 lint format docs unit dist e2e test test-all test-gpu \
+	bench-quickstart bench-train bench-sync bench-server bench-grpo constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -46,6 +46,9 @@ format: install  ## let ruff fix and format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+docs: install  ## build the site into site/, warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 unit: install  ## fast tests in one process
 	$(PYTEST) tests/unit
 
@@ -55,10 +58,10 @@ dist: install  ## tests over several gloo processes
 e2e: install  ## tests with real servers and launchers
 	$(PYTEST) tests/e2e
 
-test: lint  ## what CI runs: lint, then every CPU test but those marked full
+test: lint docs  ## what CI runs: lint, docs, then every CPU test but those marked full
 	$(PYTEST) -m "not full" tests/unit tests/dist tests/e2e
 
-test-all: lint  ## everything that runs without a GPU
+test-all: lint docs  ## everything that runs without a GPU
 	$(PYTEST) --timeout=3600 tests/unit tests/dist tests/e2e
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
@@ -67,9 +70,21 @@ test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pin
 bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs/quickstart.md)
 	$(CPU) $(BIN)/python benchmarks/quickstart_study.py
 
+bench-train: install  ## train_batch beside transformers + torch AdamW (docs/benchmarks.md)
+	$(CPU) $(BIN)/python benchmarks/train_batch.py
+
+bench-sync: install  ## a weight sync beside one plain broadcast
+	$(CPU) $(BIN)/python benchmarks/weight_sync.py
+
+bench-server: install  ## the embedded server beside model.generate
+	$(CPU) $(BIN)/python benchmarks/server_throughput.py
+
+bench-grpo: install  ## a GRPO step beside TRL's
+	$(CPU) $(BIN)/python benchmarks/grpo_vs_trl.py
+
 constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

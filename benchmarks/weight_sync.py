@@ -1,16 +1,23 @@
 """Streaming weights to a server, beside one plain gloo broadcast of the same bytes.
 
-    python benchmarks/weight_sync.py [--mib 400] [--tp 2] [--servers 1] [--bucket-mib 64] [--reps 5]
+    python benchmarks/weight_sync.py [--mib 400] [--servers 1] [--bucket-mib 64] [--reps 5]
+                                     [--only tp1 tp2pp2]
 
 Both run in turn, in the same processes and on the same machine, so their ratio means something
 where their rates do not: 1.0 would be a sync that costs nothing beyond the broadcast. It also pays
-for gathering the shards, for the servers' loading, and for their control calls.
+for gathering the shards, for the servers' loading, and for their control calls. Processor time per
+GB, of trainer and server together, says what a sync costs where the processors are busy anyway.
+
+Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
+buckets, and with checksums. Seconds are medians over the rounds; the first one, which connects and
+faults pages in, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import multiprocessing as mp
 import os
 import socket
@@ -19,8 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +44,32 @@ from megarl.weight_sync.process_group import destroy_update_group, init_update_g
 
 LAYERS, VOCAB = 8, 32_000
 START_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: Layout
+    flattened: bool = True
+    verify: bool = False
+
+
+CASES = {
+    "tp1": Case(layout=Layout()),
+    "tp2": Case(layout=Layout(tp=2)),
+    "pp2": Case(layout=Layout(pp=2)),
+    "tp2pp2": Case(layout=Layout(tp=2, pp=2)),
+    "tp1-per-tensor": Case(layout=Layout(), flattened=False),
+    "tp1-verified": Case(layout=Layout(), verify=True),
+}
+
+
+@dataclass
+class Sample:
+    """One round: seconds of wall clock and of processor, and the sender's figures."""
+
+    plain: tuple[float, float]
+    sync: tuple[float, float]
+    figures: dict[str, float]
 
 
 def free_port() -> int:
@@ -91,102 +126,174 @@ def wait_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.2)
 
 
-def receive(rank: int, world_size: int, port: int, nbytes: int, reps: int) -> None:
+def processor_seconds() -> float:
+    """Used so far by this process's siblings and itself: ranks, receivers and servers."""
+    parent, ticks = os.getppid(), 0
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def timed(fn: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of wall clock and of processor that `fn` takes."""
+    used, start = processor_seconds(), time.monotonic()
+    fn()
+    return time.monotonic() - start, processor_seconds() - used
+
+
+def plain_broadcast(data: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Returns when the data has arrived, not only left."""
+    dist.broadcast(data, src=0, group=group)
+    dist.barrier(group=group)
+
+
+def receive(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> None:
     """The other end of the plain broadcast."""
     torch.set_num_threads(1)
-    data = torch.empty(nbytes, dtype=torch.uint8)
+    data = torch.ones(nbytes, dtype=torch.uint8)
     group = init_update_group(
         master_address="127.0.0.1", master_port=port, rank=rank, world_size=world_size,
-        group_name="plain", backend="gloo", timeout=300,
+        group_name="plain", backend="gloo", timeout=600,
     )  # fmt: skip
-    for _ in range(reps):
-        dist.broadcast(data, src=0, group=group)
-    dist.barrier(group=group)
+    for _ in range(rounds):
+        plain_broadcast(data, group)
     destroy_update_group(group)
 
 
 def train(rank: int, args: argparse.Namespace, model: Path, port: int, plain_port: int,
           addresses: tuple[str, ...]) -> None:  # fmt: skip
-    """A trainer rank: uploads `reps` times; rank 0 broadcasts plainly before each."""
+    """A trainer rank. Those beyond a case's layout wait."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.tp
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size(args.only)
     )
-    layout = Layout(tp=args.tp)
-    table = build_piece_table(read_hf_config(model), layout)
-    params = {
-        n: torch.randn(p.shape).bfloat16()
-        for n, p in table.local_params(layout.coords(rank)).items()
-    }
-    sender = WeightSender(table, layout, rank, params)
-    nbytes, plain, results = 2 * sum(t.numel for t in table.tensors), [], []
+    plain: Callable[[], None] | None = None
     if rank == 0:
-        data = torch.zeros(nbytes, dtype=torch.uint8)
         group = init_update_group(
             master_address="127.0.0.1", master_port=plain_port, rank=0,
-            world_size=1 + len(addresses), group_name="plain", backend="gloo", timeout=300,
+            world_size=1 + len(addresses), group_name="plain", backend="gloo", timeout=600,
         )  # fmt: skip
-    for version in range(1, args.reps + 1):
-        if rank == 0:
-            start = time.monotonic()
-            dist.broadcast(data, src=0, group=group)
-            plain.append(time.monotonic() - start)
+        plain = functools.partial(
+            plain_broadcast, torch.ones(model_bytes(model), dtype=torch.uint8), group
+        )
+    results = {}
+    for name in args.only:
+        ranks = list(range(CASES[name].layout.world_size))
+        members = dist.new_group(ranks)
+        if rank in ranks:
+            results[name] = measure(CASES[name], rank, members, args, model, addresses, plain)
         dist.barrier()
-        meta = WeightUpdateMeta(
-            type="distributed", version=version, addresses=addresses, timeout=300,
-            bucket_bytes=args.bucket_mib << 20, flattened=not args.per_tensor,
-        )  # fmt: skip
-        results.append(sender.upload(meta))
     if rank == 0:
-        dist.barrier(group=group)
+        report(args, model_bytes(model), results)
         destroy_update_group(group)
-        report(nbytes, plain, results)
-    sender.close()
     dist.destroy_process_group()
 
 
-def report(nbytes: int, plain: list[float], results: list[dict[str, float]]) -> None:
-    """Leaves out the first round, which connects and faults pages in."""
-    syncs = results[1:] or results
-    buckets = int(syncs[0]["weight_sync/buckets"])
-    print(f"{nbytes / 1e6:.0f} MB in {buckets} buckets, {len(syncs)} rounds")
-    for name, pick in (("best", min), ("median", statistics.median)):
-        alone = pick(plain[1:] or plain)
-        sync = pick(r["weight_sync/total_s"] for r in syncs)
-        print(
-            f"{name:6}  plain broadcast {nbytes / alone / 1e9:5.2f} GB/s,  "
-            f"weight sync {nbytes / sync / 1e9:5.2f} GB/s,  ratio {alone / sync:.2f}"
-        )
-    print("seconds of a sync, median (gather overlaps broadcast and load_wait):")
-    for key in (k for k in syncs[0] if k.endswith("_s") and not k.endswith("per_s")):
-        print(f"  {key:28} {statistics.median(r[key] for r in syncs):7.3f}")
+def measure(
+    case: Case, rank: int, group: dist.ProcessGroup, args: argparse.Namespace, model: Path,
+    addresses: tuple[str, ...], plain: Callable[[], None] | None,
+) -> list[Sample]:  # fmt: skip
+    """Uploads 1 + `reps` times, rank 0 broadcasting plainly before each; the samples on rank 0."""
+    table = build_piece_table(read_hf_config(model), case.layout)
+    shapes = table.local_params(case.layout.coords(rank))
+    params = {n: torch.full(p.shape, 0.01, dtype=torch.bfloat16) for n, p in shapes.items()}
+    sender = WeightSender(table, case.layout, rank, params, group)
+    samples = []
+    for version in range(1, args.reps + 2):
+        meta = WeightUpdateMeta(
+            type="distributed", version=version, addresses=addresses, timeout=600,
+            bucket_bytes=args.bucket_mib << 20, flattened=case.flattened, verify=case.verify,
+        )  # fmt: skip
+        before = timed(plain) if plain else (0.0, 0.0)
+        dist.barrier(group=group)
+        figures: dict[str, float] = {}
+        if plain:
+            took = timed(lambda: figures.update(paused_upload(sender, meta)))  # noqa: B023
+            samples.append(Sample(before, took, figures))
+        else:
+            sender.upload(meta)
+    sender.close()
+    return samples[1:]
+
+
+def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, float]:
+    """As the training loop does it, and how long the servers generated nothing meanwhile."""
+    start = time.monotonic()
+    for address in meta.addresses:
+        call_json("POST", address, "/pause_generation", {"mode": "abort"}, timeout=60)
+    figures = sender.upload(meta)
+    for address in meta.addresses:
+        call_json("POST", address, "/continue_generation", {}, timeout=60)
+    return figures | {"weight_sync/paused_s": time.monotonic() - start}
+
+
+COLUMNS = (
+    "trainer", "plain GB/s", "sync GB/s", "ratio", "plain CPU s/GB", "sync CPU s/GB", "paused s",
+    "connect s", "gather s", "broadcast s", "load wait s", "checksum s", "verify s",
+    "broadcasts/GB",
+)  # fmt: skip
+
+
+def report(args: argparse.Namespace, nbytes: int, results: dict[str, list[Sample]]) -> None:
+    print(f"{nbytes / 1e6:.0f} MB of bf16 in buckets of {args.bucket_mib} MiB, "
+          f"{args.servers} server(s), {args.reps} rounds\n")  # fmt: skip
+    print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
+    for name, samples in results.items():
+        print("| " + " | ".join(row(name, nbytes / 1e9, samples)) + " |", flush=True)
+
+
+def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
+    def median(pick: Callable[[Sample], float]) -> float:
+        return statistics.median(map(pick, samples))
+
+    def figure(key: str) -> float:
+        return median(lambda s: s.figures.get(f"weight_sync/{key}", 0.0))
+
+    plain, total = median(lambda s: s.plain[0]), figure("total_s")
+    yield name
+    yield from (f"{gb / plain:.2f}", f"{gb / total:.2f}", f"{plain / total:.2f}")
+    yield f"{median(lambda s: s.plain[1]) / gb:.2f}"
+    yield f"{median(lambda s: s.sync[1]) / gb:.2f}"
+    for phase in ("paused", "connect", "gather", "broadcast", "load_wait", "checksum", "verify"):
+        yield f"{figure(phase + '_s'):.3f}"
+    yield f"{figure('broadcasts') / gb:.0f}"
+
+
+def world_size(names: list[str]) -> int:
+    return max(CASES[n].layout.world_size for n in names)
+
+
+def model_bytes(model: Path) -> int:
+    table = build_piece_table(read_hf_config(model), Layout())
+    return 2 * sum(t.numel for t in table.tensors)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=400, help="size of the model in bf16")
-    parser.add_argument("--tp", type=int, default=2, help="trainer ranks")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--per-tensor", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         make_model(model, args.mib)
-        table = build_piece_table(read_hf_config(model), Layout())
-        nbytes = 2 * sum(t.numel for t in table.tensors)
+        rounds = (args.reps + 1) * len(args.only)
         with servers(model, args.servers) as addresses:
             port, plain_port = free_port(), free_port()
             jobs = [
                 context.Process(target=train, args=(r, args, model, port, plain_port, addresses))
-                for r in range(args.tp)
+                for r in range(world_size(args.only))
             ] + [
                 context.Process(
-                    target=receive, args=(r + 1, args.servers + 1, plain_port, nbytes, args.reps)
+                    target=receive,
+                    args=(r + 1, args.servers + 1, plain_port, model_bytes(model), rounds),
                 )
                 for r in range(args.servers)
             ]

@@ -8,6 +8,7 @@
    streamed to it after every step; greedy accuracy on 512 held-out sums before and after;
 4. a report (one HTML file) and the final model as a normal HF directory.
 
+It always starts afresh: an earlier run at --root is moved aside, not continued.
 Overrides go to configs/quickstart_grpo.yaml, e.g. actor.parallel.tp=1 actor.parallel.pp=2
 """
 

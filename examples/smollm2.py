@@ -1,6 +1,9 @@
 """`make demo-smollm2`: GRPO on SmolLM2-135M-Instruct with reasoning_gym sums, on CPU.
 
 python examples/smollm2.py [a.b=c ...]        overrides go to configs/smollm2_grpo.yaml
+
+Interrupted and started again, it continues from its last checkpoint, and once ended it has nothing
+left to do; trial_name=NAME begins another run.
 """
 
 from __future__ import annotations

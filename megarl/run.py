@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(config_yaml(cfg))
             return 0
         check(cfg)
+        if "check" not in command.switches and _rank() == 0:
+            from megarl.trainer.preflight import check_writable
+
+            check_writable(cfg)
     except ConfigError as e:
         return _refuse(e)
     if "check" in command.switches:
@@ -80,11 +84,14 @@ def load(command: CommandLine) -> BaseConfig:
 def check(cfg: BaseConfig) -> None:
     """Everything that can be checked without torch, or ConfigError."""
     from megarl.config.check import check_config
+    from megarl.config.earlier_run import check_run_dir
     from megarl.trainer.preflight import check_models, fetch_hub_models
 
     fetch_hub_models(cfg)
     check_config(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     check_models(cfg)
+    if _rank() == 0:  # alone: by the time the others look, it may have begun to write
+        check_run_dir(cfg)
     if isinstance(cfg, GRPOConfig) and not _servers(cfg):
         raise ConfigError(
             [

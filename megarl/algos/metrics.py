@@ -1,12 +1,20 @@
-"""How far trainer and server disagree about the same tokens. Pure functions of [B,S] tensors."""
+"""How far two sides disagree about the same tokens. Pure functions of [B,S] tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def spell_ids(ids: Sequence[int]) -> str:
+    """What stands in for a tokenizer's decode where there is no tokenizer."""
+    return " ".join(map(str, ids))
 
 
 def logp_gap_stats(prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, float]:
@@ -30,26 +38,35 @@ def logp_gap_stats(prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor) -> di
 
 @dataclass(frozen=True)
 class LogpGap:
-    """One token on which trainer and server disagree."""
+    """One token about which two sides disagree: its logprob as the one and the other say it."""
 
     row: int
     position: int
-    trainer: float
-    server: float
+    ours: float
+    theirs: float
 
-    def __str__(self) -> str:
+    def show(
+        self,
+        batch: dict[str, Tensor],
+        *,
+        decode: Decode = spell_ids,
+        sides: tuple[str, str] = ("trainer", "server"),
+    ) -> str:
+        """With the token's text between its neighbours, as »this« in: one and one is »two«."""
+        length = int(batch["attention_mask"][self.row].sum())
+        ids, t = batch["input_ids"][self.row, :length].tolist(), self.position
+        around = (ids[max(0, t - 12) : t], ids[t : t + 1], ids[t + 1 : t + 5])
+        before, token, after = (decode(part) for part in around)
         return (
-            f"row {self.row} position {self.position}: "
-            f"trainer {self.trainer:.4f}, server {self.server:.4f}"
+            f"row {self.row} position {t}: {sides[0]} {self.ours:.6g}, {sides[1]} "
+            f"{self.theirs:.6g}, token {ids[t]} {token!r} in {f'{before}»{token}«{after}'!r}"
         )
 
 
-def worst_logp_gaps(
-    prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor, k: int = 5
-) -> list[LogpGap]:
-    """The k trained tokens of largest |trainer - server|, worst first; NaN is worst of all."""
+def worst_logp_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor, k: int = 5) -> list[LogpGap]:
+    """The k trained tokens of largest |ours - theirs|, worst first; NaN is worst of all."""
     mask = loss_mask.bool()
-    gap = (prox_logp.double() - logprobs.double()).abs().nan_to_num(nan=float("inf"))
+    gap = (ours.double() - theirs.double()).abs().nan_to_num(nan=float("inf"))
     gap = gap.masked_fill(~mask, -1.0).flatten()
     order = gap.topk(min(k, int(mask.sum()))).indices.tolist()
     width = mask.shape[1]
@@ -57,8 +74,8 @@ def worst_logp_gaps(
         LogpGap(
             row=i // width,
             position=i % width,
-            trainer=float(prox_logp.flatten()[i]),
-            server=float(logprobs.flatten()[i]),
+            ours=float(ours.flatten()[i]),
+            theirs=float(theirs.flatten()[i]),
         )
         for i in order
     ]

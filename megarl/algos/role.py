@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,8 @@ class Role:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
+        # what every update goes through; trainer/self_check.py stands around it
+        self.train_batch: Callable[..., dict[str, float]] = engine.train_batch
 
     def forward_logp(self, batch: Batch, temperature: float) -> Tensor:
         """[B,S] log-probabilities of the batch's tokens, 0 at t=0; sends what it needs only."""

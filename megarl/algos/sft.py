@@ -22,8 +22,13 @@ class SFT(Role):
         self.config = config
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step. The engine's figures (loss, grad_norm, lr) and ppl."""
-        return _with_ppl(self.engine.train_batch(_inputs(batch), sft_loss, token_weight))
+        """One optimizer step. The engine's figures (loss, grad_norm, lr), ppl and skipped_updates
+        (1 if it was refused because something was not finite; then there is no ppl).
+        """
+        stats = self.train_batch(_inputs(batch), sft_loss, token_weight)
+        if not stats["update_successful"]:
+            return stats | {"skipped_updates": 1.0}
+        return _with_ppl(stats) | {"skipped_updates": 0.0}
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """loss, ppl, token_accuracy and exact_match (every trained token is the argmax)."""

@@ -44,7 +44,8 @@ class TrainEngine(ABC):
     ) -> dict[str, float]:
         """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
         batch. Returns loss, grad_norm, lr, update_successful and the weighted means of the loss's
-        stats, the same on every rank.
+        stats, the same on every rank. Where loss or gradient are not finite, weights and optimizer
+        state stay as they are and update_successful is 0.
         """
 
     @abstractmethod

@@ -61,7 +61,11 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLoadMeta:
-    """weight_format: "hf" (safetensors directory) | "dist" (megatron dist checkpoint)."""
+    """weight_format: "hf": a Hugging Face model directory of the weights; `tokenizer` and
+    `base_model_path` say what stands beside them. "dist": a training checkpoint in megatron-core's
+    distributed format; with `with_optim` it also holds optimizer state, schedule position, random
+    states and weight version, and loading it continues the training bit for bit.
+    """
 
     path: str
     weight_format: str = "hf"

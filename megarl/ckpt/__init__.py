@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face model directories."""
+"""Checkpoints: Hugging Face model directories (hf), training state on any layout (dist)."""
 
 from megarl.ckpt.hf import load_hf, save_hf
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megarl.utils.staging import put_in_place, stage
 
 # what a tokenizer, a chat template and a generation config are made of
 SIDECARS = (
@@ -46,43 +46,15 @@ def check_target(target: Path) -> None:
 def staged_directory(target: Path) -> Iterator[Path]:
     """A new directory beside `target`; on success it is synced to disk and takes its place.
 
-    A directory cannot be replaced by one rename, so an old one steps aside first: a crash between
-    the two renames leaves it whole as `.NAME.old-*`. On failure the staging directory is removed.
+    A crash leaves the old one whole, see utils/staging.py. On failure the new one is removed.
     """
-    target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    tag = uuid.uuid4().hex[:8]
-    staging = target.with_name(f".{target.name}.tmp-{tag}")
-    old = target.with_name(f".{target.name}.old-{tag}")
-    staging.mkdir()
+    staging = stage(target)
     try:
         yield staging
-        _sync_tree(staging)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        _sync(target.parent)
+        put_in_place(staging, target)
     except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def _sync_tree(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        _sync(file)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:

@@ -109,6 +109,8 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             yield f"{name}={value}: must be > 0"
     if cfg.total_train_steps is not None and cfg.total_train_steps < 0:
         yield f"total_train_steps={cfg.total_train_steps}: must be >= 0 (0 evaluates only)"
+    if not cfg.collective_timeout > 0:
+        yield f"collective_timeout={cfg.collective_timeout}: seconds, must be > 0"
     for key, frequency in (
         ("saver", cfg.saver),
         ("recover", cfg.recover),
@@ -119,6 +121,10 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"saver.keep_last={cfg.saver.keep_last}: must be >= 0 (0 keeps all)"
     if cfg.recover.keep_last < 1:
         yield f"recover.keep_last={cfg.recover.keep_last}: must be > 0 (mode=disabled keeps none)"
+    if cfg.recover.restarts < 0:
+        yield f"recover.restarts={cfg.recover.restarts}: must be >= 0 (0 never starts again)"
+    if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":
+        yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     if cfg.self_check.max_skips < 1:
         yield f"self_check.max_skips={cfg.self_check.max_skips}: must be > 0"
     if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:

@@ -33,6 +33,7 @@ from megarl.config.schema import (
     not_a_choice,
     show,
 )
+from megarl.utils.staging import write_whole
 
 DEFAULT_RECIPE = "grpo"
 Tree = dict[str, Any]
@@ -71,7 +72,7 @@ def save_config(cfg: BaseConfig, path: str | os.PathLike[str]) -> None:
     """Writes what `load_config(path)` reads back as an equal config."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(config_yaml(cfg), encoding="utf-8")
+    write_whole(path, config_yaml(cfg))
 
 
 def run_dir(cfg: BaseConfig) -> Path:

@@ -32,6 +32,9 @@ class BaseConfig:
         None, help="stop after this many steps; null is no bound, 0 evaluates only"
     )
     max_train_seconds: float | None = arg(None, help="stop after this many seconds of training")
+    collective_timeout: float = arg(
+        1800.0, help="seconds a trainer process waits for the others in one collective operation"
+    )
     train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
     valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
     saver: SaverConfig = arg(factory=SaverConfig, help="HF saves")

@@ -49,6 +49,10 @@ class RolloutConfig:
     addresses: list[str] = arg(
         factory=list, help="host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"
     )
+    workflow: str = arg(
+        "megarl.rollout.workflows.rlvr:RLVRWorkflow",
+        help="pkg.module:Class that turns a row into samples",
+    )
     max_concurrent_rollouts: int | None = arg(
         None, help="episodes in flight at once; null is the batch of one training step"
     )

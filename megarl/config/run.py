@@ -30,6 +30,9 @@ class RecoverConfig(FrequencyConfig):
     )
     freq_secs: float | None = arg(1800.0, help="checkpoint every n seconds")
     keep_last: int = arg(1, help="keep this many newest checkpoints, at least 1")
+    restarts: int = arg(
+        0, help="the local launcher starts a run that failed again this many times, to continue"
+    )
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from megarl.api.engine import Batch, LossFn, LossWeightFn, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine import micro_batch, optimizer, schedule
+from megarl.engine import checkpoint, micro_batch, optimizer, schedule
 from megarl.engine.lm_head import LMHead, check_outputs
 from megarl.engine.offload import ParkedStorages, gradient_tensors, optimizer_tensors
 from megarl.models import build_model, check_layout, named_params, read_hf_config
@@ -130,8 +130,9 @@ class MegatronEngine(TrainEngine):
         gc.collect()
         torch.cuda.empty_cache()
         groups, self._groups = self._groups, None
-        groups.barrier()
-        groups.release()
+        with waiting_for(groups, "destroy"):
+            groups.barrier()
+            groups.release()
 
     @property
     def groups(self) -> ProcessGroups:
@@ -173,7 +174,7 @@ class MegatronEngine(TrainEngine):
         )
         with self._scope("train_batch (optimizer step)"):
             lr = optimizer.current_lr(self._optimizer)
-            updated, norm = optimizer.step(self._optimizer)
+            updated, norm = optimizer.step(self._optimizer, stats["loss"])
         return {**stats, "grad_norm": norm, "lr": lr, "update_successful": float(updated)}
 
     def backward_batch(
@@ -261,22 +262,36 @@ class MegatronEngine(TrainEngine):
     # ---- weights -------------------------------------------------------------------------------
 
     def save(self, meta: SaveLoadMeta) -> None:
-        _check_format(meta)
+        checkpoint.check_meta(meta, trained=self._optimizer is not None)
         with self._scope("save"):
-            save_hf(
-                meta.path, self.table, self.layout, self.groups.rank, self.params,
-                base_model_path=meta.base_model_path or self.config.path,
-                tokenizer=meta.tokenizer,
-            )  # fmt: skip
+            if meta.weight_format == "dist":
+                checkpoint.save(self._trainee(), meta.path, meta.with_optim, self._version)
+            else:
+                save_hf(
+                    meta.path, self.table, self.layout, self.groups.rank, self.params,
+                    base_model_path=meta.base_model_path or self.config.path,
+                    tokenizer=meta.tokenizer,
+                )  # fmt: skip
             self.groups.barrier()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        _check_format(meta)
+        checkpoint.check_meta(meta, trained=self._optimizer is not None)
         with self._scope("load"):
-            load_hf(meta.path, self.table, self.layout, self.groups.rank, self.params)
-            if self._optimizer is not None:
-                self._optimizer.reload_model_params()
+            if meta.weight_format == "dist":
+                found = checkpoint.load(self._trainee(), meta.path, meta.with_optim)
+                if meta.with_optim:
+                    self._version = found["version"]
+            else:
+                load_hf(meta.path, self.table, self.layout, self.groups.rank, self.params)
+                if self._optimizer is not None:
+                    self._optimizer.reload_model_params()
             self.groups.barrier()
+
+    def _trainee(self) -> checkpoint.Trainee:
+        return checkpoint.Trainee(
+            model=self.model_config, dtype=self.dtype, groups=self.groups, chunks=self.chunks,
+            optimizer=self._optimizer, schedule=self._lr_schedule, seed=self.seed,
+        )  # fmt: skip
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         with self._scope("upload_weights"):
@@ -346,17 +361,6 @@ def _checked_temperature(temperature: float) -> float:
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     return float(temperature)
-
-
-def _check_format(meta: SaveLoadMeta) -> None:
-    if meta.weight_format != "hf":
-        raise ValueError(
-            f"SaveLoadMeta.weight_format={meta.weight_format!r}: this engine reads and writes 'hf'"
-        )
-    if meta.with_optim:
-        raise ValueError(
-            "SaveLoadMeta.with_optim=True: the 'hf' format has no place for optimizer state"
-        )
 
 
 def _by_sequence(

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # isort: sk
 from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # a constant schedule never looks at its end, but megatron-core asks for one
@@ -105,11 +106,47 @@ def current_lr(optimizer: Any) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def step(optimizer: Any) -> tuple[bool, float]:
-    """(updated, gradient norm before clipping). A norm that is not finite changes nothing."""
+def step(optimizer: Any, loss: float) -> tuple[bool, float]:
+    """(updated, gradient norm before clipping). A loss or a norm that is not finite changes
+    nothing: neither weights nor moments. Both are the same on every rank, and so is the decision.
+    """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    if not (math.isfinite(norm) and math.isfinite(loss)):
         return False, norm
     updated, _, _ = optimizer.step()
     return bool(updated), norm
+
+
+def _parts(optimizer: Any) -> Sequence[Any]:
+    """megatron-core chains one optimizer per kind of parameter (dense, experts)."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def kind(optimizer: Any) -> str:
+    """ "distributed" (ZeRO-1) or "plain": how checkpoints lay out the state."""
+    sharded = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    return "distributed" if sharded else "plain"
+
+
+def materialize_state(optimizer: Any) -> None:
+    """Moments exist from the first step on; megatron-core cannot save without, so zeros do."""
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """What config says about each parameter group: everything but its parameters and progress."""
+    own = ("params", "step")
+    return [{k: v for k, v in g.items() if k not in own} for g in optimizer.param_groups]
+
+
+def set_hyperparameters(optimizer: Any, values: Sequence[dict[str, Any]]) -> None:
+    for group, value in zip(optimizer.param_groups, values, strict=True):
+        group.update(value)
+
+
+def set_position(schedule: OptimizerParamScheduler, steps: int) -> None:
+    """As after `steps` steps of the schedule (its own load_state_dict adds them to those taken)."""
+    schedule.num_steps = steps
+    schedule.step(0)

@@ -7,14 +7,19 @@ parallel layout fits) with torchrun's environment, the same command line, and th
 servers in MEGARL_LLM_SERVER_ADDRS and rollout.addresses. Servers are started as `server.*` says,
 unless rollout.addresses already names some; their logs are <run>/server_<i>.log.
 
-SIGINT, SIGTERM and SIGHUP are passed on to the trainers; a second one ends them at once. A server
-that dies ends the run. Nothing that was started outlives the launcher. The exit status is the
-trainers'; --help of megarl.run lists the configuration keys.
+SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have 30 s to end, and servers
+20 s more; a second signal ends all of them at once. A server or a trainer that fails ends
+everything, even where other servers are left; recover.restarts has it started again, to continue.
+(Servers named in rollout.addresses are not the launcher's: of several, a lost one is left out.)
+Nothing that was started outlives the launcher. The exit status is the trainers'; --help of
+megarl.run lists the configuration keys.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,15 +31,25 @@ from pathlib import Path
 import megarl
 from megarl.config.check import check_config, smallest_world_size
 from megarl.config.command_line import parse_command_line
+from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.loader import load_config, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.servers import ADDRESSES_ENV
 from megarl.launcher.devices import Devices, share_out, visible_gpus
-from megarl.launcher.processes import POLL_INTERVAL, Child, Reaper, Signals, stop_all, wait_until
+from megarl.launcher.processes import (
+    POLL_INTERVAL,
+    TERM_TIMEOUT,
+    Child,
+    Reaper,
+    Signals,
+    signal_group,
+    stop_all,
+    wait_until,
+)
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, start_server
-from megarl.trainer.preflight import check_models, fetch_hub_models
+from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import set_loopback_default, set_trainer_defaults
 from megarl.utils.http import in_thread
 
@@ -89,6 +104,8 @@ def plan(argv: Sequence[str]) -> Job:
     fetch_hub_models(cfg)
     check_config(cfg, nproc)
     check_models(cfg)
+    check_run_dir(cfg)
+    check_writable(cfg)
     servers = 0
     if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
         servers = cfg.server.count
@@ -116,13 +133,25 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 
 
 def launch(job: Job) -> int:
-    """Runs the job to its end and returns the exit status."""
+    """Runs the job to its end, starting it again as recover.restarts allows; the exit status."""
+    restarts = job.cfg.recover.restarts
+    with Signals() as signals:
+        while (status := run_once(job, signals)) not in (0, EXIT_CODE):
+            if signals.received or not restarts:
+                break
+            restarts -= 1
+            log.warning("status %d: starting again, %d restart(s) left", status, restarts)
+    return status
+
+
+def run_once(job: Job, signals: Signals) -> int:
+    """Starts everything, waits for the end, ends everything; the exit status."""
     servers: list[ServerProcess] = []
     trainers: list[Child] = []
-    with Signals() as signals, ExitStack() as stack:  # the stack ends things in reverse order
+    with ExitStack() as stack:  # it ends things in reverse order
         reaper = Reaper()
         stack.callback(reaper.close)
-        stack.callback(end_servers, servers, reaper)
+        stack.callback(end_servers, servers, signals, reaper)
         stack.callback(end_trainers, trainers, signals, reaper)
         try:
             start_servers(job, servers, reaper)
@@ -135,11 +164,14 @@ def launch(job: Job) -> int:
             return SERVER_FAILED
 
 
-def end_servers(servers: Sequence[ServerProcess], reaper: Reaper) -> None:
-    """All at once; `stop` bounds its own waits."""
-    for future in [in_thread(server.stop) for server in servers]:
-        future.result()
-    for server in servers:
+def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reaper) -> None:
+    """All at once; `stop` bounds its own waits, and a second signal cuts them short."""
+    stops = [in_thread(server.stop) for server in servers]
+    wait_until(lambda: len(signals.received) > 1 or all(s.done() for s in stops), timeout=math.inf)
+    for server, stop in zip(servers, stops, strict=True):
+        if not stop.done():
+            signal_group(server.pid, signal.SIGKILL)
+        stop.result(2 * TERM_TIMEOUT)
         reaper.forget(server.pid)
 
 

@@ -2,8 +2,9 @@
 
 Used by saving and by weight sync; works for anything shaped like the parameters (gradients too).
 Every source rank packs its strided pieces of a bucket into one contiguous message; the owner copies
-received and own pieces straight into their places in the flat bucket. Fused matrices are never
-un-fused into temporaries, and the vocabulary padding is never sent.
+received and own pieces straight into their places in the flat bucket. Ranks that share the bucket's
+memory copy their pieces there themselves. Fused matrices are never un-fused into temporaries, and
+the vocabulary padding is never sent.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class BucketGatherer:
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
 
     Memory: the owner holds one bucket and the messages of one bucket, a source its own message.
+    Messages in host memory are kept for the next bucket: fresh pages cost more than the copy.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class BucketGatherer:
         self.layout, self.rank, self.owner = layout, rank, owner
         self.params, self.group, self.device = params, group, torch.device(device)
         self._owner_coords = layout.coords(owner)
+        self._messages: dict[int, Tensor] = {}
         self._plans = {b.index: self._plan(table, b) for b in buckets}
 
     def _plan(self, table: PieceTable, bucket: Bucket) -> dict[int, list[_Part]]:
@@ -133,47 +136,69 @@ class BucketGatherer:
         return piece.place.rank(self.layout)
 
     @torch.no_grad()
-    def gather(self, bucket: Bucket, out: Tensor | None = None) -> Tensor | None:
+    def gather(
+        self, bucket: Bucket, out: Tensor | None = None, *, shared: bool = False
+    ) -> Tensor | None:
         """Flat uint8 bucket [nbytes] on the owner (in `out` if given), None on the other ranks.
+
+        shared: every rank gives an `out`, and all of them are the same host memory.
 
         Collective over the layout's ranks, which all gather the same buckets in the same order.
         Returns once this rank's part is done; the process group's timeout bounds the wait.
         """
-        plan = self._plans[bucket.index]
-        if self.rank != self.owner:
-            if parts := plan.get(self.rank):
-                message = self._pack(parts)
-                dist.send(message, group=self.group, group_dst=self.owner)
-            return None
-        if out is None:
-            out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        assert out.dtype == torch.uint8 and out.is_contiguous() and out.numel() >= bucket.nbytes
-        views = dict(bucket.views(out))
-        remote = {src: parts for src, parts in plan.items() if src != self.rank}
-        messages = {src: self._buffer(parts) for src, parts in remote.items()}
+        parts = self._plans[bucket.index].get(self.rank, [])
+        if self.rank == self.owner:
+            if out is None:
+                out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+            self._receive(bucket, parts, out, shared=shared)
+            return out[: bucket.nbytes]
+        if parts:
+            message = self._message(self.rank, parts, shared=shared)
+            if shared:
+                assert out is not None
+                self._place_own(bucket, parts, out)
+            else:
+                self._pack(parts, message)
+            dist.send(message, group=self.group, group_dst=self.owner)
+        return None
+
+    def _receive(
+        self, bucket: Bucket, parts: Sequence[_Part], out: Tensor, *, shared: bool
+    ) -> None:
+        """Own `parts` and everybody else's, on the owner."""
+        remote = {s: p for s, p in self._plans[bucket.index].items() if s != self.rank}
+        messages = {s: self._message(s, p, shared=shared) for s, p in remote.items()}
         works = {
             src: dist.irecv(message, group=self.group, group_src=src)
             for src, message in messages.items()
         }
-        for part in plan.get(self.rank, []):
-            _place(views, part, local_view(self.params[part.piece.param], part.piece))
-        for src, parts in remote.items():
-            work = works[src]
+        self._place_own(bucket, parts, out)
+        views = dict(bucket.views(out))
+        for src, work in works.items():
             assert work is not None  # None only on ranks outside the group
             work.wait()
-            for part in parts:
+            for part in () if shared else remote[src]:
                 _place(views, part, _slot(messages[src], part))
-        return out[: bucket.nbytes]
 
-    def _pack(self, parts: Sequence[_Part]) -> Tensor:
-        message = self._buffer(parts)
+    def _place_own(self, bucket: Bucket, parts: Sequence[_Part], out: Tensor) -> None:
+        assert out.dtype == torch.uint8 and out.is_contiguous() and out.numel() >= bucket.nbytes
+        views = dict(bucket.views(out))
+        for part in parts:
+            _place(views, part, local_view(self.params[part.piece.param], part.piece))
+
+    def _pack(self, parts: Sequence[_Part], message: Tensor) -> None:
         for part in parts:
             _slot(message, part).copy_(local_view(self.params[part.piece.param], part.piece))
-        return message
 
-    def _buffer(self, parts: Sequence[_Part]) -> Tensor:
-        last = parts[-1]
-        return torch.empty(last.offset + last.nbytes, dtype=torch.uint8, device=self.device)
+    def _message(self, src: int, parts: Sequence[_Part], *, shared: bool) -> Tensor:
+        """Of `parts` from `src`; where memory is shared, a byte that says they are in place."""
+        nbytes = 1 if shared else parts[-1].offset + parts[-1].nbytes
+        kept = self._messages.get(src)
+        if kept is None or kept.numel() < nbytes:
+            kept = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cpu":
+                self._messages[src] = kept
+        return kept[:nbytes]
 
 
 def _slot(message: Tensor, part: _Part) -> Tensor:

@@ -1,9 +1,8 @@
 """What a run says about itself: log lines, figures per step, timings, confidence intervals, report.
 
-logging         get_logger: one line format, with the rank
-stats_tracker   figures recorded anywhere, scoped, reduced over ranks
-timers          seconds per phase of a step
-stats_logger    figures of every step to the console, jsonl, tensorboard and wandb
-bootstrap       confidence intervals of accuracies
-report          one self-contained HTML file for a person to look at
+logging        get_logger: one line format, with the rank
+timers         seconds per phase of a step
+stats_logger   figures of every step to the console, jsonl, tensorboard and wandb
+bootstrap      confidence intervals of accuracies
+report         a summary at the end, and one self-contained HTML file for a person to look at
 """

@@ -1,8 +1,9 @@
-"""StatsLogger: the figures of every step, to the console, jsonl, tensorboard and wandb.
+"""StatsLogger: the figures of every step, to the console, jsonl, tensorboard and wandb; at the end
+a summary of the run and its report.
 
 <run>/stats.jsonl is always written: one object per step, {"step", "time" (Unix seconds),
-"elapsed_s", name: value, ...}. A resumed run appends; a step that stands there twice counts as its
-later line.
+"elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k; what stood
+there beyond is moved to stats.superseded.jsonl, as is all of it where a run starts anew.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.console import ConsoleSink
-from megarl.observability.logging import env_rank, get_logger
-
-log = get_logger(__name__)
+from megarl.observability.logging import env_rank
+from megarl.utils.staging import write_whole
 
 STATS_FILE = "stats.jsonl"
 
@@ -41,17 +41,20 @@ class StatsLogger:
         experiment_name: str,
         trial_name: str,
         run_config: dict[str, Any],
+        from_step: int | None = None,
     ) -> None:
+        """`from_step`: the step that a resumed run continues from."""
         self._run_dir = Path(run_dir)
+        self._total_steps: int | None = None
         self._report = config.report and env_rank() == 0
         self._sinks: list[Sink] = []
         if env_rank() != 0:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks.append(JsonlSink(self._run_dir / STATS_FILE))
-        self._sinks.append(ConsoleSink(table=config.table))
+        self._jsonl = JsonlSink(self._run_dir / STATS_FILE, from_step)
+        self._sinks += [self._jsonl, ConsoleSink(table=config.table)]
         if config.tensorboard:
-            self._sinks.append(TensorBoardSink(self._run_dir / "tensorboard"))
+            self._sinks.append(TensorBoardSink(self._run_dir / "tensorboard", from_step))
         if config.wandb.mode != "disabled":
             self._sinks.append(
                 WandbSink(
@@ -68,36 +71,60 @@ class StatsLogger:
         self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None
     ) -> None:
         """One step's figures; step 0 is what was measured before the first update."""
+        self._total_steps = total_steps
         for sink in self._sinks:
             sink.write(step, stats, total_steps)
 
-    def close(self) -> None:
-        """Ends every sink and, where configured, writes <run>/report.html."""
+    def close(
+        self, *, final: Mapping[str, float] | None = None, error: BaseException | None = None
+    ) -> None:
+        """Ends every sink, writes <run>/summary.json and, where configured, <run>/report.html, and
+        prints the summary. `final`: counters as the run ends; `error`: what ended it.
+        """
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        stats = self._run_dir / STATS_FILE
-        if sinks and self._report and stats.stat().st_size:
-            from megarl.observability.report import write_report
+        if sinks:
+            self._sum_up(final, error)
 
-            path = write_report(self._run_dir / "report.html", [self._run_dir])
-            log.info("report: %s", path)
+    def _sum_up(self, final: Mapping[str, float] | None, error: BaseException | None) -> None:
+        from megarl.observability.report import load_run, write_report
+        from megarl.observability.report import summary as report
+
+        run = load_run(self._run_dir)
+        if not (run.rows or final):
+            return  # it ended before it did anything
+        summary = report.summarize(
+            run,
+            seconds=self._jsonl.elapsed(),
+            total_steps=self._total_steps,
+            final=final,
+            error=error,
+        )
+        if self._report:
+            run.summary = summary
+            write_report(self._run_dir / "report.html", [run])
+        summary["paths"] = report.artifacts(self._run_dir)
+        write_whole(self._run_dir / report.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+        report.print_summary(summary)
 
 
 class JsonlSink:
-    def __init__(self, path: Path) -> None:
-        earlier = path.read_text() if path.exists() else ""
+    def __init__(self, path: Path, from_step: int | None = None) -> None:
+        supersede(path, lambda row: from_step is not None and row["step"] <= from_step)
+        earlier = path.read_text(encoding="utf-8") if path.exists() else ""
         self._start = time.time() - _last_elapsed(earlier)
-        self._file = path.open("a")
-        if earlier and not earlier.endswith("\n"):
-            self._file.write("\n")  # a line that a crash cut short must not swallow the next
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
-        now = time.time()
         row = {k: _finite(v) for k, v in stats.items()}
-        row |= {"step": step, "time": round(now, 3), "elapsed_s": round(now - self._start, 3)}
+        row |= {"step": step, "time": round(time.time(), 3), "elapsed_s": self.elapsed()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+    def elapsed(self) -> float:
+        """Seconds of the run, earlier starts included."""
+        return round(time.time() - self._start, 3)
 
     def close(self) -> None:
         self._file.close()
@@ -110,17 +137,33 @@ def _finite(value: float) -> float | None:
 
 
 def _last_elapsed(text: str) -> float:
-    """Seconds that the earlier part of a resumed run took, from its last whole line."""
-    for line in reversed(text.splitlines()):
+    """Seconds that the earlier part of a resumed run took, from its last line."""
+    lines = text.splitlines()
+    return float(json.loads(lines[-1])["elapsed_s"]) if lines else 0.0
+
+
+def supersede(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Moves the rows of a jsonl file that `keep` denies, and lines that a crash cut short, to the
+    end of NAME.superseded.jsonl beside it.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    kept: list[str] = []
+    moved: list[str] = []
+    for line in text.splitlines():
         try:
-            return float(json.loads(line)["elapsed_s"])
-        except (json.JSONDecodeError, KeyError):
-            continue  # cut short by a crash
-    return 0.0
+            stays = keep(json.loads(line))
+        except json.JSONDecodeError:
+            stays = False
+        (kept if stays else moved).append(line + "\n")
+    if moved:
+        with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as f:
+            f.writelines(moved)
+    if "".join(kept) != text:
+        write_whole(path, "".join(kept))
 
 
 class TensorBoardSink:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, from_step: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as e:
@@ -128,7 +171,10 @@ class TensorBoardSink:
                 "stats_logger.tensorboard=true needs the tensorboard package: "
                 "pip install 'megarl[tensorboard]', or set stats_logger.tensorboard=false"
             ) from e
-        self._writer = SummaryWriter(str(path))
+        # hides what an earlier start wrote beyond the step this one continues from
+        self._writer = SummaryWriter(
+            str(path), purge_step=0 if from_step is None else from_step + 1
+        )
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
         for name, value in stats.items():

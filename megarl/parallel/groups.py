@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
@@ -24,22 +26,25 @@ from megarl.parallel.layout import Coords, Layout
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
 
-DEFAULT_TIMEOUT = 1800.0  # seconds a collective may wait for its peers
+# seconds a collective may wait for its peers: those of the world group, and of later groups
+_collective_timeout = 1800.0
 
 _RNG_GLOBALS = ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")
 
 
-def init_distributed(addr: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+def init_distributed(addr: str | None = None, *, timeout: float | None = None) -> None:
     """Starts torch.distributed once: from torchrun's environment, else as a world of one.
 
-    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds, bounds every
-    collective of the world group.
+    `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default 1800),
+    bounds every collective of the world and of the layouts' groups.
     """
+    global _collective_timeout
     if mcore.on_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    bound = timedelta(seconds=timeout)
+    _collective_timeout = timeout or _collective_timeout
+    bound = timedelta(seconds=_collective_timeout)
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(
             mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=bound
@@ -68,7 +73,8 @@ def shutdown_distributed(*, failed: bool = False) -> None:
     is about to exit with the error.
     """
     if dist.is_initialized() and not failed:
-        _barrier()
+        with waiting_for(None, "the end of the run"):
+            _barrier()
         dist.destroy_process_group()
 
 
@@ -117,7 +123,7 @@ class _Groups:
 _groups_by_layout: dict[Layout, _Groups] = {}
 
 
-def _create(layout: Layout, timeout: float) -> _Groups:
+def _create(layout: Layout) -> _Groups:
     """Collective over the world: megatron-core's groups for `layout`."""
     outer = _read_parallel_state()
     _write(ps, _BLANK_STATE)
@@ -130,7 +136,7 @@ def _create(layout: Layout, timeout: float) -> _Groups:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=max(1, math.ceil(timeout / 60)),
+            distributed_timeout_minutes=math.ceil(_collective_timeout / 60),
             create_gloo_process_groups=not on_gloo,
         )
         if on_gloo:  # the host-side twins would be the same groups a second time
@@ -140,6 +146,8 @@ def _create(layout: Layout, timeout: float) -> _Groups:
     finally:
         _write(ps, outer)
     owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
+    for group in owned:  # to the second
+        c10d._set_pg_timeout(timedelta(seconds=_collective_timeout), group)
     return _Groups(state, owned)
 
 
@@ -150,7 +158,7 @@ class ProcessGroups:
     `release()` gives them back, and the last user destroys them.
     """
 
-    def __init__(self, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, layout: Layout) -> None:
         world = dist.get_world_size()
         if layout.world_size != world:
             raise ValueError(f"{layout} is for {layout.world_size} ranks, but {world} are running")
@@ -158,7 +166,7 @@ class ProcessGroups:
         self.rank = dist.get_rank()
         self.coords: Coords = layout.coords(self.rank)
         if layout not in _groups_by_layout:
-            _groups_by_layout[layout] = _create(layout, timeout)
+            _groups_by_layout[layout] = _create(layout)
         self._shared: _Groups | None = _groups_by_layout[layout]
         self._shared.users += 1
         self._state = dict(self._shared.state)
@@ -224,12 +232,12 @@ def model_scope(groups: ProcessGroups) -> Iterator[None]:
         _write(mcore_random, outer_rng)
 
 
-# how gloo words a timeout and a peer that died
-_LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+# how gloo begins its report of a timeout or of a peer that died
+_LOST_PEER = re.compile(r"\[\S*gloo\S*\]|Application timeout caused pair closure")
 
 
 @contextmanager
-def waiting_for(groups: ProcessGroups, what: str) -> Iterator[None]:
+def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
     """Names the rank and what it was doing when a collective inside times out or loses a peer.
 
     gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
@@ -237,10 +245,11 @@ def waiting_for(groups: ProcessGroups, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).lower()
-        if not any(sign in text for sign in _LOST_PEER):
+        if not isinstance(error, dist.DistError) and not _LOST_PEER.match(str(error)):
             raise
+        where = f" ({groups.coords})" if groups else ""
         raise RuntimeError(
-            f"rank {groups.rank} ({groups.coords}) gave up waiting for other ranks in {what}; "
-            f"look at the other ranks' logs for the first error. Cause: {error}"
+            f"rank {dist.get_rank()}{where} gave up waiting for other ranks in {what}: one of them "
+            f"ended, or did not come within collective_timeout={_collective_timeout:g} s; look at "
+            f"the other ranks' logs for the first error. Cause: {error}"
         ) from error

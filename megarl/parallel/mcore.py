@@ -11,6 +11,8 @@ import warnings
 
 import torch
 
+from megarl.parallel import cpu_backend
+
 
 def on_cuda() -> bool:
     """Whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some."""
@@ -24,8 +26,6 @@ def on_cuda() -> bool:
 
 _ON_CUDA = on_cuda()
 if not _ON_CUDA:
-    from megarl.parallel import cpu_backend
-
     cpu_backend.install()
 
 
@@ -54,3 +54,5 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
+
+cpu_backend.p10_adam()  # a GPU without Transformer Engine and apex has the same broken fallback

@@ -16,7 +16,7 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool
+from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone
 from megarl.utils.http import HttpError
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -76,12 +76,8 @@ class RemoteSGLangEngine(InferenceEngine):
         """Cancels episodes in flight, closes connections, ends the thread. May be called twice."""
         loop, pool = self._loop, self._pool
         self._loop = self._pool = self._executor = None
-        if loop is not None and loop.alive:
-            try:
-                if pool is not None:
-                    loop.run(_cancel_then_close(pool), timeout=PROBE_TIMEOUT)
-            finally:
-                loop.close()
+        if loop is not None:
+            loop.close(last=pool.close if pool is not None else None)
 
     def check_health(self) -> None:
         loop, pool = self._open()
@@ -106,6 +102,10 @@ class RemoteSGLangEngine(InferenceEngine):
                     "rollout.setup_timeout if they are still loading."
                 )
             await asyncio.sleep(POLL_INTERVAL)
+
+    @property
+    def is_open(self) -> bool:
+        return self._pool is not None
 
     def _open(self) -> tuple[LoopThread, ServerPool]:
         if self._loop is None or self._pool is None:
@@ -167,7 +167,9 @@ class RemoteSGLangEngine(InferenceEngine):
     # weights
 
     def pause(self) -> None:
-        """Stops admitting requests here, then pauses every server."""
+        """Stops admitting requests here, then pauses every server. Those that give no answer are
+        dropped, here and from `addresses`, while any is left; the next update does without them.
+        """
         loop, pool = self._open()
         self.executor.pipeline.hold()
 
@@ -204,7 +206,9 @@ class RemoteSGLangEngine(InferenceEngine):
             infos = await pool.everywhere(
                 "GET", "/model_info", timeout=max(1.0, min(PROBE_TIMEOUT, left))
             )
+            pool.drop(gone(infos))
             late = {a: _served(info) for a, info in infos.items() if _served(info) != wanted}
+            late = {a: what for a, what in late.items() if a in pool.addresses}
             if not late:
                 self.set_version(meta.version)
                 return
@@ -212,7 +216,7 @@ class RemoteSGLangEngine(InferenceEngine):
                 who = "; ".join(f"{a} serves {what}" for a, what in late.items())
                 raise TimeoutError(
                     f"weights of version {wanted} did not reach {len(late)} of {len(infos)} "
-                    f"servers within {meta.timeout:g} s: {who}"
+                    f"servers within weight_sync.timeout={meta.timeout:g} s: {who}"
                 )
             await asyncio.sleep(POLL_INTERVAL)
 
@@ -265,14 +269,6 @@ class RemoteSGLangEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         """The executor's counters and timings, see RolloutExecutor.stats."""
         return self.executor.stats()
-
-
-async def _cancel_then_close(pool: ServerPool) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await pool.close()
 
 
 def _served(info: Any) -> str:

@@ -18,8 +18,8 @@ from megarl.utils.batch import concat_padded
 class Episode:
     """Ends with `batch` (accepted), `error` (failed) or neither (rejected).
 
-    number: place in the order of submission. drawn: the row came from prepare_batch's dataloader.
-    attempt: how often this row had been started under the same weights.
+    number: place in the order of submission, unique in a run, also over resumes. drawn: the row
+    came from prepare_batch's dataloader.
     """
 
     number: int
@@ -27,7 +27,6 @@ class Episode:
     workflow: RolloutWorkflow
     should_accept: Callable[[Batch], bool] | None = None
     drawn: bool = False
-    attempt: int = 0
     batch: Batch | None = None
     error: BaseException | None = None
     latency: float = 0.0
@@ -45,18 +44,26 @@ class Episode:
 
 
 async def run_episode(episode: Episode, engine: InferenceEngine, *, timeout: float) -> None:
-    """Runs the workflow and records its outcome in `episode`; only cancellation propagates."""
-    begun = time.monotonic()
+    """Runs the workflow and records its outcome in `episode`; only our own cancellation of its
+    task propagates.
+    """
+    begun, task = time.monotonic(), asyncio.current_task()
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
-            data = {**episode.row, "attempt": episode.attempt}
+            data = {**episode.row, "episode_id": episode.number}
             batch = await episode.workflow.arun_episode(engine, data)
         if batch is not None:
             _check_batch(batch, episode)
             if episode.should_accept is None or episode.should_accept(batch):
                 episode.batch = batch
-    except Exception as error:  # handed to whoever waits for the episode, see RolloutExecutor.wait
+    # handed to whoever waits for the episode, see RolloutExecutor.wait
+    except (Exception, asyncio.CancelledError, SystemExit) as cause:
+        error = cause
+        if not isinstance(error, Exception):  # it would end the loop, or pass for our cancellation
+            if task is not None and task.cancelling():
+                raise
+            error = RuntimeError(f"{type(episode.workflow).__name__} ended with {cause!r}")
         if clock.expired() and isinstance(error, TimeoutError):
             error = TimeoutError(
                 f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.episode import Episode, join_episodes, run_episode
 from megarl.rollout.feeder import RowFeeder
+from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
 
@@ -31,6 +34,7 @@ class RolloutExecutor:
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._engine, self._loop = config, engine, loop
         self.pipeline = Pipeline(config, engine=engine, loop=loop)
+        self.ledger = Ledger()  # for a consumer that reports to it
         self._feeder: RowFeeder | None = None
         self._batch_stats: dict[str, float] = {}
 
@@ -46,8 +50,8 @@ class RolloutExecutor:
         self.pipeline.start_soon()
 
     def wait(self, count: int, timeout: float | None = None) -> Batch:
-        """The next `count` accepted episodes, joined; group_ids number them from 0. An episode that
-        failed makes this raise its error.
+        """The next `count` accepted episodes, joined; group_ids [B] number them from 0, episode_ids
+        [B] over the whole run. An episode that failed makes this raise its error.
         """
         if count < 1:
             raise ValueError(f"wait({count}): wait for at least 1 episode")
@@ -118,27 +122,46 @@ class RolloutExecutor:
         return join_episodes(accepted, group_ids=[e.number for e in accepted])
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start and figures of the last batch: wait_time (s the trainer waited),
-        latency_mean and latency_max (s per episode), staleness_mean and staleness_max (versions).
+        """Counters of the run (submitted = running + accepted + rejected + failed + dropped, which
+        is checked) and figures of the last batch: wait_time (s the trainer waited), latency_mean
+        and latency_max (s per episode).
         """
         pipe = self.pipeline
         with pipe.changed:
+            pipe.check()
             counters = pipe.staleness.counters() | {
+                "handed_out": pipe.staleness.handed_out,
                 "pending": len(pipe.pending),
                 "reward_errors": pipe.reward_errors,
             }
+        counters |= {"trained": self.ledger.episodes, "trained_samples": self.ledger.samples}
         return {k: float(v) for k, v in counters.items()} | self._batch_stats
 
+    def trained(self, episode_ids: torch.Tensor) -> None:
+        """Reports to the ledger that the samples [B] of these episodes were trained on; then all
+        that was ever handed out must have been.
+        """
+        self.ledger.train(episode_ids)
+        self.ledger.check()
+        if self.ledger.episodes != self.pipeline.staleness.handed_out:
+            raise AccountingError(
+                f"{self.pipeline.staleness.handed_out} episodes were handed out, but "
+                f"{self.ledger.episodes} trained"
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """Rows drawn from the dataloader but not yet handed out, in order: a resumed run submits
-        them before it draws more.
+        """Between two batches: the counters, and the rows drawn from the dataloader but not yet
+        handed out, in order; a resumed run submits them before it draws more. Plain data.
         """
         with self.pipeline.changed:
-            rows = [e.row for e in self.pipeline.live.values() if e.drawn]
-        return {"rows": rows + (self._feeder.buffered if self._feeder else [])}
+            state = self.pipeline.state_dict()
+        state["rows"] += self._feeder.buffered if self._feeder else []
+        return state | {"ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._feeder is None, "load_state_dict after the first batch"
+        self.pipeline.load_state_dict(state)
+        self.ledger.load_state_dict(state["ledger"])
         self._feeder = RowFeeder(first=state["rows"])
 
     def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowFeeder:
@@ -149,17 +172,15 @@ class RolloutExecutor:
         return self._feeder
 
     def _hand_out(self, episodes: list[Episode], begun: float) -> Batch:
-        version = self._engine.get_version()
-        ages = [version - o for e in episodes if (o := e.oldest_version()) is not None] or [0]
         latencies = [e.latency for e in episodes]
         self._batch_stats = {
             "wait_time": time.monotonic() - begun,
             "latency_mean": sum(latencies) / len(latencies),
             "latency_max": max(latencies),
-            "staleness_mean": sum(ages) / len(ages),
-            "staleness_max": float(max(ages)),
         }
-        return join_episodes(episodes, group_ids=range(len(episodes)))
+        batch = join_episodes(episodes, group_ids=range(len(episodes)))
+        numbers = torch.tensor([e.number for e in episodes])
+        return batch | {"episode_ids": numbers[batch["group_ids"]]}
 
     def _check_signal(self, batch_size: int) -> None:
         rejected = self.pipeline.rejected_in_a_row

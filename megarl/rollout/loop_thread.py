@@ -1,23 +1,42 @@
-"""An asyncio event loop in a thread of its own: where all rollouts of a process run."""
+"""An asyncio event loop in a thread of its own: where all rollouts of a process run.
+
+A second thread watches it: one workflow that blocks in a coroutine holds up every episode, and the
+warning shows the line it is at.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from megarl.observability.logging import get_logger
+
+log = get_logger(__name__)
+
 T = TypeVar("T")
+
+BEAT = 1.0  # seconds between two signs of life
+BLOCKED_AFTER = 10.0  # seconds without one before the loop counts as blocked
+CLOSE_TIMEOUT = 30.0
 
 
 class LoopThread:
-    """Starts at construction; `close` cancels what is left, ends the loop and joins the thread."""
+    """Starts at construction; `close` cancels what is left, ends the loop and joins the threads."""
 
     def __init__(self, name: str = "megarl-rollout") -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self._last_beat, self._closed = time.monotonic(), threading.Event()
+        self.call_soon(self._beat)
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
+        self._watcher.start()
 
     @property
     def alive(self) -> bool:
@@ -41,7 +60,8 @@ class LoopThread:
                 raise
             future.cancel()
             what = getattr(coro, "__qualname__", "a coroutine")
-            raise TimeoutError(f"{what} took longer than {timeout:.0f} s") from None
+            message = f"{what} took longer than {timeout:.0f} s"
+            raise TimeoutError("; ".join(filter(None, [message, self.blocked()]))) from None
 
     async def here(self, coro: Coroutine[Any, Any, T]) -> T:
         """Awaits `coro`, run in this loop, from a coroutine of any loop."""
@@ -52,18 +72,57 @@ class LoopThread:
     def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
         self._loop.call_soon_threadsafe(fn, *args)
 
-    def close(self, *, timeout: float = 30.0) -> None:
-        if not self._thread.is_alive():
+    def blocked(self) -> str:
+        """What holds the loop up, if it has not turned for BLOCKED_AFTER seconds; else empty."""
+        silent = time.monotonic() - self._last_beat
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if silent < BLOCKED_AFTER or frame is None:
+            return ""
+        return (
+            f"the rollout loop has not turned for {silent:.0f} s, so every episode stands still: "
+            "asynchronous code blocks it (time.sleep, requests, heavy computation in a workflow? "
+            f"use asyncio.sleep, asyncio.to_thread) here:\n"
+            + "".join(traceback.format_stack(frame)[-3:]).rstrip()
+        )
+
+    def close(self, *, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancels all tasks, awaits `last` and ends the loop. A blocked one is left to die with
+        the process. May be called twice.
+        """
+        self._closed.set()
+        self._watcher.join()
+        if not self.alive:
             return
-        self.run(self._cancel_all(), timeout=timeout)
+        if why := self.blocked():
+            log.warning("the rollout thread cannot be ended: %s", why)
+            return
+        self.run(self._wind_up(last), timeout=2 * CLOSE_TIMEOUT)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the rollout loop did not end within {timeout:.0f} s")
+        self._thread.join(CLOSE_TIMEOUT)
+        if self.alive:
+            raise TimeoutError(f"the rollout loop did not end within {CLOSE_TIMEOUT:.0f} s")
         self._loop.close()
 
-    async def _cancel_all(self) -> None:
+    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        _, stubborn = await asyncio.wait([ended], timeout=CLOSE_TIMEOUT)
+        if stubborn:
+            names = ", ".join(str(t.get_coro()) for t in tasks if not t.done())
+            log.warning("these ignored their cancellation: %s", names)
+        if last is not None:
+            await last()
+
+    def _beat(self) -> None:
+        self._last_beat = time.monotonic()
+        self._loop.call_later(BEAT, self._beat)
+
+    def _watch(self) -> None:
+        warned = False
+        while not self._closed.wait(BEAT):
+            why = self.blocked()
+            if why and not warned:
+                log.warning("%s", why)
+            warned = bool(why)

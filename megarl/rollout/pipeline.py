@@ -46,10 +46,11 @@ class Pipeline:
         self.rejected_in_a_row = 0
         self.reward_errors = 0
         self.last_progress = time.monotonic()
-        self._failures: list[BaseException] = []
+        self._failed: list[Episode] = []  # whose errors nobody has been told of
+        self._faults: list[BaseException] = []  # ours
         self._held = False
-        self._submissions = 0
-        self._attempts: dict[Any, int] = {}  # row_id -> starts under the current version
+        self._started = False  # since admission began to count
+        self._next_number = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # callers' side; methods marked * are called with `changed` held
@@ -65,13 +66,13 @@ class Pipeline:
         """Adds an episode at the end of the order of submission."""
         with self.changed:
             episode = Episode(
-                number=self._submissions,
+                number=self._next_number,
                 row=row,
                 workflow=workflow,
                 should_accept=should_accept,
                 drawn=drawn,
             )
-            self._submissions += 1
+            self._next_number += 1
             self.live[episode.number] = episode
             self.pending.append(episode)
 
@@ -99,8 +100,12 @@ class Pipeline:
         """The first `count` live episodes, once all of them are accepted; raises the error of a
         failed one. What has become too stale is dropped and its row submitted again. *
         """
-        if self._failures:
-            raise self._failures.pop(0)
+        if self._faults:
+            raise self._faults.pop(0)
+        if self._failed:
+            error = self._failed.pop(0).error
+            assert error is not None
+            raise error
         version = self._engine.get_version()
         ready: list[Episode] = []
         for episode in list(self.live.values()):
@@ -114,7 +119,34 @@ class Pipeline:
             return None
         for episode in ready:
             del self.live[episode.number]
+        self.staleness.hand_out(count)
+        self.check()
         return ready
+
+    def check(self) -> None:
+        """Raises unless every episode is accounted for. *"""
+        self.staleness.check(in_flight=len(self.live) - len(self.pending))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and, in `rows`, prompts in flight in order of submission. Those are submitted
+        again after a resume, so they count as not submitted yet; so do failures nobody has been
+        told of. *
+        """
+        self.check()
+        again = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
+        return {
+            "rows": [e.row for e in again if e.drawn],
+            "next_number": self._next_number,
+            "reward_errors": self.reward_errors,
+            "counters": self.staleness.state_dict(untold=len(self._failed)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.changed:
+            assert not self.staleness.submitted, "load_state_dict after the first episode"
+            self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
+            self.staleness.load_state_dict(state["counters"])
+            self.staleness.begin(self._engine.get_version())
 
     def sleep(self, deadline: float | None, what: str) -> None:
         """Waits for a change, until `deadline` or for episode_timeout without any. *
@@ -126,7 +158,10 @@ class Pipeline:
         left = until - time.monotonic()
         if left <= 0 or not self.changed.wait(left):
             counters = ", ".join(f"{v} {k}" for k, v in self.staleness.counters().items())
-            raise TimeoutError(f"timed out waiting for {what}: {counters}")
+            why = "" if until < quiet else f"; none ended for rollout.episode_timeout + {GRACE:g} s"
+            raise TimeoutError(
+                f"timed out waiting for {what}: {counters}{why} {self._loop.blocked()}".rstrip()
+            )
 
     def check_not_stuck(self, count: int) -> None:
         """Raises where waiting for `count` episodes cannot help. *"""
@@ -156,9 +191,8 @@ class Pipeline:
 
     def version_changed(self, version: int) -> None:
         with self.changed:
-            if not self.staleness.submitted:
-                self.staleness.start_version = version
-            self._attempts.clear()
+            if not self._started:
+                self.staleness.begin(version)
         self.start_soon()
 
     def hold(self) -> None:
@@ -189,16 +223,10 @@ class Pipeline:
             ):
                 episode = self.pending.popleft()
                 self.staleness.start()
-                self._count_attempt(episode)
+                self._started = True
                 task = asyncio.get_running_loop().create_task(self._run(episode))
                 self._tasks.add(task)
                 task.add_done_callback(self._reap)
-
-    def _count_attempt(self, episode: Episode) -> None:
-        """Seeds must differ when a row comes again under the same weights (row key `attempt`)."""
-        key = episode.row.get("row_id", id(episode.row))
-        episode.attempt = self._attempts.get(key, 0)
-        self._attempts[key] = episode.attempt + 1
 
     async def _run(self, episode: Episode) -> None:
         await run_episode(episode, self._engine, timeout=self.config.episode_timeout)
@@ -219,11 +247,11 @@ class Pipeline:
             self.rejected_in_a_row += 1
         else:
             self.staleness.fail()
-            self._failures.append(episode.error)
+            self._failed.append(episode)
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             with self.changed:  # a fault of ours, yet a waiting trainer must hear of it
-                self._failures.append(error)
+                self._faults.append(error)
                 self.changed.notify_all()

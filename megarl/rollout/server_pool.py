@@ -1,9 +1,13 @@
-"""The servers a client talks to: choice by load, retries, and control calls to all of them."""
+"""The servers a client talks to: choice by load, retries, and control calls to all of them.
+
+A server that gives no answer to a request is asked last until it answers again; one that gives none
+to a control call is dropped: it missed what keeps servers alike.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generate
 class _Server:
     address: str  # host:port
     in_flight: int = 0  # samples
+    silent: bool = False  # its last call got no answer
 
 
 class ServerPool:
@@ -69,43 +74,85 @@ class ServerPool:
                 if error.status is not None and error.status < 500:
                     raise
                 cause = error
+                self._heard(server, error)
             else:
+                self._heard(server)
                 return _checked(answer, samples, server.address)
             finally:
                 server.in_flight -= samples
             failed.append(server)
-            log.warning("try %d of %d: %s", attempt + 1, self._retries, cause)
+            log.debug("try %d of %d: %s", attempt + 1, self._retries, cause)
             if attempt + 1 < self._retries:
                 await asyncio.sleep(min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY))
         raise RuntimeError(
-            f"generation failed {self._retries} times (rollout.request_retries), the last time "
-            f"because {cause}"
+            f"generation failed {self._retries} times (rollout.request_retries; one try may take "
+            f"rollout.request_timeout={self._timeout:g} s), the last time because {cause}"
         ) from cause
 
     def _pick(self, *, avoid: Sequence[_Server]) -> _Server:
         """The least loaded server, in turns among equals; servers that just failed come last."""
         n = len(self._servers)
         order = [self._servers[(self._next + i) % n] for i in range(n)]
-        best = min(order, key=lambda s: (avoid.count(s), s.in_flight))
+        best = min(order, key=lambda s: (avoid.count(s), s.silent, s.in_flight))
         self._next = (self._servers.index(best) + 1) % n
         return best
+
+    def _heard(self, server: _Server, error: HttpError | None = None) -> None:
+        """Notes how a request ended; one warning for however many a server leaves unanswered."""
+        silent = error is not None and error.status is None
+        if error is not None and not (silent and server.silent):
+            log.warning("%s", error)
+        server.silent = silent
+
+    def drop(self, lost: Mapping[str, HttpError], *, bound: str = "") -> None:
+        """Goes on without the servers `lost` (address -> why), or raises if no other is left.
+        `bound` says how long they were waited for.
+        """
+        if not lost:
+            return
+        left = [s for s in self._servers if s.address not in lost]
+        causes = "; ".join(map(str, lost.values()))
+        if not left:
+            raise RuntimeError(f"no generation server is left: {causes}{bound}")
+        self._servers = left
+        log.warning(
+            "going on with %d server(s), without those lost: %s%s", len(left), causes, bound
+        )
 
     async def everywhere(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> dict[str, Any]:
-        """One control call to every server at once: {address: answer or its HttpError}."""
-        calls = (self.call(a, method, path, body, timeout=timeout) for a in self.addresses)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
+        """One control call (idempotent, all of them) to every server at once: {address: answer or
+        its HttpError}. A server that left requests unanswered gets no more time than a probe.
+        """
+
+        async def ask(server: _Server) -> Any:
+            limit = min(timeout, PROBE_TIMEOUT) if server.silent else timeout
+            try:
+                return await self.call(server.address, method, path, body, timeout=limit)
+            except HttpError as error:
+                if not gone({server.address: error}):
+                    raise
+            await asyncio.sleep(RETRY_DELAY)  # it may have been closing an idle connection
+            return await self.call(server.address, method, path, body, timeout=limit)
+
+        servers = list(self._servers)
+        answers = await asyncio.gather(*map(ask, servers), return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, HttpError):
                 raise answer
-        return dict(zip(self.addresses, answers, strict=True))
+            server.silent = isinstance(answer, HttpError) and answer.status is None
+        return {s.address: answer for s, answer in zip(servers, answers, strict=True)}
 
     async def control(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
-        """POST to every server; raises one error that names all servers that did not comply."""
+        """POST to every server in `timeout` s (weight_sync.timeout). Drops those that give no
+        answer, and raises one error that names all that refused.
+        """
         answers = await self.everywhere("POST", path, body, timeout=timeout)
-        if errors := [str(e) for e in answers.values() if isinstance(e, HttpError)]:
-            raise RuntimeError("; ".join(errors))
+        errors = {a: e for a, e in answers.items() if isinstance(e, HttpError)}
+        if refused := [str(e) for e in errors.values() if e.status is not None]:
+            raise RuntimeError("; ".join(refused))
+        self.drop(errors, bound=f" (weight_sync.timeout={timeout:g} s)")
 
     async def unhealthy(self, *, timeout: float = PROBE_TIMEOUT) -> dict[str, HttpError]:
         """The servers whose /health does not answer 200, with the reason."""
@@ -137,6 +184,12 @@ class ServerPool:
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
             raise HttpError(address, path, error_message(answer), status)
         return answer
+
+
+def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
+    """The servers, of these answers, that are there no more; slow ones still may be."""
+    silent = {a: e for a, e in answers.items() if isinstance(e, HttpError) and e.status is None}
+    return {a: e for a, e in silent.items() if not isinstance(e.__cause__, TimeoutError)}
 
 
 def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def start_server(
     `model_path` and `dtype` stand in where `server.path` is empty and `server.dtype` is "auto".
     wait=False returns at once, to start several together; then call `wait_healthy`.
     """
-    port = free_port(host) if port is None else port
+    port = free_port(host, port or 0)
     command = server_command(server, model_path=model_path, dtype=dtype, host=host, port=port)
     process = ServerProcess(
         command,
@@ -163,10 +163,16 @@ def server_command(
     return command + list(server.extra_args)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """A TCP port that was free a moment ago: `port`, or any for 0. Another server at our port would
+    pass for ours.
+    """
     with socket.socket() as s:
-        s.bind((host, 0))
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, bool(port))  # as servers do
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise RuntimeError(f"port {port} of {host} cannot be listened at: {e}") from e
         return int(s.getsockname()[1])
 
 

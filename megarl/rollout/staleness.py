@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.rollout.ledger import AccountingError
+
+COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
+
 
 @dataclass(kw_only=True)
 class StalenessManager:
@@ -16,20 +20,24 @@ class StalenessManager:
     submitted = running + accepted + rejected + failed + dropped.
 
     max_concurrent: episodes in flight at once. max_head_offpolicyness: eta. consumer_batch: B, None
-    until a consumer is known (then only concurrency bounds admission). start_version: the version
-    at which counting began, so a resumed run does not get the whole past as capacity.
+    until a consumer is known (then only concurrency bounds admission). start_version,
+    start_accepted: where admission began to count, so that a resumed run neither gets the whole
+    past as room nor is owed for batches of another size. handed_out: those of `accepted` that the
+    consumer has taken.
     """
 
     max_concurrent: int
     max_head_offpolicyness: int
     consumer_batch: int | None = None
     start_version: int = 0
+    start_accepted: int = 0
     submitted: int = 0
     running: int = 0
     accepted: int = 0
     rejected: int = 0
     failed: int = 0
     dropped: int = 0
+    handed_out: int = 0
 
     def __post_init__(self) -> None:
         if self.max_concurrent < 1:
@@ -39,12 +47,16 @@ class StalenessManager:
                 f"max_head_offpolicyness={self.max_head_offpolicyness}: use 0 (synchronous) or more"
             )
 
+    def begin(self, version: int) -> None:
+        """Admission counts from here: nothing is in flight, `version` is the first to generate."""
+        self.start_version, self.start_accepted = version, self.accepted
+
     def room(self, version: int) -> int:
         """Episodes that may still begin under `version` by the staleness bound; may be negative."""
         if self.consumer_batch is None:
             return self.max_concurrent
         batches = self.max_head_offpolicyness + version - self.start_version + 1
-        return batches * self.consumer_batch - (self.accepted + self.running)
+        return batches * self.consumer_batch - (self.accepted - self.start_accepted + self.running)
 
     def capacity(self, version: int) -> int:
         """Episodes that may begin now: the smaller of free slots and staleness room."""
@@ -74,14 +86,45 @@ class StalenessManager:
 
     def drop(self) -> None:
         """An accepted episode turned out too stale at consumption."""
-        assert self.accepted > 0, "drop without an accepted episode"
+        assert self.accepted > self.handed_out, "drop without an accepted episode"
         self.accepted -= 1
         self.dropped += 1
+
+    def hand_out(self, count: int) -> None:
+        self.handed_out += count
 
     def _settle(self) -> None:
         assert self.running > 0, "an episode settled that was not running"
         self.running -= 1
 
     def counters(self) -> dict[str, int]:
-        names = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def check(self, *, in_flight: int) -> None:
+        """in_flight: the episodes that the caller holds, running or accepted and not handed out."""
+        ended = self.accepted + self.rejected + self.failed + self.dropped
+        if (
+            self.submitted != self.running + ended
+            or in_flight != self.running + self.accepted - self.handed_out
+        ):
+            counters = ", ".join(f"{v} {k}" for k, v in self.counters().items())
+            raise AccountingError(
+                "rollout accounting is wrong, please report it: submitted is not running + "
+                "accepted + rejected + failed + dropped, or an episode was lost: "
+                f"{counters}, {self.handed_out} handed out, {in_flight} in flight"
+            )
+
+    def state_dict(self, *, untold: int) -> dict[str, int]:
+        """The counters as if what is in flight, and `untold` failures, had not been submitted."""
+        in_flight = self.running + self.accepted - self.handed_out
+        return self.counters() | {
+            "submitted": self.submitted - in_flight - untold,
+            "running": 0,
+            "accepted": self.handed_out,
+            "failed": self.failed - untold,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.handed_out = self.accepted

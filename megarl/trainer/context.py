@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from transformers import AutoTokenizer
 
-from megarl.config.loader import run_dir, save_config
+from megarl.config.earlier_run import Checkpoint
+from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_logger import StatsLogger
 from megarl.parallel.groups import init_distributed, shutdown_distributed
+from megarl.trainer.run_dir import claim
 from megarl.trainer.spmd import RankZero
 
 log = get_logger(__name__)
@@ -23,28 +26,40 @@ log = get_logger(__name__)
 class RunContext:
     """Enter once per process. `zero` runs things on rank 0; `clock` answers alike on every rank."""
 
-    def __init__(self, cfg: BaseConfig, *, model_path: str, timeout: float) -> None:
-        self.cfg, self._timeout = cfg, timeout
+    def __init__(
+        self, cfg: BaseConfig, *, model_path: str, zero_timeouts: Mapping[str, float] | None = None
+    ) -> None:
+        """`zero_timeouts`: configuration keys whose sum bounds what rank 0 does alone."""
+        self.cfg = cfg
+        self._zero_timeouts = zero_timeouts or {"collective_timeout": cfg.collective_timeout}
         self.run_dir = run_dir(cfg)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.tokenizer_path or model_path)
+        self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
         self._logger: StatsLogger | None = None
+        self._lock: TextIO | None = None
+        self.resumed: Checkpoint | None = None  # what this start continues from
 
     def __enter__(self) -> RunContext:
-        init_distributed(timeout=self._timeout)
+        init_distributed(timeout=self.cfg.collective_timeout)
         torch.manual_seed(self.cfg.seed)
-        self.zero = RankZero(self._timeout)
-        self.start = self.clock()
+        bounds = self._zero_timeouts
+        self.zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
+        self.resumed = self.zero(self._claim)
+        self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            save_config(self.cfg, self.run_dir / "config.yaml")
             self._logger = StatsLogger(
                 self.cfg.stats_logger,
                 run_dir=self.run_dir,
                 experiment_name=self.cfg.experiment_name,
                 trial_name=self.cfg.trial_name,
                 run_config=dataclasses.asdict(self.cfg),
+                from_step=self.resumed.step if self.resumed else None,
             )
         return self
+
+    def _claim(self) -> Checkpoint | None:
+        self._lock, newest = claim(self.cfg)
+        return newest
 
     def __exit__(
         self,
@@ -52,9 +67,13 @@ class RunContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._logger is not None:
-            self._logger.close()
-        shutdown_distributed(failed=kind is not None)
+        try:
+            if self._logger is not None:
+                self._logger.close(final=self.final_counters, error=error)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+            shutdown_distributed(failed=kind is not None)
 
     @property
     def is_zero(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
 from megarl.observability.bootstrap import bootstrap_ci
+from megarl.observability.stats_logger import supersede
 from megarl.trainer.figures import completions
 
 N_SAMPLES_SHOWN = 12
@@ -39,7 +40,7 @@ class Evaluator:
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """`eval/...` figures. A sample is right when its reward is at least 1; some_credit is the
         share with any reward, for scorers that give parts of a point. With `when`
-        ("before" or "after") the first completions are appended to `samples_path`.
+        ("before" or "after") the first completions go to `samples_path`, in place of earlier ones.
         """
         batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
         rewards = batch["rewards"].float()
@@ -47,7 +48,8 @@ class Evaluator:
         low, high = bootstrap_ci(right, seed=self._seed)
         if when is not None:
             records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
-            with samples_path.open("a") as f:
+            supersede(samples_path, lambda row: row["when"] != when)
+            with samples_path.open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps({"when": when} | r) + "\n" for r in records)
         lengths = batch["loss_mask"].sum(1).float()
         return {

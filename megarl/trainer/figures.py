@@ -23,9 +23,7 @@ def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
         "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
         "response_len/mean": lengths.mean().item(),
         "response_len/max": lengths.max().item(),
-        "tokens/trained": lengths.sum().item(),
-        "tokens/total": batch["attention_mask"].sum().item(),
-    }
+    } | batch_figures(batch)
     if "truncated" in batch:
         figures["response_len/truncated"] = batch["truncated"].float().mean().item()
     if "versions" in batch:
@@ -35,6 +33,15 @@ def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
             "staleness/max": staleness.max().item(),
         }
     return figures
+
+
+def batch_figures(batch: Batch) -> dict[str, float]:
+    """The size of a training batch [B,S]: sequences, tokens under loss_mask, tokens."""
+    return {
+        "tokens/sequences": float(len(batch["input_ids"])),
+        "tokens/trained": float(batch["loss_mask"].sum()),
+        "tokens/total": float(batch["attention_mask"].sum()),
+    }
 
 
 def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:

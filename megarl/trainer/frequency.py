@@ -1,4 +1,4 @@
-"""When to save and when to evaluate."""
+"""When to save, to checkpoint and to evaluate."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class Frequency:
     ) -> None:
         self.config, self._clock = config, clock
         self._last = clock() if config.freq_secs else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Seconds since the last time."""
+        return {"waited": self._clock() - self._last if self.config.freq_secs else 0.0}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._last = self._clock() - state["waited"] if self.config.freq_secs else 0.0
 
     def due(self, *, step: int, epoch_ended: bool, epoch: int) -> bool:
         """`step` and `epoch` count from 1 and are the ones just finished."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
 from megarl.data import build_dataloader, build_dataset, collate_sft
@@ -9,18 +11,19 @@ from megarl.observability.bootstrap import bootstrap_ci
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
+from megarl.trainer.figures import batch_figures
 from megarl.trainer.frequency import Frequency
+from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
 from megarl.trainer.saver import Saver
+from megarl.trainer.self_check import SelfCheck
 
 log = get_logger(__name__)
-
-COLLECTIVE_TIMEOUT = 1800.0
 
 
 def run(cfg: SFTConfig) -> None:
     """The whole run, on every rank."""
-    with RunContext(cfg, model_path=cfg.model.path, timeout=COLLECTIVE_TIMEOUT) as ctx:
+    with RunContext(cfg, model_path=cfg.model.path) as ctx:
         trainer = SFTTrainer(cfg, ctx)
         trainer.fit()
         trainer.model.destroy()  # collective, so only where every rank got here
@@ -47,6 +50,8 @@ class SFTTrainer:
         )
         self.model = MegatronSFT(cfg.model, seed=cfg.seed)
         self.model.initialize(None, self.spec)
+        self.check = SelfCheck(cfg, ctx)
+        self.check.watch(self.model)
         self.saver = Saver(
             cfg.saver,
             run_dir=ctx.run_dir,
@@ -55,26 +60,40 @@ class SFTTrainer:
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
+        self.data_key = data_of(cfg, len(data))
+        self.exact_match = 0.0  # the last evaluation's
+        clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
+        self.recovery = Recovery(ctx, self.model, clocks)
+        self.steps_done = self.recovery.restore(self._load_state)
 
     def fit(self) -> None:
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
-        if self.cfg.evaluator.at_start:
+        step = self.steps_done
+        done = step >= total or self._out_of_time() or self._good_enough()
+        if self.recovery.ended_already(self.saver, total=total, over=done):
+            return
+        if self.cfg.evaluator.at_start and not step:
             self.ctx.log_stats(0, self._evaluate(), total_steps=total)
-        step, done = 0, total == 0
         while not done:
             for rows in self.loader:
                 step += 1
+                self.check.begin_step(step)
                 with self.timers.phase("step"), self.timers.phase("train"):
-                    stats = self.model.train(collate_sft(rows))
+                    batch = collate_sft(rows)
+                    stats = self.model.train(batch) | batch_figures(batch)
                     self.model.step_lr_scheduler()
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 done = step >= total or self._out_of_time()
                 due = self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended)
                 if due or (done and self.cfg.evaluator.at_end):
                     stats |= self._evaluate()
-                    done = done or self._good_enough(stats)
+                    done = done or self._good_enough()
                 self.saver.maybe_save(self.model, step=step, epoch=epoch, epoch_ended=ended)
                 self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+                with self.timers.phase("recover"):
+                    self.recovery.maybe_save(
+                        self._state, step=step, epoch=epoch, epoch_ended=ended, last=done
+                    )
                 if done:
                     break
         if total:
@@ -85,15 +104,24 @@ class SFTTrainer:
             return {}
         with self.timers.phase("eval"):
             stats = self.model.evaluate(self.held_out)
-        n = len(self.held_out["input_ids"])
+        self.exact_match, n = stats["exact_match"], len(self.held_out["input_ids"])
         right = round(stats["exact_match"] * n)
         low, high = bootstrap_ci([True] * right + [False] * (n - right), seed=self.cfg.seed)
         interval = {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
         return {f"eval/{k}": v for k, v in (stats | interval).items()}
 
-    def _good_enough(self, stats: dict[str, float]) -> bool:
+    def _good_enough(self) -> bool:
         bound = self.cfg.stop_at_exact_match
-        return bound is not None and stats.get("eval/exact_match", 0.0) >= bound
+        return bound is not None and self.exact_match >= bound
+
+    def _state(self) -> dict[str, Any]:
+        loader = self.loader.state_dict()
+        return {"data": self.data_key, "loader": loader, "exact_match": self.exact_match}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        if same_data(state["data"], self.data_key):
+            self.loader.load_state_dict(state["loader"])
+        self.exact_match = state["exact_match"]
 
     def _out_of_time(self) -> bool:
         bound = self.cfg.max_train_seconds

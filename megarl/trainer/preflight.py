@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from megarl.config.check import engines, model_path
 from megarl.config.check_data import looks_like_hub_name
-from megarl.config.errors import raise_if_any
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
 
+PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
 _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -36,6 +40,24 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
                 f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
             )
     raise_if_any(problems)
+
+
+def check_writable(cfg: BaseConfig) -> None:
+    """Makes the run directory. Raises ConfigError where it cannot take even a small file."""
+    directory = run_dir(cfg)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())  # quotas and network file systems speak up here
+    except OSError as e:
+        raise ConfigError(
+            [
+                f"the run directory {directory} cannot be written to: {e}; "
+                "make room there, or set another fileroot"
+            ]
+        ) from e
 
 
 def check_models(cfg: BaseConfig) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
-from megarl.api.inference import Batch
+from megarl.api.inference import Batch, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.dataset import DatasetConfig
@@ -14,21 +15,28 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import build_dataloader, build_dataset, check_context
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
-from megarl.rollout import RemoteSGLangEngine, RewardPool, RLVRWorkflow, get_reward_fn
+from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.figures import rollout_figures
 from megarl.trainer.frequency import Frequency
+from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.saver import Saver
+from megarl.trainer.self_check import SelfCheck
+from megarl.utils.importing import load_object
 
 log = get_logger(__name__)
 
 
 def run(cfg: GRPOConfig) -> None:
     """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
-    timeout = cfg.rollout.episode_timeout + cfg.rollout.request_timeout
-    with RunContext(cfg, model_path=cfg.actor.path, timeout=timeout) as ctx:
+    timeouts = {
+        "rollout.episode_timeout": cfg.rollout.episode_timeout,
+        "rollout.request_timeout": cfg.rollout.request_timeout,
+        "weight_sync.timeout": cfg.weight_sync.timeout,
+    }
+    with RunContext(cfg, model_path=cfg.actor.path, zero_timeouts=timeouts) as ctx:
         trainer = RLTrainer(cfg, ctx)
         try:
             trainer.set_up()
@@ -42,9 +50,11 @@ class Generation:
     """Rank 0's side of the run: data, the rollout client, the workflows."""
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any) -> None:
+        self.config = cfg.rollout
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
+        self.data_key = data_of(cfg, len(self.data))
         self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
         self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
         self.workflow = self._workflow(cfg.train_dataset, cfg.gconfig, tokenizer)
@@ -64,19 +74,47 @@ class Generation:
 
     def _workflow(
         self, data: DatasetConfig, gconfig: GenerationHyperparameters, tokenizer: Any
-    ) -> RLVRWorkflow:
+    ) -> RolloutWorkflow:
+        make = load_object(self.config.workflow, what="rollout.workflow")
         reward_fn = get_reward_fn(data.reward or data.type)
-        return RLVRWorkflow(reward_fn, gconfig, tokenizer, reward_pool=self.pool)
+        return make(reward_fn, gconfig, tokenizer, reward_pool=self.pool)
 
-    def start(self) -> tuple[int, tuple[str, ...]]:
-        """Waits for the servers; the size of the training set and the servers' addresses."""
+    def start(self) -> int:
+        """Waits for the servers; the size of the training set."""
         self.client.initialize()
-        return len(self.data), tuple(self.client.addresses)
+        return len(self.data)
 
     def next_batch(self) -> Batch:
-        return self.client.prepare_batch(
+        batch = self.client.prepare_batch(
             self.loader, workflow=self.workflow, should_accept=self.should_accept
         )
+        self.client.executor.ledger.receive(batch["episode_ids"])
+        return batch
+
+    def account(self, batch: Batch) -> dict[str, float]:
+        """Books the batch as trained, which every sample must be exactly once; counters so far."""
+        self.client.executor.trained(batch["episode_ids"])
+        return self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """rollout/submitted = running + accepted + rejected + failed + dropped, and others; none
+        before start() has opened the client.
+        """
+        stats = self.client.stats() if self.client.is_open else {}
+        return {f"rollout/{name}": value for name, value in stats.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps: the place in the data, what is in flight, the counters."""
+        rollout = self.client.executor.state_dict()
+        return {"data": self.data_key, "loader": self.loader.state_dict(), "rollout": rollout}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rollout = state["rollout"]
+        if same_data(state["data"], self.data_key):
+            self.loader.load_state_dict(state["loader"])
+        else:
+            rollout = rollout | {"rows": []}
+        self.client.executor.load_state_dict(rollout)
 
     def close(self) -> None:
         self.client.destroy()
@@ -97,16 +135,24 @@ class RLTrainer:
 
     def set_up(self) -> None:
         cfg, ctx = self.cfg, self.ctx
-        size, self.addresses = ctx.zero(self._start_generation)
+        size = ctx.zero(self._start_generation)
         self.spec = FinetuneSpec(
             total_train_epochs=cfg.total_train_epochs,
             dataset_size=size,
             train_batch_size=cfg.train_dataset.batch_size,
             max_steps=cfg.total_train_steps,
         )
-        self.actor = MegatronActor(cfg.actor, temperature=cfg.gconfig.temperature, seed=cfg.seed)
+        self.actor = MegatronActor(
+            cfg.actor,
+            temperature=cfg.gconfig.temperature,
+            seed=cfg.seed,
+            decode=ctx.tokenizer.decode,
+        )
         self.actor.initialize(None, self.spec)
         self.ref = self._make_ref(cfg.actor)
+        self.check = SelfCheck(cfg, ctx)
+        recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
+        self.check.watch(self.actor, first_ratio_to=recomputed)
         self.saver = Saver(
             cfg.saver,
             run_dir=ctx.run_dir,
@@ -115,8 +161,11 @@ class RLTrainer:
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
+        clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
+        self.recovery = Recovery(ctx, self.actor, clocks)
+        self.steps_done = self.recovery.restore(partial(ctx.zero, self._load_state))
 
-    def _start_generation(self) -> tuple[int, tuple[str, ...]]:
+    def _start_generation(self) -> int:
         self.generation = Generation(self.cfg, self.ctx.tokenizer)
         return self.generation.start()
 
@@ -132,12 +181,15 @@ class RLTrainer:
 
     def fit(self) -> None:
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
+        step = self.steps_done
+        over = step >= total or self._out_of_time()
+        if self.recovery.ended_already(self.saver, total=total, over=over):
+            return
         # servers may hold anything: other weights, or those of an earlier run
         self.update_weights(self.actor.get_version())
-        stats = self._evaluate("before") if self.cfg.evaluator.at_start else {}
+        stats = self._evaluate("before") if self.cfg.evaluator.at_start and not step else {}
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total)
-        step = 0
         while step < total and not self._out_of_time():
             stats = self.step(step)
             step += 1
@@ -150,6 +202,10 @@ class RLTrainer:
             elif self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
                 stats |= self._evaluate(None)
             self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+            with self.timers.phase("recover"):
+                self.recovery.maybe_save(
+                    self._state, step=step, epoch=epoch, epoch_ended=ended, last=last
+                )
             if last:
                 break
         if total:
@@ -157,6 +213,7 @@ class RLTrainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""
+        self.check.begin_step(step + 1)
         with self.timers.phase("step"):
             with self.timers.phase("rollout"):
                 batch = self.ctx.zero(self._next_batch)
@@ -166,10 +223,12 @@ class RLTrainer:
             if self.ref is not None:
                 with self.timers.phase("ref"):
                     batch["ref_logp"] = self.ref.compute_logp(batch)
+                self.check.actor_equals_ref(batch, self.actor, self.ref)
             self.actor.compute_advantages(batch)
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
+            stats |= self.ctx.zero(self._account, batch)
             with self.timers.phase("update_weights"):
                 stats |= self.update_weights(step + 1)
         return stats
@@ -180,14 +239,13 @@ class RLTrainer:
         meta = WeightUpdateMeta(
             type=sync.type,
             version=version,
-            addresses=self.addresses,
+            addresses=self.ctx.zero(self._pause),
             path=str(self.ctx.run_dir / "weights"),
             bucket_bytes=sync.bucket_mb << 20,
             flattened=sync.flattened,
             timeout=sync.timeout,
             verify=sync.verify == "every" or (sync.verify == "first" and not self._synced),
         )
-        self.ctx.zero(self._pause)
         stats = self.actor.upload_weights(meta)
         self.ctx.zero(self._resume, meta)
         self.actor.set_version(version)
@@ -195,7 +253,11 @@ class RLTrainer:
         return stats
 
     def end_generation(self) -> None:
-        if self.generation is not None:
+        if self.generation is None:
+            return
+        try:
+            self.ctx.final_counters = self.generation.counters()
+        finally:
             self.generation.close()
 
     def destroy(self) -> None:
@@ -208,14 +270,29 @@ class RLTrainer:
         assert self.generation is not None
         return self.generation.next_batch()
 
-    def _pause(self) -> None:
+    def _account(self, batch: Batch) -> dict[str, float]:
+        assert self.generation is not None
+        return self.generation.account(batch)
+
+    def _pause(self) -> tuple[str, ...]:
+        """The servers that paused; those that did not answer have been dropped."""
         assert self.generation is not None
         self.generation.client.pause()
+        return tuple(self.generation.client.addresses)
 
     def _resume(self, meta: WeightUpdateMeta) -> None:
         assert self.generation is not None
-        self.generation.client.update_weights(meta).result(timeout=meta.timeout)
+        arrival = self.generation.client.update_weights(meta)
+        arrival.result(timeout=2 * meta.timeout)  # its own bound, meta.timeout, comes first
         self.generation.client.resume()
+
+    def _state(self) -> dict[str, Any]:
+        assert self.generation is not None
+        return self.generation.state_dict()
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        assert self.generation is not None
+        self.generation.load_state_dict(state)
 
     def _evaluate(self, when: str | None) -> dict[str, float]:
         with self.timers.phase("eval"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.algos.actor import Actor
+from megarl.algos.metrics import Decode, spell_ids
 from megarl.algos.ref import Ref
 from megarl.algos.sft import SFT
 from megarl.config.algo import PPOActorConfig
@@ -13,14 +14,29 @@ from megarl.engine import MegatronEngine
 class MegatronActor(Actor):
     """The trained policy: `compute_logp`, `compute_advantages`, `ppo_update` + engine verbs."""
 
-    def __init__(self, config: PPOActorConfig, *, temperature: float = 1.0, seed: int = 1) -> None:
+    engine: MegatronEngine
+
+    def __init__(
+        self,
+        config: PPOActorConfig,
+        *,
+        temperature: float = 1.0,
+        seed: int = 1,
+        decode: Decode = spell_ids,
+    ) -> None:
         super().__init__(
-            config, MegatronEngine(config, seed=seed), temperature=temperature, seed=seed
+            config,
+            MegatronEngine(config, seed=seed),
+            temperature=temperature,
+            seed=seed,
+            decode=decode,
         )
 
 
 class MegatronRef(Ref):
     """A frozen policy: `compute_logp`."""
+
+    engine: MegatronEngine
 
     def __init__(
         self, config: TrainEngineConfig, *, temperature: float = 1.0, seed: int = 1
@@ -30,6 +46,8 @@ class MegatronRef(Ref):
 
 class MegatronSFT(SFT):
     """Supervised fine-tuning: `train`, `evaluate` + engine verbs."""
+
+    engine: MegatronEngine
 
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         super().__init__(config, MegatronEngine(config, seed=seed))

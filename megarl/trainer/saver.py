@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import get_logger
 from megarl.trainer.frequency import Frequency
+from megarl.utils.staging import remove
 
 log = get_logger(__name__)
 
@@ -30,22 +30,23 @@ class Saver:
         is_zero: bool,
     ) -> None:
         self.config, self.run_dir, self.base = config, run_dir, base_model_path
-        self._freq = Frequency(config, clock)
+        self.final = run_dir / "final"
+        self.freq = Frequency(config, clock)
         self._is_zero = is_zero
 
     def maybe_save(self, model: Saves, *, step: int, epoch: int, epoch_ended: bool) -> None:
-        if not self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended):
+        if not self.freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended):
             return
         self._save(model, self.run_dir / "hf" / f"step_{step:06d}")
         if self._is_zero and self.config.keep_last:
             for old in sorted((self.run_dir / "hf").glob("step_*"))[: -self.config.keep_last]:
-                shutil.rmtree(old)
+                remove(old)
 
     def save_final(self, model: Saves) -> Path | None:
         if not self.config.final:
             return None
-        self._save(model, self.run_dir / "final")
-        return self.run_dir / "final"
+        self._save(model, self.final)
+        return self.final
 
     def _save(self, model: Saves, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

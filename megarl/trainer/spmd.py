@@ -6,6 +6,7 @@ timeout of their own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,13 +21,14 @@ class RankZero:
     """Calls a function on rank 0 and hands its result, or its failure, to every rank.
 
     Collective. Results travel pickled through host memory (gloo), so they may be any picklable
-    object; `timeout` bounds in seconds how long the other ranks wait.
+    object; `timeout` bounds in seconds how long the other ranks wait; `keys` are the configuration
+    keys it comes from, for the error.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, keys: str = "collective_timeout") -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         size = dist.get_world_size() if dist.is_initialized() else 1
-        self._timeout = timeout
+        self._bound = f"{keys} = {timeout:g} s"
         self._group = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
         )
@@ -47,10 +49,20 @@ class RankZero:
         try:
             result = fn(*args, **kw)
         except BaseException as e:
-            dist.broadcast_object_list([("error", f"{type(e).__name__}: {e}")], 0, self._group)
+            with contextlib.suppress(RuntimeError):  # who is gone need not hear of it
+                self._tell("error", f"{type(e).__name__}: {e}")
             raise
-        dist.broadcast_object_list([("ok", result)], 0, self._group)
+        try:
+            self._tell("ok", result)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"rank 0 finished {name}, but another rank ended or hangs: its log has the first "
+                f"error. Cause: {e}"
+            ) from e
         return result
+
+    def _tell(self, status: str, value: Any) -> None:
+        dist.broadcast_object_list([(status, value)], 0, self._group)
 
     def _follow(self, name: str) -> Any:
         box: list[Any] = [None]
@@ -58,8 +70,8 @@ class RankZero:
             dist.broadcast_object_list(box, 0, self._group)
         except RuntimeError as e:
             raise RuntimeError(
-                f"rank {self.rank} waited for rank 0 to finish {name} and got no answer "
-                f"(bound: {self._timeout:.0f} s)"
+                f"rank {self.rank} waited for rank 0 to finish {name}, and rank 0 ended or took "
+                f"longer than {self._bound}: its log has the first error. Cause: {e}"
             ) from e
         status, value = box[0]
         if status == "error":

@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 # how much longer than a rank may take the others wait for its word
 SLACK = 30.0
+# How long a rank that failed waits for them to hear of it. They may be stuck in a collective that
+# waits for this very rank, and nothing but its end frees them.
+FAIL_GRACE = 10.0
 CONNECT_TIMEOUT = 120.0
 
 
@@ -39,7 +42,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self._bound = 0, 1, f"{CONNECT_TIMEOUT:g} s"
         self._group: dist.ProcessGroup | None = None
         if not dist.is_initialized():
             return
@@ -49,19 +52,29 @@ class Agreement:
 
     def set_timeout(self, timeout: float) -> None:
         """How many seconds a rank may take before the others give it up (plus SLACK)."""
+        bound = timeout + SLACK
+        self._limit(bound, f"weight_sync.timeout + {SLACK:g} s = {bound:g} s")
+
+    def _limit(self, seconds: float, name: str) -> None:
+        self._bound = name
         if self._group is not None:
-            set_group_timeout(self._group, timeout + SLACK)
+            set_group_timeout(self._group, seconds)
 
     def together(self, fn: Callable[..., T], *args: Any) -> T:
         """Collective: fn(*args) on every rank, and then this rank's result.
 
         Raises on every rank when it raised on any: the rank's own error where it has one, else a
-        RuntimeError with the others' messages.
+        RuntimeError with the others' messages. Then `set_timeout` comes before the next call.
         """
         try:
             result = fn(*args)
         except Exception as e:
-            self._gather_errors(f"{type(e).__name__}: {e}")
+            said = f"{type(e).__name__}: {e}"
+            self._limit(FAIL_GRACE, f"{FAIL_GRACE:g} s")
+            try:
+                self._gather_errors(said)
+            except RuntimeError as lost:
+                raise RuntimeError(f"weight sync failed on rank {self.rank}: {said}; {lost}") from e
             raise
         errors = self._gather_errors(None)
         if errors:
@@ -78,8 +91,8 @@ class Agreement:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as e:
             raise RuntimeError(
-                f"weight sync: rank {self.rank} lost touch with the other ranks; one of them died, "
-                "or did not get this far in time"
+                f"weight sync: rank {self.rank} lost touch with the other ranks; one of them "
+                f"ended, or did not get this far within {self._bound}. Cause: {e}"
             ) from e
         return values
 

@@ -139,7 +139,7 @@ class Exchange(Generic[T]):
         if broken is not None:
             return f"{type(broken).__name__}: {broken}" + (f" (silent: {silent})" if silent else "")
         waiting = silent or "the collective, though every server answered"
-        return f"no answer within {deadline.timeout:.1f} s from {waiting}"
+        return f"no answer within weight_sync.timeout={deadline.timeout:g} s from {waiting}"
 
 
 def _broadcast(

@@ -1,8 +1,8 @@
 """The streaming transport: shards -> flat HF buckets on the owner -> all servers.
 
 Every bucket is gathered while the one before it is on its way and being loaded; a server gets
-bucket k+1 only after it has answered for bucket k. Memory beyond the parameters, on the owner: two
-buckets, and one bucket of messages.
+bucket k+1 only after it has answered for bucket k. Memory beyond the parameters: two buckets on the
+owner, and one bucket of messages there where the ranks share no host memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megarl.models.gather import Bucket, BucketGatherer
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.agreement import Agreement, Deadline
+from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import Exchange, UpdateChannel
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, SyncPlan, check_digests, plan_sync, update_body
@@ -48,7 +49,7 @@ class DistributedTransport:
         self.agreement = agreement
         self._planned: tuple[int, SyncPlan, BucketGatherer] | None = None
         self._channel: UpdateChannel | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._buffers = BucketBuffers(agreement, owner, device)
         self._connected_to: tuple[tuple[str, ...], str] | None = None
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
@@ -58,9 +59,9 @@ class DistributedTransport:
         try:
             with phases.time("connect"):
                 together(self._connect, meta, deadline)
-            buffers = together(self._take_buffers, plan.largest)
+            self._buffers.take(plan.largest)
             stream = together(
-                _Stream, plan, gatherer, self._channel, buffers, meta, deadline, phases
+                _Stream, plan, gatherer, self._channel, self._buffers, meta, deadline, phases
             )
             together(stream.begin)
             for bucket in plan.buckets:
@@ -73,10 +74,16 @@ class DistributedTransport:
             self._abandon()
             raise
         if self.device.type == "cuda":
-            self._buffers = []  # training needs the memory
-        phases.figures |= {"bytes": float(plan.nbytes), "buckets": float(len(plan.buckets))}
+            self._buffers.drop()  # training needs the memory
+        tensors = sum(len(b.members) for b in plan.buckets)
+        phases.figures |= {
+            "bytes": float(plan.nbytes),
+            "buckets": float(len(plan.buckets)),
+            "broadcasts": float(len(plan.buckets) if meta.flattened else tensors),
+        }
 
     def close(self) -> None:
+        self._buffers.drop()
         self._leave(abort=False)
 
     def _plan(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
@@ -94,28 +101,17 @@ class DistributedTransport:
         backend = meta.comm_backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if self.rank != self.owner or self._connected_to == (meta.addresses, backend):
             return
-        self.close()
+        self._leave(abort=True)  # whoever is not in the new group may be dead
         self._channel = UpdateChannel(
             Servers(meta.addresses), backend=backend, device=self.device, deadline=deadline
         )
         self._connected_to = meta.addresses, backend
 
-    def _take_buffers(self, nbytes: int) -> list[torch.Tensor]:
-        """Two buckets on the owner. Host memory is kept from one upload to the next: the kernel
-        takes longer to hand out fresh pages than a gather takes to fill them.
-        """
-        if self.rank == self.owner and (not self._buffers or self._buffers[0].numel() < nbytes):
-            self._buffers = []  # freed before their successors are allocated
-            self._buffers = [
-                torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)
-            ]
-        return self._buffers
-
     def _abandon(self) -> None:
         """Gives up a channel in an unknown state; the next upload opens a new one, with buffers
         that no broadcast under way still reads.
         """
-        self._buffers = []
+        self._buffers.drop()
         self._leave(abort=True)
 
     def _leave(self, *, abort: bool) -> None:
@@ -134,7 +130,7 @@ class _Stream:
         plan: SyncPlan,
         gatherer: BucketGatherer,
         channel: UpdateChannel | None,
-        buffers: list[torch.Tensor],
+        buffers: BucketBuffers,
         meta: WeightUpdateMeta,
         deadline: Deadline,
         phases: Phases,
@@ -151,8 +147,9 @@ class _Stream:
     def step(self, bucket: Bucket) -> None:
         """Gathers `bucket` while the one before it is under way, then lets it follow."""
         with self.phases.time("gather"):
-            out = self.buffers[bucket.index % 2] if self.buffers else None
-            flat = self.gatherer.gather(bucket, out)
+            pair = self.buffers.pair
+            out = pair[bucket.index % 2] if pair else None
+            flat = self.gatherer.gather(bucket, out, shared=self.buffers.shared)
         if self.channel is None:
             return
         assert flat is not None

@@ -80,6 +80,23 @@ def set_group_timeout(pg: dist.ProcessGroup, timeout: float) -> None:
     c10d._set_pg_timeout(timedelta(seconds=timeout), pg)
 
 
+@contextlib.contextmanager
+def bounded(pg: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
+    """Inside, collectives of `pg` (None: the default group, if there is one) take `timeout` s at
+    most, however long they may otherwise.
+    """
+    if pg is None and not dist.is_initialized():
+        yield
+        return
+    pg = pg or c10d._get_default_group()
+    before = pg._get_backend(pg._device_types[0]).options._timeout
+    set_group_timeout(pg, timeout)
+    try:
+        yield
+    finally:
+        c10d._set_pg_timeout(before, pg)
+
+
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

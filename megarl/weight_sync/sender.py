@@ -10,11 +10,12 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.agreement import Agreement, Deadline
+from megarl.weight_sync.agreement import SLACK, Agreement, Deadline
 from megarl.weight_sync.disk import DiskTransport
 from megarl.weight_sync.distributed import DistributedTransport
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, uniform_dtype
+from megarl.weight_sync.process_group import bounded
 
 
 class WeightSender:
@@ -41,7 +42,7 @@ class WeightSender:
     ) -> None:
         if not 0 <= owner < layout.world_size:
             raise ValueError(f"owner={owner}: use a rank of the layout, 0..{layout.world_size - 1}")
-        self.owner = owner
+        self.owner, self._group = owner, group
         self._agreement = Agreement(group)
         self._distributed = DistributedTransport(
             table, layout, rank, params, group, agreement=self._agreement, owner=owner,
@@ -56,9 +57,9 @@ class WeightSender:
         """Collective over the engine's ranks; returns when every server serves `meta.version`.
 
         The servers should be paused. Returns the owner's figures on every rank: bytes, buckets,
-        gb_per_s, seconds by phase, all under "weight_sync/". A failure of any rank or server is an
-        error on every rank, in at most `meta.timeout` plus half a minute; the servers may then hold
-        a mixture, under their old version, and the next upload starts from scratch.
+        broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any rank or
+        server is an error on every rank, in at most `meta.timeout` plus half a minute; the servers
+        may then hold a mixture, under their old version, and the next upload starts from scratch.
         """
         if meta.type == "colocated":
             raise ValueError(
@@ -66,12 +67,11 @@ class WeightSender:
                 "'disk' where trainer and servers share a file system"
             )
         deadline, phases = Deadline(meta.timeout), Phases()
+        disk = meta.type == "disk"
         self._agreement.set_timeout(meta.timeout)
-        if meta.type == "disk":
-            self._disk.upload(meta, deadline, phases)
-            return self._agreement.gather(phases.stats())[0]
-        self._distributed.upload(meta, deadline, phases)
-        return self._agreement.gather(phases.stats())[self.owner]
+        with bounded(self._group, meta.timeout + SLACK):  # gathers go through the engine's group
+            (self._disk if disk else self._distributed).upload(meta, deadline, phases)
+        return self._agreement.gather(phases.stats())[0 if disk else self.owner]
 
     def close(self) -> None:
         """Leaves the groups. Collective only in that every rank should do it."""

@@ -14,6 +14,8 @@ import torch
 from megarl.utils.http import HttpError, call_json, in_thread
 from megarl.weight_sync.agreement import Deadline
 
+LINGER = 2.0  # seconds
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -73,10 +75,12 @@ class Servers:
         *,
         method: str = "POST",
     ) -> dict[str, Future[Answer]]:
-        """Calls every server in a thread of its own; `body` is one for all or one per server."""
+        """Calls every server in a thread of its own; `body` is one for all or one per server. The
+        caller waits `timeout` s and words the error; a thread ends a little later.
+        """
         bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
         return {
-            server: in_thread(_call, method, server, path, b, timeout)
+            server: in_thread(_call, method, server, path, b, timeout + LINGER)
             for server, b in zip(self.addresses, bodies, strict=True)
         }
 
@@ -89,7 +93,7 @@ class Servers:
         method: str = "POST",
     ) -> dict[str, Any]:
         """Every server's answer. Raises one RuntimeError with the messages of all that failed."""
-        return _finish(self.start(path, body, deadline.left, method=method), deadline)
+        return _finish(path, self.start(path, body, deadline.left, method=method), deadline)
 
     def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
         answers = self.call("/server_info", None, deadline, method="GET")
@@ -104,9 +108,9 @@ class Servers:
 
     def _session(self, path: str, body: Mapping[str, Any], deadline: Deadline) -> bool:
         calls = self.start(path, body, deadline.left)
-        cf.wait(calls.values(), timeout=deadline.left + 1)
+        cf.wait(calls.values(), timeout=deadline.left)
         unknown = {s for s, f in calls.items() if _status(f) == 404}
-        _finish({s: f for s, f in calls.items() if s not in unknown}, deadline)
+        _finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
         return len(unknown) < len(calls)
 
 
@@ -115,11 +119,11 @@ def failures(calls: Mapping[str, Future[Answer]]) -> list[str]:
     return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
 
 
-def _finish(calls: Mapping[str, Future[Answer]], deadline: Deadline) -> dict[str, Any]:
+def _finish(path: str, calls: Mapping[str, Future[Answer]], deadline: Deadline) -> dict[str, Any]:
     """Every server's answer, or one RuntimeError for all that failed or kept silent."""
-    cf.wait(calls.values(), timeout=deadline.left + 1)
-    silent = [s for s, f in calls.items() if not f.done()]
-    said = [*failures(calls), *(f"server {s}: gave no answer in time" for s in silent)]
+    cf.wait(calls.values(), timeout=deadline.left)
+    late = f"{path} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
+    said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
     if said:
         raise RuntimeError("; ".join(said))
     return {server: f.result().value for server, f in calls.items()}

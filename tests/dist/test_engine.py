@@ -184,7 +184,7 @@ def odd_steps(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
         values=error_of(engine.forward, batch(), outputs=("values",)),
         temperature=error_of(engine.forward, batch(), temperature=0.0),
         padding=error_of(engine.forward, lefts),
-        dist=error_of(engine.save, SaveLoadMeta(path=path, weight_format="dist")),
+        pickle=error_of(engine.save, SaveLoadMeta(path=path, weight_format="pickle")),
         optim=error_of(engine.save, SaveLoadMeta(path=path, with_optim=True)),
         twice=error_of(engine.initialize),
     )  # fmt: skip
@@ -210,7 +210,7 @@ def test_nan_gradients_skip_the_step_and_bad_input_is_named(world2, models, para
         assert "'values' needs another head" in e["values"]
         assert "temperature=0.0" in e["temperature"]
         assert "not right-padded" in e["padding"]
-        assert "'dist'" in e["dist"] and "'hf'" in e["dist"]
+        assert "'pickle'" in e["pickle"] and "'hf'" in e["pickle"]
         assert "with_optim" in e["optim"] and "twice" in e["twice"]
         assert r["errors"]["vector"] == "" or "must be a sum, a scalar" in e["vector"]
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megarl.parallel.groups import waiting_for
 from megarl.trainer.spmd import RankZero
+from megarl.weight_sync.process_group import bounded
 from tests.dist.world import World
 
 
@@ -49,3 +52,37 @@ def test_failure_reaches_every_rank_as_rank_zeros_error(world):
     assert second[0] == "RuntimeError"
     assert "rank 0 failed in" in second[1]
     assert "ValueError: servers are gone" in second[1]
+
+
+def bounds_of_the_world() -> list[float]:
+    def now() -> float:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    before = now()
+    with bounded(None, 7.0):
+        inside = now()
+        dist.barrier()
+    return [before, inside, now()]
+
+
+def test_a_bound_on_collectives_is_lifted_again(world):
+    for before, inside, after in world.run(bounds_of_the_world):
+        assert inside == 7.0 and before == after > 7.0
+
+
+def said_of(text: str) -> str:
+    try:
+        with waiting_for(None, "train_batch"):
+            raise RuntimeError(text)
+    except RuntimeError as e:
+        return str(e)
+
+
+def test_only_gloos_own_report_is_that_of_a_lost_peer(world):
+    gloo = "[/src/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+    for rank, said in enumerate(world.run(said_of, gloo)):
+        assert f"rank {rank} gave up waiting for other ranks in train_batch" in said
+        assert "collective_timeout=1800 s" in said and gloo in said
+    quoted = f"server 127.0.0.1:9: /update answered 400: {gloo}"
+    assert world.run(said_of, quoted) == [quoted, quoted]

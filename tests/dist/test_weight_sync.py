@@ -6,6 +6,7 @@ A rank's parameters are those of the piece table, filled from an HF directory: n
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.models.gather import plan_buckets
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import WeightSender
 from megarl.weight_sync.agreement import Agreement
+from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
@@ -299,6 +302,50 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
             assert "version 501, bucket" in r.error
             assert r.recovered["weight_sync/verified"] == 1
     assert [version(s) for s in untied] == ["502"] * 2
+
+
+def run_corrupted_sync(source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta) -> Failure:
+    """The first byte of the third bucket arrives as another in `bad`; then `good` is sent."""
+    deliver = UpdateChannel.deliver
+
+    def flip(self: UpdateChannel, what: str, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        if "bucket 3 of" in what:
+            tensors = [t.clone() for t in tensors]
+            tensors[0].view(-1).view(torch.uint8)[0] ^= 1
+        return deliver(self, what, tensors, *rest)
+
+    sender = WeightSender(*sharded(source, dict(tp=2), torch.float32))
+    try:
+        UpdateChannel.deliver = flip  # type: ignore[method-assign]
+        sender.upload(bad)
+        error = ""
+    except RuntimeError as e:
+        error = str(e)
+    finally:
+        UpdateChannel.deliver = deliver  # type: ignore[method-assign]
+    try:
+        return Failure(error, sender.upload(good))
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("flattened", (True, False))
+def test_a_corrupted_tensor_is_named_on_every_rank(
+    world: World, untied: list[Server], home: Path, tmp_path: Path, flattened: bool
+) -> None:
+    """Servers that hold other weights, and one bit that goes wrong on the way."""
+    source = save_tiny(tmp_path / "new", "qwen2", seed=65)
+    for server in untied:
+        load(server, home / "qwen2")
+    bad = metas_for(untied, 551)[not flattened]
+    layout = Layout.from_config(ParallelConfig(tp=2), 2)
+    table = build_piece_table(read_hf_config(source), layout)
+    name = plan_buckets(table, torch.float32, SOME)[2].members[0].name
+    for r in world.run(run_corrupted_sync, source, bad, metas_for(untied, 553)[0]):
+        assert re.search(
+            rf"server {address(untied[0])} does not hold .* different: {name}$", r.error
+        )
+        assert r.recovered["weight_sync/verified"] == 1
 
 
 def test_no_server_at_an_address(world: World, untied: list[Server], tmp_path: Path) -> None:

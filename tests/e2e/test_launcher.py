@@ -274,6 +274,31 @@ def test_nothing_is_left_when_the_launcher_is_killed(stage: Stage) -> None:
     stage.all_gone()
 
 
+@pytest.mark.parametrize(
+    ("restarts", "fails", "code", "starts", "status"),
+    [(2, 2, 7, 3, 0), (1, 2, 7, 2, 7), (0, 1, 7, 1, 7), (2, 1, 2, 1, 2)],
+    ids=["recovers", "fails for good", "off", "a config error fails again"],
+)
+def test_restarts(
+    stage: Stage, restarts: int, fails: int, code: int, starts: int, status: int
+) -> None:
+    """Servers and trainers are all started again."""
+    body = "n = len(list(out.glob('start*')))\n(out / f'start{n}').touch()\n"
+    stage.start(body + f"sys.exit({code} if n < {fails} else 0)\n", *stage.grpo,
+                f"recover.restarts={restarts}")  # fmt: skip
+    assert stage.finish()[0] == status
+    assert len(list(stage.path.glob("start*"))) == len(stage.server_pids()) == starts
+    stage.all_gone()
+
+
+def test_no_restart_after_a_signal(stage: Stage) -> None:
+    process = stage.start(WAIT, *stage.sft, "recover.restarts=3")
+    stage.trainers(1)
+    process.terminate()
+    status, output = stage.finish()
+    assert status == 128 + signal.SIGTERM and "starting again" not in output
+
+
 def test_config_errors_start_nothing(stage: Stage) -> None:
     cases = [
         (["actor.parallel.tp=3"], "num_attention_heads=4"),

@@ -36,6 +36,24 @@ def stats(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
 
 
+def check_books(run: Path, output: str, *, prompts: int, samples: int) -> None:
+    """At every step and in the summary: nothing lost, every sample trained once."""
+    parts = ("running", "accepted", "rejected", "failed", "dropped")
+    for row in stats(run):
+        if row["step"] > 0:
+            counts = {n: row[f"rollout/{n}"] for n in ("submitted", *parts)}
+            assert counts["submitted"] == sum(counts[n] for n in parts), row["step"]
+            assert row["rollout/trained"] == prompts * row["step"]
+    summary = json.loads((run / "summary.json").read_text())
+    counts, steps = summary["prompts"], summary["steps"]
+    assert counts["submitted"] == sum(counts[n] for n in parts)
+    assert summary["status"] == "finished" and summary["each_sample_trained_once"]
+    assert summary["prompts_trained"] == prompts * steps <= counts["accepted"]
+    assert summary["samples_trained"] == prompts * samples * steps
+    assert f"{counts['submitted']} submitted = {counts['running']} running" in output
+    assert summary["paths"]["final model"] in output
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A small model that SFT has taught to answer with digits (so that rewards differ)."""
@@ -55,6 +73,8 @@ def model(tmp_path_factory) -> Path:
 def test_sft_learns(model):
     rows = stats(model.parent)
     assert [r["step"] for r in rows] == list(range(1, 201))
+    summary = json.loads((model.parent / "summary.json").read_text())
+    assert summary["samples_trained"] == 200 * 32 and "prompts" not in summary
     assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
     assert 0 <= rows[-1]["eval/accuracy_lo"] <= rows[-1]["eval/accuracy"] <= 1
 
@@ -96,6 +116,8 @@ def test_grpo(name, model, tmp_path):
         assert max(r["train_rollout_logprob_abs_diff/max"] for r in trained) < 1e-4
     assert all(r["update_successful"] == 1 and r["grad_norm"] > 0 for r in trained)
     assert trained[0]["first_ratio_abs_dev"] < 1e-5
+    for passed in ("the first update starts from ratio 1", "actor and reference, of the same"):
+        assert done.stdout.count(f"self check: {passed}") == 1, done.stdout
     before, after = (
         AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, run / "final")
     )
@@ -104,6 +126,7 @@ def test_grpo(name, model, tmp_path):
     whens = [json.loads(line)["when"] for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"before", "after"} == set(whens)
     assert "<svg" in (run / "report.html").read_text()
+    check_books(run, done.stdout, prompts=8, samples=8)
 
 
 def test_torchrun_against_a_running_server(model, tmp_path):

@@ -45,11 +45,11 @@ class Scripted(RolloutWorkflow):
 
     def __init__(self) -> None:
         self.running = self.peak = 0
-        self.started: list[tuple[int, int, int]] = []  # (row_id, version, attempt)
+        self.started: list[tuple[int, int, int]] = []  # (row_id, version, episode_id)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]):
         version = engine.get_version()
-        self.started.append((data["row_id"], version, data["attempt"]))
+        self.started.append((data["row_id"], version, data["episode_id"]))
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
@@ -110,8 +110,10 @@ class FakeServer:
         return f"{host}:{port}"
 
     def close(self) -> None:
-        self.loop.run(self._runner.cleanup(), timeout=10)
-        self.loop.close()
+        """May be called twice."""
+        if self.loop.alive:
+            self.loop.run(self._runner.cleanup(), timeout=10)
+            self.loop.close()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)

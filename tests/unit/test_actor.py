@@ -11,151 +11,10 @@ import torch
 
 from megarl.algos import SFT, Actor, Ref, minibatch_rows, sequence_weight, worst_logp_gaps
 from megarl.algos.metrics import logp_gap_stats
-from megarl.api.engine import TrainEngine
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
-
-VOCAB = 11
-
-
-class BigramEngine(TrainEngine):
-    """logits of x_t are a row of a table chosen by x_{t-1}; micro-batches of two sequences."""
-
-    def __init__(self, lr: float = 0.5) -> None:
-        g = torch.Generator().manual_seed(0)
-        self.table = torch.randn(VOCAB, VOCAB, generator=g, requires_grad=True)
-        self.lr, self.version, self.calls = lr, 0, []
-
-    def _outputs(self, batch, outputs, temperature):
-        ids = batch["input_ids"]
-        logits = self.table[ids[:, :-1]] / temperature
-        logp = logits.log_softmax(-1)
-        made = {
-            "logprobs": logp.gather(-1, ids[:, 1:, None])[..., 0],
-            "entropy": -(logp.exp() * logp).sum(-1),
-            "greedy_match": (logits.argmax(-1) == ids[:, 1:]).float(),
-        }
-        return {k: torch.nn.functional.pad(made[k], (1, 0)) for k in outputs}
-
-    def _run(self, batch, loss_fn, weight_fn, outputs, temperature, backward):
-        total, figures = 0.0, {}
-        weight = weight_fn(batch)
-        for i in range(0, len(batch["input_ids"]), 2):
-            part = {k: v[i : i + 2] for k, v in batch.items()}
-            loss, stats = loss_fn(self._outputs(part, outputs, temperature), part)
-            if backward:
-                (loss / weight).backward()
-            total += float(loss) / weight
-            for k, (s, w) in stats.items():
-                have = figures.get(k, (0.0, 0.0))
-                figures[k] = (have[0] + float(s), have[1] + float(w))
-        return {"loss": total} | {k: s / w for k, (s, w) in figures.items()}
-
-    def train_batch(
-        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
-    ):
-        self.calls.append(input_)
-        stats = self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, True)
-        with torch.no_grad():
-            norm = self.table.grad.norm().item()
-            self.table -= self.lr * self.table.grad
-            self.table.grad = None
-        return stats | {
-            "grad_norm": norm,
-            "lr": self.lr / len(self.calls),
-            "update_successful": 1.0,
-        }
-
-    @torch.no_grad()
-    def eval_batch(
-        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
-    ):
-        return self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, False)
-
-    @torch.no_grad()
-    def forward(
-        self,
-        input_,
-        output_seqlens=None,
-        post_hook=None,
-        aggregate_fn=torch.cat,
-        *,
-        outputs=("logprobs",),
-        temperature=1.0,
-    ):
-        assert set(input_) == {"input_ids", "attention_mask"}
-        made = self._outputs(input_, outputs, temperature)
-        return made[outputs[0]] if len(outputs) == 1 else made
-
-    def set_version(self, version):
-        self.version = version
-
-    def get_version(self):
-        return self.version
-
-    def _note(self, *call):
-        self.calls.append(call)
-
-    def initialize(self, addr=None, ft_spec=None):
-        self._note("initialize", addr, ft_spec)
-
-    def destroy(self):
-        self._note("destroy")
-
-    def step_lr_scheduler(self):
-        self._note("step_lr_scheduler")
-
-    def train(self, mode=True):
-        return self
-
-    def onload(self):
-        self._note("onload")
-
-    def offload(self):
-        self._note("offload")
-
-    def save(self, meta):
-        self._note("save", meta)
-
-    def load(self, meta):
-        self._note("load", meta)
-
-    def get_scheduling_config(self):
-        return {"cpu": 1}
-
-    def upload_weights(self, meta):
-        self._note("upload_weights", meta)
-        return {"bytes": 8.0}
-
-
-def rollout(engine: BigramEngine, temperature: float = 1.0, groups: int = 4, n: int = 4) -> dict:
-    """Samples of the engine's own policy; a reward for every token 7."""
-    g = torch.Generator().manual_seed(1)
-    b, s = groups * n, 8
-    ids = torch.randint(VOCAB, (b, 1), generator=g)
-    for _ in range(s - 1):
-        p = (engine.table.detach()[ids[:, -1]] / temperature).softmax(-1)
-        ids = torch.cat([ids, torch.multinomial(p, 1, generator=g)], 1)
-    mask = torch.arange(s)[None].expand(b, s) >= 2
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(mask), "loss_mask": mask}
-    logp = engine.forward(
-        {k: batch[k] for k in ("input_ids", "attention_mask")}, temperature=temperature
-    )
-    return batch | {
-        "logprobs": logp * mask,
-        "versions": torch.where(mask, 0, -1).int(),
-        "rewards": ((ids == 7) & mask).sum(1).float(),
-        "group_ids": torch.arange(b) // n,
-    }
-
-
-def prepared(config: PPOActorConfig, temperature: float = 1.0) -> tuple[Any, dict]:
-    actor: Any = Actor(config, BigramEngine(), temperature=temperature)
-    batch = rollout(actor.engine, temperature)
-    actor.compute_prox_logp(batch)
-    actor.compute_advantages(batch)
-    return actor, batch
+from tests.unit.bigram import VOCAB, BigramEngine, prepared
 
 
 def test_one_update_raises_the_probability_of_what_was_rewarded():
@@ -303,13 +162,30 @@ def warnings(monkeypatch):
     logger.removeHandler(handler)
 
 
+def test_gap_shows_text_where_it_can_decode(warnings):
+    actor, batch = prepared(PPOActorConfig(logp_gap_warn=0.1))
+    actor.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
+    batch["attention_mask"][2, 7:] = False  # what is padded is no neighbour
+    batch["loss_mask"][2, 7:] = False
+    batch["logprobs"][2, 5] = math.nan
+    actor.ppo_update(batch)
+    word = actor.decode(batch["input_ids"][2, :7].tolist())
+    assert f"{word[5]!r} in '{word[:5]}»{word[5]}«{word[6]}'" in warnings[0]
+
+
 def test_gap_warns_with_the_worst_tokens_of_current_weights(warnings):
     actor, batch = prepared(PPOActorConfig(logp_gap_warn=0.1))
     batch["logprobs"] = batch["logprobs"].clone()
     batch["logprobs"][2, 5] -= 0.3
     stats = actor.ppo_update(batch)
     assert stats["train_rollout_logprob_abs_diff/max"] == pytest.approx(0.3, abs=1e-5)
-    assert len(warnings) == 1 and "row 2 position 5" in warnings[0].splitlines()[1]
+    ids = batch["input_ids"][2].tolist()
+    text = f"{' '.join(map(str, ids[:5]))}»{ids[5]}«{' '.join(map(str, ids[6:]))}"
+    assert len(warnings) == 1
+    line = warnings[0].splitlines()[1]
+    ours, theirs = batch["prox_logp"][2, 5], batch["logprobs"][2, 5]
+    assert "row 2 position 5" in line and f"token {ids[5]} " in line and text in line
+    assert f"trainer {ours:.6g}, server {theirs:.6g}" in line
 
     # written by older weights: a gap is expected there
     actor, batch = prepared(PPOActorConfig(logp_gap_warn=0.1))
@@ -319,12 +195,25 @@ def test_gap_warns_with_the_worst_tokens_of_current_weights(warnings):
     assert len(warnings) == 1
 
 
-def test_stale_prox_logp_is_noticed_at_the_first_update(warnings):
+def test_rewards_that_are_not_finite_are_named():
     actor, batch = prepared(PPOActorConfig())
-    actor.ppo_update(batch)
-    assert warnings == []
-    actor.ppo_update(batch)  # prox_logp is of the weights before the first update
-    assert len(warnings) == 1 and "ratio - 1" in warnings[0]
+    batch["rewards"][[3, 9]] = torch.tensor([math.nan, math.inf])
+    with pytest.raises(ValueError, match=r"rewards of rows \[3, 9\] are \[nan, inf\]"):
+        actor.compute_advantages(batch)
+
+
+def test_a_refused_update_enters_no_mean():
+    actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=4))
+    one = minibatch_rows(16, 4, seed=0)[1][0]
+    batch["advantages"][one, 2] = math.nan
+    stats = actor.ppo_update(batch)
+    assert stats["skipped_updates"] == 1 and stats["n_updates"] == 3
+    assert stats["update_successful"] == 0.75
+    assert all(math.isfinite(v) for v in stats.values())
+    batch["advantages"][:, 2] = math.nan
+    stats = actor.ppo_update(batch)
+    assert stats["skipped_updates"] == 4 and stats["update_successful"] == 0
+    assert "loss" not in stats
 
 
 def test_logp_gap_by_hand():

@@ -168,6 +168,47 @@ def test_connection_errors_are_retried_on_another_server(servers, connect, monke
     assert len(servers[0].requests) == len(servers[1].requests) == 1
 
 
+def test_a_silent_server_is_warned_of_once_and_asked_last(servers, connect, monkeypatch, capsys):
+    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    client = connect(*(s.address for s in servers))
+    servers[0].fail = ["drop"] * 9
+    for _ in range(4):
+        assert generate(client, request())[0].output_len == 6
+    assert len(servers[0].requests) == 1 and len(servers[1].requests) == 4
+    assert capsys.readouterr().err.count(f"{servers[0].address}: /generate failed") == 1
+    servers[0].fail = []
+    client.pause()  # it answers: it is one of them again
+    client.resume()
+    generate(client, request()), generate(client, request())
+    assert len(servers[0].requests) == 2
+
+
+def test_what_does_not_answer_a_pause_is_dropped_while_others_are_left(servers, connect, capsys):
+    client = connect(*(s.address for s in servers))
+    servers[0].close()
+    client.pause()
+    assert client.addresses == [servers[1].address]
+    warning = capsys.readouterr().err
+    assert "going on with 1 server(s)" in warning and servers[0].address in warning
+    servers[1].weight_version = "1"
+    meta = WeightUpdateMeta(type="distributed", version=1, timeout=10)
+    client.update_weights(meta).result(timeout=5)
+    client.resume()
+    assert generate(client, request())[0].output_versions == [1] * 6
+    servers[1].close()
+    with pytest.raises(RuntimeError, match=f"no generation server is left: .*{servers[1].address}"):
+        client.pause()
+
+
+def test_a_server_gone_after_its_update_is_not_waited_for(servers, connect):
+    client = connect(*(s.address for s in servers))
+    servers[1].weight_version = "1"
+    servers[0].close()
+    meta = WeightUpdateMeta(type="distributed", version=1, timeout=600)
+    client.update_weights(meta).result(timeout=5)
+    assert client.addresses == [servers[1].address]
+
+
 def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):
     monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
     servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 3

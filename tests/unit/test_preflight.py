@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import huggingface_hub
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import SFTConfig
-from megarl.trainer.preflight import check_models, fetch_hub_models
+from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from tests.tiny import save_tiny
 
 
@@ -46,3 +49,20 @@ def test_tp_that_does_not_divide_the_heads_is_refused(tmp_path):
     cfg.model.parallel.tp = 3
     with pytest.raises(ConfigError, match=r"model: .*tp=3"):
         check_models(cfg)
+
+
+def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):
+    cfg = SFTConfig(fileroot=str(tmp_path))
+    check_writable(cfg)
+    assert not list((tmp_path / "megarl" / "trial0").iterdir())
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"megarl/trial0 cannot be written to: .*No space left"):
+        check_writable(cfg)
+    cfg.fileroot = str(tmp_path / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/megarl/trial0 cannot be written to"):
+        check_writable(cfg)

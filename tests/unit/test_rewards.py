@@ -1,10 +1,14 @@
 """Rewards, and the pool that runs them in processes."""
 
 import asyncio
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import reasoning_gym
@@ -90,6 +94,14 @@ def nan():
     return float("nan")
 
 
+def stuck(path):
+    """Holds the GIL, ignores SIGTERM, and has a process of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "600"])
+    Path(path).write_text(f"{os.getpid()} {child.pid} ")
+    ctypes.PyDLL(None).sleep(600)
+
+
 @pytest.fixture(scope="module")
 def pool():
     with RewardPool(2, timeout=1.0) as p:
@@ -131,6 +143,64 @@ def test_slow_reward_is_killed_and_the_pool_goes_on(pool):
     assert [run(pool, add, float(i)) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_reward_stuck_in_c_is_killed_with_what_it_started(pool, tmp_path):
+    with pytest.raises(RewardTimeout):
+        run(pool, stuck, str(tmp_path / "pids"))
+    until_gone(tmp_path / "pids")
+    assert run(pool, add, 1.0) == 1.0
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import asyncio\n"
+        "from megarl.rollout.rewards import RewardPool\n"
+        "from tests.unit.test_rewards import stuck\n"
+        "if __name__ == '__main__':\n"
+        f"    asyncio.run(RewardPool(1, timeout=600).score(stuck, ({str(pids)!r},), {{}}))\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+    with subprocess.Popen([sys.executable, str(script)], env=env) as trainer:
+        try:
+            deadline = time.monotonic() + 60
+            while not pids.exists() or pids.read_text().count(" ") < 2:
+                assert time.monotonic() < deadline and trainer.poll() is None
+                time.sleep(0.02)
+        finally:
+            trainer.kill()
+    until_gone(pids)
+
+
+def until_gone(pids):
+    """A killed process is gone, or a zombie, which has no command line."""
+    places = [Path(f"/proc/{pid}/cmdline") for pid in pids.read_text().split()]
+    assert len(places) == 2
+    deadline = time.monotonic() + 30
+    while any(p.exists() and p.read_bytes() for p in places):
+        assert time.monotonic() < deadline, places
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "act, words",
+    [
+        ("raise ImportError('no sandbox here')", "raised ImportError: no sandbox here"),
+        ("import os; os._exit(1)", "the import of its module may have ended it"),
+    ],
+)
+def test_a_module_that_workers_cannot_import(pool, tmp_path, monkeypatch, act, words):
+    name = f"broken_{len(act)}"
+    code = f"import multiprocessing as mp\nif mp.parent_process(): {act}\ndef fn(): return 1\n"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    fn = get_reward_fn(f"{name}:fn")
+    with RewardPool(1, timeout=1.0) as fresh:  # its worker's sys.path is that of its start
+        with pytest.raises(RewardError, match=words):
+            run(fresh, fn, row_id=3)
+        assert run(fresh, add, 1.0) == 1.0
+
+
 def test_dying_reward_is_an_error_and_the_pool_goes_on(pool):
     with pytest.raises(RewardError, match="reward dies on row 6 ended its worker process"):
         run(pool, dies, row_id=6)
@@ -140,6 +210,11 @@ def test_dying_reward_is_an_error_and_the_pool_goes_on(pool):
 def test_reward_must_be_a_finite_number(pool):
     with pytest.raises(RewardError, match="nan, not a finite number"):
         run(pool, nan)
+
+
+def test_reward_must_be_a_number(pool):
+    with pytest.raises(RewardError, match="raised TypeError"):
+        run(pool, threading.Lock)
 
 
 def test_reward_must_be_importable(pool):

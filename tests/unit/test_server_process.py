@@ -1,6 +1,7 @@
 """Starting, watching and ending a server's process group; no real server needed."""
 
 import os
+import socket
 import sys
 import time
 
@@ -8,7 +9,7 @@ import pytest
 
 from megarl.config.rollout import ServerConfig
 from megarl.rollout import server_process
-from megarl.rollout.server_process import ServerProcess, free_port, server_command
+from megarl.rollout.server_process import ServerProcess, free_port, server_command, start_server
 
 HEALTHY = """
 import http.server, sys
@@ -85,6 +86,19 @@ def test_a_silent_server_is_ended_with_the_tail_of_its_log(start):
     with pytest.raises(TimeoutError, match=r"start_timeout=0.3 s\n--- end of .*\nstill loading"):
         process.wait_healthy(0.3)
     assert gone(process.pid)
+
+
+def test_a_port_in_use_is_an_error_before_anything_starts(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"port {port} of 127.0.0.1 .*[Aa]ddress already"):
+            start_server(
+                ServerConfig(), model_path="m", dtype="float32", port=port,
+                log_path=tmp_path / "log",
+            )  # fmt: skip
+    assert not (tmp_path / "log").exists()
 
 
 def test_commands():

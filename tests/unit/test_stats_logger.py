@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -25,10 +26,15 @@ from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timers import Timers
 
 
-def open_logger(run_dir: Path, **config) -> StatsLogger:
+def open_logger(run_dir: Path, *, from_step: int | None = None, **config) -> StatsLogger:
     settings = StatsLoggerConfig(**({"table": False, "report": False} | config))
     return StatsLogger(
-        settings, run_dir=run_dir, experiment_name="exp", trial_name="t0", run_config={"a": 1}
+        settings,
+        run_dir=run_dir,
+        experiment_name="exp",
+        trial_name="t0",
+        run_config={"a": 1},
+        from_step=from_step,
     )
 
 
@@ -47,16 +53,44 @@ def test_jsonl_has_one_flushed_object_per_step(tmp_path, capsys):
     assert "step 1/2 · loss 0.500" in capsys.readouterr().out
 
 
-def test_resume_appends_and_goes_on_counting_time(tmp_path):
+def test_a_run_that_continues_keeps_what_came_before_and_counts_on(tmp_path):
     path = tmp_path / "stats.jsonl"
-    path.write_text('{"step": 1, "elapsed_s": 100.0}\n{"step": 2, "elap')  # killed in mid-line
-    logger = open_logger(tmp_path)
+    kept, moved = '{"step": 1, "elapsed_s": 100.0}', '{"step": 2, "elapsed_s": 150.0}'
+    path.write_text(f'{kept}\n{moved}\n{{"step": 3, "elap')  # killed in mid-line
+    logger = open_logger(tmp_path, from_step=1)
     logger.commit(2, {"loss": 1.0})
     logger.close()
-    lines = path.read_text().splitlines()
-    assert len(lines) == 3 and lines[1] == '{"step": 2, "elap'
-    last = json.loads(lines[2])
-    assert last["step"] == 2 and 100.0 <= last["elapsed_s"] < 160.0
+    first, last = path.read_text().splitlines()
+    assert first == kept
+    assert json.loads(last)["step"] == 2 and 100.0 <= json.loads(last)["elapsed_s"] < 140.0
+    superseded = tmp_path / "stats.superseded.jsonl"
+    assert superseded.read_text() == f'{moved}\n{{"step": 3, "elap\n'
+    open_logger(tmp_path, from_step=2).close()
+    assert path.read_text().splitlines() == [first, last]  # nothing is beyond
+
+
+def test_a_run_that_starts_anew_moves_all_rows_away(tmp_path):
+    (tmp_path / "stats.jsonl").write_text('{"step": 1, "elapsed_s": 100.0}\n')
+    logger = open_logger(tmp_path)
+    logger.commit(1, {"loss": 1.0})
+    logger.close()
+    (row,) = rows(tmp_path)
+    assert row["elapsed_s"] < 60.0
+    assert "100.0" in (tmp_path / "stats.superseded.jsonl").read_text()
+
+
+def test_tensorboard_hides_superseded_steps(tmp_path):
+    for from_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+        logger = open_logger(tmp_path, tensorboard=True, from_step=from_step)
+        for step in steps:
+            logger.commit(step, {"loss": 10.0 * len(steps) + step})
+        logger.close()
+        time.sleep(1.1)  # event files are read in the order of the second in their names
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 31.0), (2, 12.0)]
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):

@@ -51,6 +51,7 @@ def test_rollout_figures():
     assert figures["response_len/mean"] == 7 / 4
     assert figures["response_len/max"] == 2
     assert figures["response_len/truncated"] == 0.25
+    assert figures["tokens/sequences"] == 4
     assert figures["tokens/trained"] == 7
     assert figures["tokens/total"] == 11
     assert figures["staleness/max"] == figures["staleness/mean"] == 2

@@ -199,7 +199,9 @@ def test_an_exchange_prefers_the_servers_own_words() -> None:
 
 def test_an_exchange_names_the_silent() -> None:
     ours, theirs = in_thread(later, 2.0), {"a": in_thread(later, 0), "b": in_thread(later, 2.0)}
-    with pytest.raises(RuntimeError, match=r"^bucket 1: no answer within 0\.2 s from b$"):
+    with pytest.raises(
+        RuntimeError, match=r"^bucket 1: no answer within weight_sync.timeout=0\.2 s from b$"
+    ):
         Exchange("bucket 1", ours, theirs).wait(Deadline(0.2))
 
 

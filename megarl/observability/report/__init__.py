@@ -1,7 +1,8 @@
 """One self-contained HTML file about one run, or several beside each other.
 
 runs.py reads run directories, figures.py decides what is drawn, svg.py draws, page.py lays out,
-assets.py holds style and script. The file needs no network; charts are inline SVG.
+summary.py adds up what the run did (also for the console and summary.json), assets.py holds style
+and script. The file needs no network; charts are inline SVG.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ COLORS = 7  # c0..c6; c7 is grey, for what is left over
 
 _PHASE = re.compile(r"timing/([^/]+)_s")
 _PHASE_ORDER = ("rollout", "logp", "ref", "train", "update_weights")
-_OUTSIDE_STEP = ("step", "eval", "save")  # timed beside the step, not inside it
+OUTSIDE_STEP = ("eval", "save", "recover")  # timed beside the step, not inside it
 _MAX_BARS = 70
 
 
@@ -113,6 +113,11 @@ def smoothing_window(n: int) -> int:
     return 0 if n < 24 else max(5, n // 20)
 
 
+def end_window(n: int) -> int:
+    """How many of n noisy values to average at either end; the two windows do not overlap."""
+    return max(1, min(5, n // 2))
+
+
 def all_charts(runs: list[Run]) -> str:
     """Every chart that has data, in reading order.
 
@@ -200,7 +205,7 @@ def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:
     """(steps, [(phase, seconds per step)]): the phases inside a step, and "other" for the rest."""
     rows = [row for row in run.rows if row.get("timing/step_s") is not None]
     names = {m[1] for row in rows for key in row if (m := _PHASE.fullmatch(key))}
-    names -= set(_OUTSIDE_STEP)
+    names -= {"step", *OUTSIDE_STEP}
     known = [n for n in _PHASE_ORDER if n in names]
     ordered = known + sorted(names - set(known))
     phases = [(n, [float(row.get(f"timing/{n}_s") or 0.0) for row in rows]) for n in ordered]

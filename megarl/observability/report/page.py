@@ -1,4 +1,4 @@
-"""The page: headline, key figures, charts, runs side by side, samples, configuration."""
+"""The page: headline, key figures, charts, runs side by side, summary, samples, configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 
 from megarl.observability.console import duration, number
 from megarl.observability.report.assets import CSS, JS
-from megarl.observability.report.figures import ACCURACY, GAP, all_charts, percent, plain
+from megarl.observability.report.figures import (
+    ACCURACY,
+    GAP,
+    all_charts,
+    end_window,
+    percent,
+    plain,
+)
 from megarl.observability.report.runs import Run, pair_samples
+from megarl.observability.report.summary import summary_lines
 
 _ARROW = " <small>→</small> "
 
@@ -30,6 +38,7 @@ def render_page(
         _tiles(runs[0]),
         _comparison(runs) if len(runs) > 1 else "",
         _charts(runs),
+        _summary(runs[0]),
         _samples([dict(s) for s in samples], max_samples),
         _config(config),
         "<footer>Written by megarl. One file, no network.</footer>",
@@ -102,12 +111,12 @@ def _reward_tile(run: Run) -> str:
     values = run.values("reward/mean")
     if not values:
         return ""
-    n = min(5, len(values))
+    n = end_window(len(values))
     first, last = statistics.fmean(values[:n]), statistics.fmean(values[-n:])
     return _tile(
         "Training reward",
         plain(first) + _ARROW + plain(last),
-        f"mean of the first and the last {n} steps" if n > 1 else "one step",
+        f"mean of the first and the last {n} steps" if n > 1 else "first and last step",
     )
 
 
@@ -187,6 +196,16 @@ def _comparison_row(i: int, run: Run) -> str:
 def _charts(runs: list[Run]) -> str:
     charts = all_charts(runs)
     return f'<h2>Curves</h2><section class="charts">{charts}</section>' if charts else ""
+
+
+def _summary(run: Run) -> str:
+    if not run.summary:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
+        for name, text in summary_lines(run.summary)
+    )
+    return f'<h2>Summary</h2><div class="panel"><table>{rows}</table></div>'
 
 
 def _samples(samples: list[dict[str, Any]], limit: int) -> str:

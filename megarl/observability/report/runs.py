@@ -18,6 +18,7 @@ class Run:
     rows: list[dict[str, Any]]
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)  # summary.json, of a run that ended
 
     def points(self, *keys: str, x: str = "step") -> Points:
         """(x, value) wherever one of `keys` (aliases, the first present wins) has a number."""
@@ -48,13 +49,15 @@ def load_run(source: str | Path) -> Run:
     stats = directory / "stats.jsonl"
     if not stats.exists():
         raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
-    by_step = {row["step"]: row for row in _read_jsonl(stats)}  # a resumed run: the later line
+    by_step = {row["step"]: row for row in _read_jsonl(stats)}  # a step twice: the later line
     samples, config = directory / "samples.jsonl", directory / "config.yaml"
+    summary = directory / "summary.json"
     return Run(
         label=label or "/".join(directory.resolve().parts[-2:]),
         rows=[by_step[s] for s in sorted(by_step)],
         samples=_read_jsonl(samples) if samples.exists() else [],
         config=config.read_text(encoding="utf-8") if config.exists() else "",
+        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
     )
 
 

@@ -10,10 +10,10 @@ so heavy ones belong at its top.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from megarl.rollout.rewards.pool import RewardError, RewardPool, RewardTimeout
+from megarl.utils.importing import load_object
 
 RewardFn = Callable[..., float]
 
@@ -27,15 +27,11 @@ _REWARDS = {
 def get_reward_fn(name: str) -> RewardFn:
     """A reward by its registered name or by "package.module:function"."""
     target = _REWARDS.get(name, name)
-    module, colon, function = target.partition(":")
-    if not colon:
+    if ":" not in target:
         raise ValueError(
             f"unknown reward {name!r}: use one of {sorted(_REWARDS)} or 'package.module:function'"
         )
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(f"reward {name!r} cannot be loaded: {e}") from e
+    return load_object(target, what="reward")
 
 
 __all__ = ["RewardError", "RewardFn", "RewardPool", "RewardTimeout", "get_reward_fn"]

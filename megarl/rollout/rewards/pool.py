@@ -1,14 +1,18 @@
 """RewardPool: rewards in worker processes, each with a bound on its time.
 
-A reward is other people's code: it may be slow, hang in C, or kill its process. Every worker is
-driven by one thread, which kills and replaces it when its reward overruns.
+A reward is other people's code: it may be slow, hang in C, start processes, or kill its own. Every
+worker is driven by one thread, which kills and replaces it, and all it started, when its reward
+overruns; when the trainer ends, however it ends, so do they.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import math
 import multiprocessing as mp
+import os
 import pickle
 import queue
 import signal
@@ -21,11 +25,12 @@ from typing import Any
 
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
+KILL_TIMEOUT = 10.0  # for the kernel to end a killed worker
 # how a worker ended, by what it had said last
 _END = {
     "begun": " ended its worker process",
-    "": ": the worker process ended before it began (a script that makes a RewardPool needs "
-    "`if __name__ == '__main__'`: workers import it)",
+    "": ": the worker process ended before it began (the import of its module may have ended it; "
+    "and a script that makes a RewardPool needs `if __name__ == '__main__'`: workers import it)",
 }
 
 
@@ -39,7 +44,7 @@ class RewardTimeout(RewardError):
 
 def _serve(pipe: Connection) -> None:
     """A worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error", value)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    _end_with_parent()
     while True:
         try:
             payload = pipe.recv_bytes()
@@ -52,6 +57,21 @@ def _serve(pipe: Connection) -> None:
         except Exception as e:
             answer = ("error", f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
         pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """Leads a process group, which a reward's own processes join, and has the kernel end it when
+    the parent does, even while a C extension holds the GIL: by SIGIO, which nothing handles (on
+    Linux; elsewhere SIGIO does nothing, and a worker ends with the reward it is busy with).
+    """
+    os.setpgid(0, 0)
+    parent = mp.parent_process()
+    assert parent is not None
+    pipe = parent.sentinel  # only ever closed, by the parent's end
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # it was too early for the signal
+        raise SystemExit
 
 
 def _number(value: Any) -> float:
@@ -76,21 +96,21 @@ class _Worker:
                 raise RewardError("the reward pool is closed")
             if self._pipe is None:
                 context = mp.get_context("spawn")  # fork would copy threads and CUDA state
-                self._pipe, theirs = context.Pipe()
-                self._process = context.Process(
+                ours, theirs = context.Pipe()
+                process = context.Process(
                     target=_serve, args=(theirs,), name="megarl-reward", daemon=True
                 )
-                self._process.start()
+                process.start()
                 theirs.close()
+                self._pipe, self._process = ours, process
             return self._pipe
 
     def discard(self) -> None:
         """Kills the process and forgets it; the next job starts another."""
         with self._lock:
             if self._process is not None:
-                self._process.kill()
-                self._process.join()
-                self._process.close()
+                self._kill()
+                self._process.join(KILL_TIMEOUT)
             if self._pipe is not None:
                 self._pipe.close()
             self._process = self._pipe = None
@@ -100,7 +120,12 @@ class _Worker:
         with self._lock:
             self._ended = True
             if self._process is not None:
-                self._process.kill()
+                self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it does not lead its group yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
 
 class RewardPool:
@@ -167,7 +192,8 @@ class RewardPool:
         try:
             pipe = worker.start()
             pipe.send_bytes(payload)
-            kind, value = self._receive(pipe, START_TIMEOUT, f"{what}: its worker did not start")
+            late = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
+            kind, value = self._receive(pipe, START_TIMEOUT, late)
             if kind == "begun":
                 late = f"{what} took longer than rollout.reward_timeout={self._timeout:g} s"
                 kind, value = self._receive(pipe, self._timeout, late)

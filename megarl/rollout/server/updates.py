@@ -4,7 +4,9 @@ Everything here runs in the scheduler's thread except joining a group, which wai
 members and must not stop generation meanwhile.
 
 A refused broadcast is received all the same wherever it can be: a tensor left in the pipe would be
-taken for the next one.
+taken for the next one. What is not refused is received where it stays, if it can be: a copy less,
+and no fresh memory, which on a host takes longer to get than what goes into it to receive. Weights
+whose sender is lost half way are then torn; they are no version until the last bucket is in anyway.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ class TensorList:
             specs[name] = (tuple(shape), kind)
         return cls(specs)
 
-    def receive(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
-        """One broadcast for each tensor, in order."""
-        out = {n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.specs.items()}
+    def receive(
+        self, group: dist.ProcessGroup, place: Callable[[str, Spec], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """One broadcast for each tensor, in order, into what `place` gives for it."""
+        out = {name: place(name, spec) for name, spec in self.specs.items()}
         works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in out.values()]
         for work in works:
             work.wait()
@@ -139,7 +143,7 @@ class WeightUpdates:
     def from_distributed(self, body: dict[str, Any], check: Callable[[], None]) -> None:
         """Receives the tensors of `body` and loads them all, or none and a ControlError.
 
-        `check` may refuse once they are received.
+        `check` may refuse them, too.
         """
         if not self._session:
             raise ControlError(
@@ -154,19 +158,51 @@ class WeightUpdates:
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
             raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
+        refusal = self._refusal(tensors, check)
+        receive = self._flattened if load_format else self._one_by_one
         with self._failures(tensors):
-            if load_format:
-                received = tensors.receive_flat(group, self._bucket(sum(tensors.sizes)))
-            else:
-                received = tensors.receive(group, self.device)
-        check()
-        self.store.check(tensors.specs)
+            received = receive(tensors, group, accepted=refusal is None)
+        if refusal is not None:
+            raise refusal
         self.store.load(received.items())
 
-    def _bucket(self, nbytes: int) -> torch.Tensor:
-        """Room for a flattened bucket, the same memory throughout a session: on a host, getting
-        fresh pages takes longer than receiving what goes into them.
+    def _refusal(self, tensors: TensorList, check: Callable[[], None]) -> ControlError | None:
+        try:
+            check()
+            self.store.check(tensors.specs)
+        except ControlError as e:
+            return e
+        return None
+
+    def _one_by_one(
+        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
+    ) -> dict[str, torch.Tensor]:
+        def place(name: str, spec: Spec) -> torch.Tensor:
+            own = self.store.place(name, spec) if accepted else None
+            return torch.empty(spec[0], dtype=spec[1], device=self.device) if own is None else own
+
+        return tensors.receive(group, place)
+
+    def _flattened(
+        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
+    ) -> dict[str, torch.Tensor]:
+        """Into the parameters, into memory that becomes theirs, or into room from which their
+        values can be copied.
         """
+        nbytes, store = sum(tensors.sizes), self.store
+        if not accepted:
+            return tensors.receive_flat(group, self._bucket(nbytes))
+        span = store.span(tensors.specs)
+        if span is None and store.can_adopt(tensors.specs):
+            received = tensors.receive_flat(
+                group, torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            )
+            store.adopt(received)
+            return received
+        return tensors.receive_flat(group, self._bucket(nbytes) if span is None else span)
+
+    def _bucket(self, nbytes: int) -> torch.Tensor:
+        """Room for a flattened bucket, the same memory throughout a session."""
         if self._room is None or self._room.numel() < nbytes:
             self._room = None  # freed before its successor is allocated
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

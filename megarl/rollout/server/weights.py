@@ -1,11 +1,16 @@
 """The model's tensors under their HF checkpoint names: checked loads, checksums.
 
 A load is all or nothing: every name, shape and dtype is checked before the first tensor changes.
+
+Streamed weights are received where they stay. The first flattened bucket becomes the memory of the
+parameters it brings, which from then on lie in the order the trainer sends them, so the next one
+can be received straight into them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ from megarl.rollout.server.errors import ControlError
 from megarl.utils.checksum import tensor_checksum
 
 Spec = tuple[tuple[int, ...], torch.dtype]
+ALIGNMENT = 64  # bytes, that of torch's host allocator
 # safetensors' names of the dtypes weights come in
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -28,18 +34,23 @@ _SAFETENSORS_DTYPES = {
 
 
 class WeightStore:
+    """tensors: HF name -> tensor of the model, or a view of one. tied: HF name of a head that is no
+    tensor of its own -> that of its embedding; HF checkpoints may or may not hold it.
+    """
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors = dict(_hf_tensors(model))
+        self._parameters = dict(model.named_parameters())
+        self.tied: dict[str, str] = {}
         head: Any = model.get_output_embeddings()
         embedding: Any = model.get_input_embeddings()
-        # a tied head is no tensor of its own: HF checkpoints may or may not hold it
-        self.tied: dict[str, torch.Tensor] = {}
         if head.weight.data_ptr() == embedding.weight.data_ptr():
-            name = next(n for n, m in model.named_modules() if m is head) + ".weight"
-            self.tied[name] = self.tensors.pop(name, head.weight.data)
+            names = {m: f"{n}.weight" for n, m in model.named_modules()}
+            self.tied[names[head]] = names[embedding]
+            self.tensors.pop(names[head], None)
 
     def get(self, name: str) -> torch.Tensor | None:
-        return self.tensors.get(name, self.tied.get(name))
+        return self.tensors.get(self.tied.get(name, name))
 
     def check(self, specs: Mapping[str, Spec]) -> None:
         """ControlError naming the first tensor that does not fit the model."""
@@ -51,12 +62,48 @@ class WeightStore:
                 raise ControlError(f"{name}: shape {list(shape)}, the model has {list(own.shape)}")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies checked tensors in, cast to the server's dtype. A tied head follows its embedding,
-        so its own copy is left out (as SGLang does).
+        """Copies checked tensors in, cast to the server's dtype, but for those received in place. A
+        tied head follows its embedding, so its own copy is left out (as SGLang does).
         """
         for name, tensor in tensors:
-            if name not in self.tied:
+            if name not in self.tied and self.tensors[name].data_ptr() != tensor.data_ptr():
                 self.tensors[name].copy_(tensor)
+
+    def place(self, name: str, spec: Spec) -> torch.Tensor | None:
+        """The tensor itself, where a checked one of `spec` can be received straight into it."""
+        own = self.tensors.get(name)
+        fits = own is not None and own.is_contiguous() and own.dtype == spec[1]
+        return own if fits else None
+
+    def span(self, specs: Mapping[str, Spec]) -> torch.Tensor | None:
+        """The bytes of checked tensors, uint8, where they lie one after another in one storage."""
+        owns = [self.place(name, spec) for name, spec in specs.items()]
+        tensors = [own for own in owns if own is not None]
+        if not tensors or len(tensors) < len(owns):
+            return None
+        storage = tensors[0].untyped_storage()
+        start = end = tensors[0].data_ptr()
+        for own in tensors:
+            if own.untyped_storage().data_ptr() != storage.data_ptr() or own.data_ptr() != end:
+                return None
+            end += own.nbytes
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
+
+    def can_adopt(self, specs: Mapping[str, Spec]) -> bool:
+        """Whether checked tensors, flattened, may become parameters as they are: whole ones of the
+        server's dtype (experts are fused), and aligned as torch's own, on which kernels may depend.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
+        return all(size % ALIGNMENT == 0 for size in sizes) and all(
+            name in self._parameters and self.place(name, spec) is not None
+            for name, spec in specs.items()
+        )
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes `tensors` the parameters' own memory."""
+        for name, tensor in tensors.items():
+            self._parameters[name].data = self.tensors[name] = tensor
 
     def checksums(self) -> dict[str, str]:
         """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head."""

@@ -16,7 +16,7 @@ from megarl.rollout.generation import stable_seed
 from megarl.rollout.rewards import RewardPool
 
 # what a reward gets as its own arguments, and what is the executor's
-_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "attempt")
+_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
 
 
 class RLVRWorkflow(RolloutWorkflow):
@@ -75,11 +75,11 @@ class RLVRWorkflow(RolloutWorkflow):
     def _requests(
         self, prompt_ids: list[int], data: dict[str, Any], *, version: int
     ) -> list[ModelRequest]:
-        """Seeds are keyed by (gconfig.seed, version, row, attempt, sample); the server adds the
-        position.
+        """Seeds are keyed by (gconfig.seed, version, row, episode, sample); the server adds the
+        position. A row may come again under the same weights, so its id alone does not do.
         """
         row_id, base = data.get("row_id", tuple(prompt_ids)), self._gconfig.seed
-        key = (base, version, row_id, data.get("attempt", 0))
+        key = (base, version, row_id, data.get("episode_id", 0))
         return [
             ModelRequest(
                 rid=uuid.uuid4().hex,

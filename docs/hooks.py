@@ -1,0 +1,75 @@
+"""mkdocs hooks: the configuration reference, written from the dataclasses; no remote assets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+from megarl.config.recipes import RECIPES, BaseConfig
+from megarl.config.schema import Key, children, show
+
+MARK = "<!-- the keys -->"
+REMOTE = re.compile(r'(?:src|<link[^>]* href)="(https?://[^"]+)')
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return markdown.replace(MARK, reference()) if MARK in markdown else markdown
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Readers may be offline, and are nobody's business."""
+    if remote := REMOTE.findall(output):
+        raise PluginError(f"the page would load {remote}")
+    return output
+
+
+def reference() -> str:
+    """Markdown: the keys of every recipe, then each recipe's own, a table per section."""
+    shared = {f.name for f in fields(BaseConfig)}
+    parts = ["## Every recipe", *_group(list(children(BaseConfig)))]
+    for name, cls in RECIPES.items():
+        own = [k for k in children(cls) if k.name not in shared]
+        parts += [f"## recipe: {name}", *_group(own)]
+    return "\n\n".join(parts)
+
+
+def _group(keys: Sequence[Key]) -> Iterator[str]:
+    """A table of the plain keys, then each section under its own heading."""
+    plain = [k for k in keys if k.section is None]
+    if plain:
+        head = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+        yield head + "\n".join(_row(k) for k in plain)
+    for key in keys:
+        if key.section is not None:
+            off = " Null unless one of its keys is set." if key.nullable else ""
+            yield f"### {key.name}\n\n{_sentence(key.help)}{off}"
+            parent = key.default if isinstance(key.default, key.section) else None
+            yield from _group(list(children(key.section, key.name + ".", parent)))
+
+
+def _row(key: Key) -> str:
+    default = "required" if key.default is MISSING else _default(show(key.default))
+    meaning = _cell(key.help)
+    if key.choices:
+        meaning += "<br>One of " + ", ".join(f"`{show(c)}`" for c in key.choices)
+    return f"| `{key.name}` | {_cell(key.type_name)} | {default} | {meaning} |"
+
+
+def _default(text: str) -> str:
+    """A long one may be broken anywhere (style.css)."""
+    return f"`{text}`" + ("{.long}" if len(text) > 30 else "")
+
+
+def _cell(text: str) -> str:
+    """Text that means itself inside a Markdown table."""
+    for char in "|<>*_":
+        text = text.replace(char, f"&#{ord(char)};")
+    return text
+
+
+def _sentence(text: str) -> str:
+    return _cell(text[:1].upper() + text[1:]) + "."

@@ -1,0 +1,31 @@
+"""A reward with partial credit: the nearer to the sum, the more.
+
+    python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
+        train_dataset.reward=examples.close_reward:close_reward
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+# --8<-- [start:reward]
+def close_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: str,
+    **row: Any,
+) -> float:
+    """1 for the right number, down to 0 for one that is off by as much as the answer itself."""
+    try:
+        number = int(completion)
+    except ValueError:
+        return 0.0  # not a number: a judgement about the model, not an error
+    off, scale = abs(number - int(answer)), max(1, abs(int(answer)))
+    return 1.0 - off / scale if off < scale else 0.0
+
+
+# --8<-- [end:reward]

@@ -1,0 +1,245 @@
+"""What can be wrong with an update: pure functions that return a Finding, or None if all is well.
+
+Plain torch on [B,S] tensors, no ranks: every rank sees the same batch and the same figures, and so
+comes to the same finding. What follows from a finding is trainer/self_check.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algos.kl import kl_estimate
+from megarl.algos.metrics import Decode, LogpGap, spell_ids
+from megarl.api.engine import LossFn
+
+Batch = dict[str, Tensor]
+
+ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-batch is
+
+
+@dataclass(frozen=True)
+class Finding:
+    headline: str
+    details: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n  ".join((self.headline, *self.details))
+
+
+# ---- two policies that should be one ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far rounding alone takes two passes of one policy apart. Each figure sees another error.
+
+    mean      of |log ratio| over trained tokens (|ratio - 1| to first order): everything is a bit
+              off, e.g. another temperature, other weights, dropout
+    sequence  the same mean over one sequence, the worst: a wrong sequence hides in a large batch
+    kl        mean k3, about half the mean square: a few tokens that are far off
+    token     the largest |log ratio|: for passes that should agree to the bit
+    """
+
+    mean: float
+    sequence: float
+    kl: float
+    token: float = math.inf
+
+
+# Where both passes cut the same micro-batches, the same kernels see the same shapes and the
+# difference is 0. Where they do not, sums run in another order. A 12-layer model on a CPU, cut in
+# two ways: float32 mean 3e-8, sequence 3e-7, token 3e-6; bfloat16 (8 bits, 2e-3 relative in every
+# activation) mean 2e-4, sequence 2e-3, kl 2e-6, token 0.03. The bounds leave two orders for depth
+# and for kernels chosen by shape. In bfloat16 single tokens are not bounded: in a mixture of
+# experts, a router near a tie picks another expert.
+ROUNDING = {
+    torch.float32: Bounds(mean=1e-5, sequence=1e-4, kl=1e-6),
+    torch.bfloat16: Bounds(mean=2e-2, sequence=1.0, kl=1e-2),
+}
+SAME_SHAPES = replace(ROUNDING[torch.float32], token=1e-5)
+
+
+@dataclass(frozen=True)
+class RowGaps:
+    """How far two policies are apart on the trained tokens of every sequence, each [B] float64."""
+
+    tokens: Tensor
+    abs_sum: Tensor  # of |log ratio|
+    kl_sum: Tensor  # of k3
+    position: Tensor  # of the largest |log ratio|, and both logprobs there
+    ours: Tensor
+    theirs: Tensor
+
+    @property
+    def token(self) -> Tensor:
+        return (self.ours - self.theirs).abs()
+
+    def worst(self, k: int = 3) -> list[LogpGap]:
+        """The worst token of each of the (at most k) worst sequences, where they differ at all."""
+        order = self.token.nan_to_num(nan=math.inf).topk(min(k, len(self.token))).indices.tolist()
+        return [
+            LogpGap(i, int(self.position[i]), float(self.ours[i]), float(self.theirs[i]))
+            for i in order
+            if self.token[i] != 0
+        ]
+
+
+def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
+    """RowGaps of two [B,S] logprobs of the same tokens."""
+    mask = loss_mask.bool()
+    ours, theirs = ours.double().where(mask, 0.0), theirs.double().where(mask, 0.0)
+    gap = (ours - theirs).abs()
+    position = gap.argmax(1, keepdim=True)  # NaN counts as the largest
+    return RowGaps(
+        tokens=mask.sum(1).double(),
+        abs_sum=gap.sum(1),
+        kl_sum=kl_estimate(theirs, ours, "k3").sum(1),
+        position=position[:, 0].double(),
+        ours=ours.gather(1, position)[:, 0],
+        theirs=theirs.gather(1, position)[:, 0],
+    )
+
+
+def same_policy(
+    gaps: RowGaps,
+    bounds: Bounds,
+    batch: Batch,
+    *,
+    what: str,
+    sides: tuple[str, str],
+    causes: str,
+    decode: Decode = spell_ids,
+) -> Finding | None:
+    """Whether `gaps` (of the trained tokens of `batch`) are no more than rounding."""
+    tokens, by_row = gaps.tokens.sum(), gaps.abs_sum / gaps.tokens.clamp(min=1)
+    checked = {
+        "mean |log ratio|": (gaps.abs_sum.sum() / tokens, bounds.mean),
+        "mean of the worst sequence": (by_row.max(), bounds.sequence),
+        "approx KL": (gaps.kl_sum.sum() / tokens, bounds.kl),
+        "largest |log ratio|": (gaps.token.max(), bounds.token),
+    }
+    # "not <=" also catches NaN
+    broken = [f"{k} = {float(v):.3g} above {b:g}" for k, (v, b) in checked.items() if not v <= b]
+    if not broken:
+        return None
+    off = int((~(by_row <= bounds.sequence)).sum())
+    return Finding(
+        f"{what}: {', '.join(broken)}",
+        (
+            f"{off} of {len(by_row)} sequences have a mean above {bounds.sequence:g}; "
+            "the worst tokens:",
+            *(gap.show(batch, decode=decode, sides=sides) for gap in gaps.worst()),
+            f"likely causes: {causes}",
+        ),
+    )
+
+
+# ---- figures of single sequences out of the engine's pass --------------------------------------
+
+
+def number_rows(batch: Batch) -> Batch:
+    """The batch with its rows numbered, for `watch_gaps` and `watch_losses`."""
+    return batch | {ROW: torch.arange(len(batch["input_ids"]))}
+
+
+def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
+    """`loss_fn`, with RowGaps of the pass's logprobs and batch[old_logp] among its stats."""
+
+    def watched(outputs: Batch, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        loss, stats = loss_fn(outputs, batch)
+        gaps = row_gaps(outputs["logprobs"].detach(), batch[old_logp], batch["loss_mask"])
+        columns = {f.name: getattr(gaps, f.name).tolist() for f in fields(gaps)}
+        return loss, stats | _by_row(batch, columns)
+
+    return watched
+
+
+def watch_losses(loss_fn: LossFn) -> LossFn:
+    """`loss_fn`, with the loss of every sequence by itself among its stats."""
+
+    def watched(outputs: Batch, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        loss, stats = loss_fn(outputs, batch)
+        single = [
+            loss_fn(*({k: v[i : i + 1] for k, v in d.items()} for d in (outputs, batch)))[0]
+            for i in range(len(batch[ROW]))
+        ]
+        return loss, stats | _by_row(batch, {"loss": [float(x) for x in single]})
+
+    return watched
+
+
+def _by_row(batch: Batch, columns: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """As (sum, weight): a sequence stands in one micro-batch, so its sum over all is its own."""
+    return {
+        f"{ROW}/{row}/{name}": (column[i], 1.0)
+        for i, row in enumerate(batch[ROW].tolist())
+        for name, column in columns.items()
+    }
+
+
+def take_rows(stats: dict[str, float]) -> dict[str, Tensor]:
+    """Takes what a watched loss added out of `stats`: {name: [B] float64}."""
+    found: dict[str, dict[int, float]] = {}
+    for key in [k for k in stats if k.startswith(f"{ROW}/")]:
+        _, row, name = key.split("/")
+        found.setdefault(name, {})[int(row)] = stats.pop(key)
+    return {
+        name: torch.tensor([column[i] for i in range(len(column))], dtype=torch.float64)
+        for name, column in found.items()
+    }
+
+
+# ---- NaN and Inf -------------------------------------------------------------------------------
+
+
+def nonfinite_inputs(batch: Batch) -> Finding | None:
+    """Numbers that are not finite where the loss reads them, before any pass is spent on them."""
+    mask = batch["loss_mask"].bool()
+    details = []
+    for name, value in batch.items():
+        bad = ~value.isfinite()
+        if value.shape == mask.shape:
+            bad &= mask
+        if bad.any():
+            places = bad.nonzero()
+            first = places[0].tolist()
+            details.append(
+                f"{name}: {len(places)} numbers in rows {_some(places[:, 0].unique().tolist())}, "
+                f"the first at {first}: {value[tuple(first)].item()}"
+            )
+    if not details:
+        return None
+    return Finding("the batch holds numbers that are not finite", tuple(details))
+
+
+def nonfinite_update(stats: dict[str, float]) -> Finding | None:
+    """An update that the engine refused."""
+    if stats["update_successful"]:
+        return None
+    figures = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
+    return Finding(f"the update is not finite: {figures}")
+
+
+def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:
+    """Which sequences make the loss [B] what it is; none means that the backward pass did."""
+    bad = (~row_loss.isfinite()).nonzero().flatten().tolist()
+    if not bad:
+        return (
+            "the loss of every sequence is finite by itself: it overflowed in the sum or in the "
+            "backward pass"
+        )
+    length = int(batch["attention_mask"][bad[0]].sum())
+    text = decode(batch["input_ids"][bad[0], :length].tolist())
+    return (
+        f"the loss is not finite in {len(bad)} of {len(row_loss)} sequences, rows {_some(bad)}; "
+        f"row {bad[0]} ends in {text[-80:]!r}"
+    )
+
+
+def _some(rows: list[int], show: int = 8) -> str:
+    return ", ".join(map(str, rows[:show])) + (" ..." if len(rows) > show else "")

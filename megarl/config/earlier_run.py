@@ -1,0 +1,123 @@
+"""What a run directory holds from an earlier start, against the configuration now. No torch.
+
+<run>/recover/step_000123/ is a checkpoint: engine/ and trainer.pt hold the state, trainer.json says
+what it is and is written last. The directory is renamed into place when it is whole
+(utils/staging.py), so a name without its trainer.json was not written by us, or damaged since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.check import engines, model_path
+from megarl.config.errors import raise_if_any
+from megarl.config.loader import config_yaml, run_dir
+from megarl.config.recipes import BaseConfig
+
+STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
+RECOVER_DIR, MARKER = "recover", "trainer.json"
+_STEP = re.compile(r"step_(\d{6,})")
+# of config.json: what says nothing about the function the model computes
+_VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+# what a launcher gives anew at every start
+_PER_START = ("rollout.addresses",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """`info` is trainer.json: version, epoch, elapsed_s, model (its config.json)."""
+
+    path: Path
+    step: int
+    info: dict[str, Any]
+
+
+def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """The whole checkpoints of run directory `directory`, oldest first, and the incomplete ones."""
+    whole, broken = [], []
+    for path in (directory / RECOVER_DIR).glob("step_*"):
+        if (match := _STEP.fullmatch(path.name)) is None:
+            continue
+        try:
+            info = json.loads((path / MARKER).read_text(encoding="utf-8"))
+            whole.append(Checkpoint(path=path, step=int(match[1]), info=info))
+        except (FileNotFoundError, json.JSONDecodeError):
+            broken.append(path)
+    return sorted(whole, key=lambda c: c.step), sorted(broken)
+
+
+def check_run_dir(cfg: BaseConfig) -> None:
+    """Raises ConfigError where `cfg` cannot have, or cannot continue, what its directory holds."""
+    directory = run_dir(cfg)
+    if cfg.recover.mode == "disabled":
+        if (directory / STATS_FILE).exists():
+            raise_if_any([_occupied(directory)])
+        return
+    whole, _ = checkpoints(directory)
+    if whole:
+        raise_if_any(_contradictions(cfg, whole[-1]))
+
+
+def _occupied(directory: Path) -> str:
+    return (
+        f"recover.mode=disabled: {directory} holds a run already; set another trial_name, set "
+        "recover.mode=auto to continue that run, or move the directory"
+    )
+
+
+def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
+    run = newest.path.parent.parent
+    away = f"the run in {run} cannot continue so; set another trial_name, or move it"
+    before, now = _saved_config(run), _flat(yaml.safe_load(config_yaml(cfg)))
+    if before.get("recipe", cfg.recipe) != cfg.recipe:
+        yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
+        return
+    trained = next(iter(engines(cfg)))  # the first engine; a reference is loaded anew
+    key = f"{trained}.path"
+    if not _same_path(before.get(key, now[key]), now[key]):
+        yield f"{key}={now[key]}: it was {before[key]}; {away}"
+        return
+    old, new = newest.info["model"], architecture(model_path(cfg, trained))
+    if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
+        names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
+        yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
+
+
+def _same_path(a: str, b: str) -> bool:
+    return a == b or Path(a).resolve() == Path(b).resolve()
+
+
+def architecture(path: str | Path) -> dict[str, Any]:
+    """The config.json of the HF directory `path` without what does not change the model."""
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return {k: v for k, v in config.items() if k not in _VOLATILE}
+
+
+def config_changes(cfg: BaseConfig) -> list[str]:
+    """`key: old -> new` for every key that differs from the run directory's config.yaml."""
+    before, now = _saved_config(run_dir(cfg)), _flat(yaml.safe_load(config_yaml(cfg)))
+    if not before:
+        return []
+    keys = [k for k in (before | now) if k not in _PER_START and before.get(k) != now.get(k)]
+    return [f"{k}: {before.get(k)} -> {now.get(k)}" for k in keys]
+
+
+def _saved_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    return _flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return out

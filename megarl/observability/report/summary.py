@@ -1,0 +1,177 @@
+"""The summary of a run: what it did, and that its books balance.
+
+A pure function of stats.jsonl, so that the totals of a resumed run are those of the whole run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megarl.observability.console import duration, number
+from megarl.observability.report.figures import (
+    ACCURACY,
+    OUTSIDE_STEP,
+    end_window,
+    percent,
+    plain,
+    step_phases,
+)
+from megarl.observability.report.runs import Run
+
+Summary = dict[str, Any]
+
+SUMMARY_FILE = "summary.json"
+COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
+# what a run may leave behind, by the name the summary gives it
+_PATHS = {
+    "report": "report.html",
+    "final model": "final",
+    "saved models": "hf",
+    "checkpoints": "recover",
+}
+
+
+def summarize(
+    run: Run,
+    *,
+    seconds: float,
+    total_steps: int | None = None,
+    final: Mapping[str, float] | None = None,
+    error: BaseException | None = None,
+) -> Summary:
+    """Plain data for summary.json. `final`: counters rollout/... as the run ends, which win over
+    those of the last step; `error`: what ended the run. Figures that the kind of run does not have
+    (supervised training has no rollouts) are left out.
+    """
+    last = (run.rows[-1] if run.rows else {}) | dict(final or {})
+    steps = run.rows[-1]["step"] if run.rows else 0
+    summary: Summary = {
+        "run": run.label,
+        "status": _status(error, early=total_steps is not None and steps < total_steps),
+        "steps": steps,
+        "total_steps": total_steps,
+        "seconds": round(seconds, 3),
+        "samples_trained": int(sum(run.values("tokens/sequences"))),
+        "tokens_trained": int(sum(run.values("tokens/trained"))),
+        "skipped_updates": int(sum(run.values("skipped_updates"))),
+        "seconds_by_phase": _phases(run, seconds),
+    }
+    if "rollout/submitted" in last:
+        summary |= _rollouts(last, summary["samples_trained"])
+    ends = {"reward": ("reward/mean",), "loss": ("loss",), "accuracy": ACCURACY}
+    summary |= {name: _ends(run, *keys) for name, keys in ends.items() if run.values(*keys)}
+    if syncs := run.values("weight_sync/total_s"):
+        nbytes = int(sum(run.values("weight_sync/bytes")))
+        summary["weight_syncs"] = {"count": len(syncs), "bytes": nbytes}
+    return summary
+
+
+def _status(error: BaseException | None, *, early: bool) -> str:
+    if error is None:
+        return "stopped early" if early else "finished"
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"failed: {type(error).__name__}: {first_line}".removesuffix(": ")
+
+
+def _rollouts(last: Mapping[str, float], samples: int) -> Summary:
+    counts = {name: int(last[f"rollout/{name}"]) for name in COUNTERS}
+    prompts, handed_out = (int(last[f"rollout/{n}"]) for n in ("trained", "handed_out"))
+    return {
+        "prompts": counts,
+        "prompts_trained": prompts,
+        "handed_out_untrained": handed_out - prompts,
+        "each_sample_trained_once": samples == int(last["rollout/trained_samples"]),
+        "reward_errors": int(last["rollout/reward_errors"]),
+    }
+
+
+def _ends(run: Run, *keys: str) -> list[float]:
+    """[first, last], means over end_window values; accuracies, rare and exact, are taken singly."""
+    values = run.values(*keys)
+    n = 1 if keys == ACCURACY else end_window(len(values))
+    return [statistics.fmean(values[:n]), statistics.fmean(values[-n:])]
+
+
+def _phases(run: Run, seconds: float) -> dict[str, float]:
+    """Seconds in the phases of a step and beside it; "other" is set-up and what nobody timed."""
+    phases = {name: sum(values) for name, values in step_phases(run)[1] if name != "other"}
+    phases |= {n: sum(run.values(f"timing/{n}_s")) for n in OUTSIDE_STEP}
+    phases["other"] = max(0.0, seconds - sum(phases.values()))
+    return {name: round(s, 3) for name, s in phases.items() if s > 0}
+
+
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """(name, text) for people, in reading order; the console and the report show the same."""
+    of = f" of {summary['total_steps']}" if summary["total_steps"] else ""
+    lines = [
+        ("status", summary["status"]),
+        ("steps", f"{summary['steps']}{of} in {duration(summary['seconds'])}"),
+    ]
+    if "prompts" in summary:
+        lines.append(("prompts", _identity(summary["prompts"])))
+    lines.append(("trained", _trained(summary)))
+    first = "reward" if "reward" in summary else "loss"
+    for name, show in ((first, plain), ("accuracy", percent)):
+        if name in summary:
+            lines.append((name, " → ".join(map(show, summary[name]))))
+    if summary.get("reward_errors"):
+        lines.append(("reward errors", str(summary["reward_errors"])))
+    if summary["skipped_updates"]:
+        lines.append(("skipped updates", str(summary["skipped_updates"])))
+    if "weight_syncs" in summary:
+        sync = summary["weight_syncs"]
+        lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))
+    if summary["seconds_by_phase"]:
+        lines.append(("time", _time_split(summary["seconds_by_phase"])))
+    return lines
+
+
+def _identity(prompts: Mapping[str, int]) -> str:
+    terms = " + ".join(f"{prompts[name]} {name}" for name in COUNTERS[1:])
+    return f"{prompts['submitted']} submitted = {terms}"
+
+
+def _trained(summary: Summary) -> str:
+    text = f"{summary['samples_trained']} samples, {number(summary['tokens_trained'])} tokens"
+    if "prompts" not in summary:
+        return text
+    once = "each once" if summary["each_sample_trained_once"] else "NOT EACH ONCE"
+    text += f", of {summary['prompts_trained']} prompts, {once}"
+    if lost := summary["handed_out_untrained"]:
+        text += f" (the run ended with {lost} more about to be trained)"
+    return text
+
+
+def _time_split(phases: Mapping[str, float]) -> str:
+    total = sum(phases.values()) or 1.0
+    shares = sorted(((100 * s / total, name) for name, s in phases.items()), reverse=True)
+    return " · ".join(f"{name.replace('_', ' ')} {s:.0f}%" for s, name in shares if s >= 0.5)
+
+
+def artifacts(run_dir: Path) -> dict[str, str]:
+    """What the run left behind: name -> path."""
+    return {name: str(run_dir / file) for name, file in _PATHS.items() if (run_dir / file).exists()}
+
+
+def print_summary(summary: Summary, console: Console | None = None) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in summary_lines(summary):
+        table.add_row(name, Text(text))
+    good = not summary["status"].startswith("failed")
+    title = Text(summary["run"], style="bold")
+    panel = Panel(table, title=title, box=ROUNDED, border_style="green" if good else "red")
+    console = console or Console(highlight=False)
+    console.print(panel)
+    for name, path in summary["paths"].items():  # outside the frame: long ones must stay whole
+        console.print(Text(f"  {name + ':':14} {path}"), soft_wrap=True)

@@ -1,0 +1,164 @@
+"""Checkpoints of a run: taken at the end of a step, continued from by the next start.
+
+<run>/recover/step_000123/ holds the engine's state (weights, optimizer, schedule, random states)
+and the trainer's (place in the data, prompts in flight, counters, clocks). Both are written beside
+it and renamed into place together, see utils/staging.py. At the end of a step the servers have its
+weights, so that the version is the step and a start only has to send them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megarl.api.records import SaveLoadMeta
+from megarl.config.check import engines, model_path
+from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
+from megarl.config.recipes import BaseConfig
+from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.trainer.context import RunContext
+from megarl.trainer.frequency import Frequency
+from megarl.trainer.run_dir import ENGINE
+from megarl.trainer.saver import Saver
+from megarl.utils.staging import put_in_place, remove, stage
+
+log = get_logger(__name__)
+
+STATE_FILE = "trainer.pt"
+State = dict[str, Any]
+
+
+class Recovers(Protocol):
+    """What is trained: a role or an engine."""
+
+    def save(self, meta: SaveLoadMeta) -> None: ...
+
+    def load(self, meta: SaveLoadMeta) -> None: ...
+
+    def get_version(self) -> int: ...
+
+    def set_version(self, version: int) -> None: ...
+
+
+class Recovery:
+    """Collective. `clocks` are the run's other frequencies, whose time goes on."""
+
+    def __init__(self, ctx: RunContext, model: Recovers, clocks: dict[str, Frequency]) -> None:
+        self._ctx, self._model, self._config = ctx, model, ctx.cfg.recover
+        self._freq = Frequency(self._config, ctx.clock)
+        self._clocks = clocks | {"recover": self._freq}
+        self._dir = ctx.run_dir / RECOVER_DIR
+
+    def restore(self, load_state: Callable[[State], None]) -> int:
+        """The step to continue from, 0 for a run that begins. `load_state` gets, on every rank,
+        what the `state` of `maybe_save` answered.
+        """
+        found = self._ctx.resumed
+        if found is None:
+            return 0
+        saved: State = self._ctx.zero(_read, found.path / STATE_FILE)
+        self._model.load(_engine_meta(found.path))
+        self._model.set_version(found.info["version"])
+        for name, clock in self._clocks.items():
+            clock.load_state_dict(saved["clocks"][name])
+        load_state(saved["state"])
+        return found.step
+
+    def maybe_save(
+        self,
+        state: Callable[[], State],
+        *,
+        step: int,
+        epoch: int,
+        epoch_ended: bool,
+        last: bool,
+    ) -> None:
+        """At the end of a step, if one is due or it is the last. `state` is asked on rank 0, for
+        what the trainer itself wants back.
+        """
+        if self._config.mode == "disabled":
+            return
+        if self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last:
+            self._save(state, step, epoch)
+
+    def _save(self, state: Callable[[], State], step: int, epoch: int) -> None:
+        target = self._dir / f"step_{step:06d}"
+        staging = self._ctx.zero(stage, target)
+        self._model.save(_engine_meta(staging))
+        clocks = {name: clock.state_dict() for name, clock in self._clocks.items()}
+        info = {
+            "step": step,
+            "epoch": epoch,
+            "version": self._model.get_version(),
+            "elapsed_s": self._ctx.elapsed(),
+        }
+        self._ctx.zero(self._complete, staging, target, info, clocks, state)
+        log.info("checkpoint %s", target)
+
+    def _complete(
+        self, staging: Path, target: Path, info: State, clocks: State, state: Callable[[], State]
+    ) -> None:
+        """Rank 0: the trainer's part, the marker, the rename; then older ones may go."""
+        cfg = self._ctx.cfg
+        torch.save({"clocks": clocks, "state": state()}, staging / STATE_FILE)
+        info["model"] = architecture(model_path(cfg, next(iter(engines(cfg)))))
+        (staging / MARKER).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+        put_in_place(staging, target)
+        whole, _ = checkpoints(self._ctx.run_dir)
+        for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:
+            remove(old.path)
+
+    def ended_already(self, saver: Saver, *, total: int, over: bool) -> bool:
+        """Says where this start begins. True where the run is `over`: then only a final model that
+        is missing, or older than the checkpoint, is written.
+        """
+        found, run = self._ctx.resumed, self._ctx.run_dir
+        if found is None:
+            return False
+        if not over:
+            version = found.info["version"]
+            log.info(
+                "continuing %s from step %d of %d (version %d)", run, found.step, total, version
+            )
+            return False
+        log.info("the run in %s ended at step %d of %d: nothing to do", run, found.step, total)
+        if not self._ctx.zero(_is_newer, saver.final, found.path / MARKER):
+            saver.save_final(self._model)
+        return True
+
+
+def _engine_meta(path: Path) -> SaveLoadMeta:
+    return SaveLoadMeta(path=str(path / ENGINE), weight_format="dist", with_optim=True)
+
+
+def _read(path: Path) -> State:
+    # our own file, with rows of any dataset in it
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _is_newer(final: Path, marker: Path) -> bool:
+    return final.exists() and final.stat().st_mtime >= marker.stat().st_mtime
+
+
+def data_of(cfg: BaseConfig, size: int) -> State:
+    """What a place in the training data depends on, to see whether a saved one still means it."""
+    data = asdict(cfg.train_dataset)
+    del data["reward"]  # says nothing about the rows
+    return data | {"rows": size, "seed": cfg.seed}
+
+
+def same_data(before: State, now: State) -> bool:
+    changed = [k for k in now if k in before and before[k] != now[k]]
+    if changed:
+        warn_once_per_world(
+            log,
+            "the training data is not what it was (%s): its first epoch begins, prompts in flight "
+            "are dropped",
+            ", ".join(f"train_dataset.{k}" if k not in ("rows", "seed") else k for k in changed),
+        )
+    return not changed

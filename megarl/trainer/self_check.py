@@ -1,0 +1,211 @@
+"""SelfCheck: the run looks at itself while it trains, and stops, skips or warns as configured.
+
+What it looks at (megarl/algos/checks.py says how):
+* at the first update after every start the training pass sees the policy compute_logp saw;
+* before any update, actor and reference agree where they were loaded from the same weights;
+* no update is made of anything that is not finite. The engine refuses such an update on all ranks
+  (weights and optimizer state stay as they are, to the bit), the mini-batch goes to
+  <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
+  schedule counts steps, not updates, so a skipped one does not hold it up.
+
+Every rank calls the same checks on the same batch and figures, so all of them stop, or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.algos import checks
+from megarl.algos.checks import Batch, Finding
+from megarl.api.engine import LossFn
+from megarl.config.engine import TrainEngineConfig
+from megarl.config.recipes import BaseConfig
+from megarl.engine import MegatronEngine
+from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.trainer.context import RunContext
+from megarl.trainer.roles import MegatronActor, MegatronRef, MegatronSFT
+
+log = get_logger(__name__)
+
+MAX_FILES = 20  # mini-batches saved per start: a run that skips now and then must not fill the disk
+
+
+class SelfCheckError(RuntimeError):
+    """A check failed. Rank 0's message says everything, the others' only what failed."""
+
+
+class SelfCheck:
+    def __init__(self, cfg: BaseConfig, ctx: RunContext) -> None:
+        self.config = cfg.self_check
+        self._run_config = asdict(cfg)
+        self._dir = ctx.run_dir / "nonfinite"
+        self._zero, self._decode = ctx.zero, ctx.tokenizer.decode
+        self._step = self._minibatch = self._skipped = self._saved = 0
+        self._unchecked: str | None = None
+
+    def begin_step(self, step: int) -> None:
+        """step: from 1, as the figures count."""
+        self._step, self._minibatch = step, -1
+
+    def watch(
+        self, role: MegatronActor | MegatronSFT, *, first_ratio_to: str | None = None
+    ) -> None:
+        """From here on every update of `role` is checked.
+
+        first_ratio_to: the batch key of the logprobs from which the first update's ratio must be
+        1; None leaves that check out.
+        """
+        if first_ratio_to is not None and self.config.on_failure != "off":
+            self._unchecked = first_ratio_to
+        role.train_batch = partial(self._train_batch, role.engine)
+
+    # ---- the first step ------------------------------------------------------------------------
+
+    def actor_equals_ref(self, batch: Batch, actor: MegatronActor, ref: MegatronRef) -> None:
+        """prox_logp and ref_logp agree, if the actor still has the weights the reference has."""
+        if self.config.on_failure == "off" or "prox_logp" not in batch:
+            return
+        if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
+            return
+        dtypes = {actor.engine.dtype, ref.engine.dtype}
+        bounds = checks.ROUNDING[torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32]
+        if dtypes == {torch.float32} and same_shapes(actor.config, ref.config):
+            bounds = checks.SAME_SHAPES
+        finding = checks.same_policy(
+            checks.row_gaps(batch["prox_logp"], batch["ref_logp"], batch["loss_mask"]),
+            bounds,
+            batch,
+            what=f"actor and reference disagree, though both hold {actor.config.path} as it was",
+            sides=("actor", "reference"),
+            causes="a layout that loads or computes something wrongly, weights changed before the "
+            "first update, two temperatures",
+            decode=self._decode,
+        )
+        self._conclude(finding, "actor and reference, of the same weights, agree")
+
+    def _check_ratio(self, rows: dict[str, torch.Tensor], batch: Batch, dtype: torch.dtype) -> None:
+        assert self._unchecked is not None
+        key, self._unchecked = self._unchecked, None
+        finding = checks.same_policy(
+            checks.RowGaps(**rows),
+            checks.ROUNDING[dtype],
+            batch,
+            what="the first update does not start from ratio 1: the training pass and "
+            "compute_logp see different policies",
+            sides=("training pass", key),
+            causes=f"dropout, a stale {key} (weights changed after it was computed), two "
+            "temperatures, attention across the borders of packed sequences, numerics",
+            decode=self._decode,
+        )
+        self._conclude(finding, "the first update starts from ratio 1 and KL 0")
+
+    def _conclude(self, finding: Finding | None, passed: str) -> None:
+        if finding is None:
+            log.info("self check: %s", passed)
+        elif self.config.on_failure == "warn":
+            warn_once_per_world(log, "step %d: %s", self._step, finding)
+        else:
+            finding = replace(finding, headline=f"step {self._step}: {finding.headline}")
+            self._stop(finding, "self_check.on_failure=warn goes on all the same")
+
+    # ---- every update --------------------------------------------------------------------------
+
+    def _train_batch(
+        self, engine: MegatronEngine, batch: Batch, loss_fn: LossFn, *args: Any, **kw: Any
+    ) -> dict[str, float]:
+        """engine.train_batch with the checks around it. A skipped update has no figures but
+        update_successful = 0.
+        """
+        self._minibatch += 1
+        if finding := checks.nonfinite_inputs(batch):
+            return self._refuse(engine, batch, finding, {})
+        if self._unchecked is None or self._unchecked not in batch:
+            stats, rows = engine.train_batch(batch, loss_fn, *args, **kw), {}
+        else:
+            watched = checks.watch_gaps(loss_fn, self._unchecked)
+            stats = engine.train_batch(checks.number_rows(batch), watched, *args, **kw)
+            rows = checks.take_rows(stats)
+        if finding := checks.nonfinite_update(stats):
+            by_row = partial(self._row_losses, engine, batch, loss_fn, *args, **kw)
+            return self._refuse(engine, batch, finding, stats, by_row)
+        self._skipped = 0
+        if rows:
+            self._check_ratio(rows, batch, engine.dtype)
+        return stats
+
+    def _row_losses(
+        self, engine: MegatronEngine, batch: Batch, loss_fn: LossFn, *args: Any, **kw: Any
+    ) -> torch.Tensor:
+        """[B]: the loss of every sequence, from a pass of its own (after a failure only)."""
+        numbered, watched = checks.number_rows(batch), checks.watch_losses(loss_fn)
+        return checks.take_rows(engine.eval_batch(numbered, watched, *args, **kw))["loss"]
+
+    def _refuse(
+        self,
+        engine: MegatronEngine,
+        batch: Batch,
+        finding: Finding,
+        stats: dict[str, float],
+        row_losses: Callable[[], torch.Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Says and saves what there is to know; then skips the update, or stops."""
+        self._skipped += 1
+        details = list(finding.details)
+        if broken := self._broken_weights(engine):
+            details.append(f"the weights themselves are not finite: {broken}")
+        elif row_losses is not None:
+            details.append(checks.nonfinite_origin(row_losses(), batch, decode=self._decode))
+        where = f"step {self._step}, mini-batch {self._minibatch}"
+        finding = Finding(f"{where}: {finding.headline}", tuple(details))
+        details.append(self._zero(self._save, batch, finding, stats))
+        finding = replace(finding, details=tuple(details))
+        if broken:
+            self._stop(finding, "skipping batches cannot mend them: continue from a checkpoint")
+        if self.config.on_nonfinite == "stop":
+            self._stop(finding, "self_check.on_nonfinite=skip would leave this update out")
+        if self._skipped >= self.config.max_skips:
+            self._stop(finding, f"skipped updates in a row: {self._skipped} (self_check.max_skips)")
+        warn_once_per_world(log, "%s\n  the update is skipped", finding)
+        return {"update_successful": 0.0}
+
+    def _broken_weights(self, engine: Any) -> str:
+        """HF names of parameters with a NaN or Inf. Collective: rank 0 is shown the tensors."""
+        names = [name for name, value in engine.hf_state() if not value.isfinite().all()]
+        names = self._zero(lambda: names)
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def _save(self, batch: Batch, finding: Finding, stats: dict[str, float]) -> str:
+        """Rank 0: a line that says where the mini-batch is, and how to look at it."""
+        if self._saved == MAX_FILES:
+            return f"not saved: {self._dir} holds {MAX_FILES} mini-batches of this run already"
+        self._saved += 1
+        self._dir.mkdir(parents=True, exist_ok=True)
+        path = self._dir / f"step_{self._step:06d}_mb{self._minibatch}.pt"
+        record = {"batch": batch, "finding": str(finding), "stats": stats, "step": self._step}
+        torch.save(record | {"mini_batch": self._minibatch, "config": self._run_config}, path)
+        return f"saved for inspection: torch.load({str(path)!r})['batch']"
+
+    def _stop(self, finding: Finding, hint: str) -> None:
+        everything = f"{finding}\n  {hint}"
+        raise SelfCheckError(everything if self._zero.is_zero else finding.headline)
+
+
+def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
+    """Whether both start from the same weights: the same directory, or the same seed (a run has
+    one) for the same architecture. The reference's path is filled in already.
+    """
+    paths = {os.path.realpath(c.path) if Path(c.path).exists() else c.path for c in (actor, ref)}
+    return len(paths) == 1 and actor.init_from_scratch == ref.init_from_scratch
+
+
+def same_shapes(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
+    """Whether both compute logprobs in the same order, so that they agree to the bit."""
+    keys = ("parallel", "mb_spec", "dtype", "attention", "lm_head_chunk_tokens")
+    return all(getattr(actor, k) == getattr(ref, k) for k in keys)

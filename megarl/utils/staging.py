@@ -1,0 +1,95 @@
+"""Directories and files that are there whole or not at all, whatever moment a kill comes at.
+
+A directory is written as `.NAME.tmp-TAG` beside its target and renamed once it is synced to disk.
+One rename cannot replace a directory, so an older one steps aside as `.NAME.old-TAG` first.
+`clean_up` ends what a killed process began: `tmp` is garbage, `old` goes back where its place is
+empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
+
+
+def stage(target: Path) -> Path:
+    """A new, empty directory beside `target`."""
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = _beside(target, "tmp")
+    staging.mkdir()
+    return staging
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """Syncs `staging` to disk; then it is `target`, and what `target` was is gone."""
+    target = target.absolute()
+    old = _beside(target, "old")
+    _sync_tree(staging)
+    if target.exists():
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def remove(directory: Path) -> None:
+    """Deletes it so that no half of it is ever seen under its name."""
+    doomed = _beside(directory.absolute(), "tmp")
+    directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clean_up(parent: Path) -> list[Path]:
+    """Ends what killed processes left in `parent`; what was found. For the one who writes there."""
+    found = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None:
+            continue
+        found.append(path)
+        target = parent / match["name"]
+        if match["kind"] == "old" and not target.exists():
+            path.rename(target)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file at once: a reader, or a next start, sees the old text or the new one."""
+    staging = _beside(path, "tmp")
+    staging.write_text(text, encoding="utf-8")
+    sync(staging)
+    staging.replace(path)
+
+
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_tree(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        sync(file)
+    sync(directory)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{uuid.uuid4().hex[:8]}")

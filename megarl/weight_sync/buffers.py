@@ -1,0 +1,65 @@
+"""The memory buckets are gathered into and sent from."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megarl.weight_sync.agreement import Agreement
+from megarl.weight_sync.shared_memory import Offer, attach, offer
+
+ALIGNMENT = 64  # bytes, that of torch's host allocator
+
+
+class BucketBuffers:
+    """Two buckets on the owner. On hosts they are kept from one upload to the next: the kernel
+    takes longer to hand out fresh pages than a gather takes to fill them.
+
+    shared: they are mapped by every rank, as they are where all ranks are processes of one host;
+    `pair` then is the same memory everywhere. Else the other ranks' `pair` is empty.
+    """
+
+    def __init__(self, agreement: Agreement, owner: int, device: torch.device) -> None:
+        self.agreement, self.device = agreement, device
+        self.owning = agreement.rank == owner
+        self._owner = owner
+        self.drop()
+
+    def drop(self) -> None:
+        self.pair: list[torch.Tensor] = []
+        self.shared = False
+        self._size = 0
+
+    def take(self, nbytes: int) -> None:
+        """Collective. Room for buckets of `nbytes`."""
+        if all(self.agreement.gather(self._size >= nbytes)):
+            return
+        self.drop()  # freed before their successors are allocated
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        flat = self._share(2 * size)
+        self.shared = all(self.agreement.gather(flat is not None))
+        if self.shared and flat is not None:
+            self.pair = [flat[:size], flat[size:]]
+        else:
+            self.pair = self.agreement.together(self._allocate, size)
+        self._size = size
+
+    def _share(self, nbytes: int) -> torch.Tensor | None:
+        """Collective. None on ranks that cannot reach the owner's memory."""
+        mine = self.agreement.together(self._offer, nbytes)
+        offered = self.agreement.gather(mine)[self._owner]
+        try:
+            return None if offered is None else self.agreement.together(attach, offered)
+        finally:
+            if mine is not None:
+                os.close(mine.fd)
+
+    def _offer(self, nbytes: int) -> Offer | None:
+        alone = self.agreement.size == 1
+        return offer(nbytes) if self.owning and not alone and self.device.type == "cpu" else None
+
+    def _allocate(self, size: int) -> list[torch.Tensor]:
+        if not self.owning:
+            return []
+        return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]

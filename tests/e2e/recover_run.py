@@ -1,0 +1,220 @@
+"""megarl/run.py that is killed in the middle of something, for the launcher to start.
+
+KILL="PHASE:STEP" in the environment: SIGKILL in that phase of that step. With KILL_ALL the launcher
+and everything below it die at once, as a host does; else only the rank that is in the phase. It
+happens once: KILLED names the file that remembers it, with the process ids there were. ROWS names a
+file that gets the rows of every batch that is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def even(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> float:
+    """A reward that differs between any model's samples: the share of even token ids."""
+    return sum(t % 2 == 0 for t in completion_ids) / max(1, len(completion_ids))
+
+
+def main() -> int:
+    from megarl.run import main as run
+
+    if "KILL" in os.environ and not Path(os.environ["KILLED"]).exists():
+        phase, _, step = os.environ["KILL"].partition(":")
+        PHASES[phase](int(step))
+    if "ROWS" in os.environ:
+        record_rows(Path(os.environ["ROWS"]))
+    return run()
+
+
+def record_rows(path: Path) -> None:
+    from megarl.rollout.executor import RolloutExecutor
+
+    def make(real: Any) -> Any:
+        def hand_out(self: Any, episodes: Any, begun: float) -> Any:
+            with path.open("a") as f:
+                f.write(json.dumps([e.row["row_id"] for e in episodes]) + "\n")
+            return real(self, episodes, begun)
+
+        return hand_out
+
+    patch(RolloutExecutor, "_hand_out", make)
+
+
+def die() -> None:
+    pids = descendants(os.getppid())
+    Path(os.environ["KILLED"]).write_text(json.dumps(pids))
+    if "KILL_ALL" in os.environ:
+        for pid in [os.getppid(), *(p for p in pids if p != os.getpid())]:
+            os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue  # it has ended
+    found = [pid]
+    for above in found:
+        found += [p for p, parent in parents.items() if parent == above]
+    return found[1:]
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def in_rollout(step: int) -> None:
+    """Rank 0, with one group of the batch generated and the others under way."""
+    from megarl.rollout.client import RemoteSGLangEngine
+    from megarl.rollout.workflows.rlvr import RLVRWorkflow
+
+    training = False
+
+    def prepare(real: Any) -> Any:
+        def prepare_batch(self: Any, *args: Any, **kw: Any) -> Any:
+            nonlocal training
+            training = True
+            batch = real(self, *args, **kw)
+            training = False
+            return batch
+
+        return prepare_batch
+
+    def make(real: Any) -> Any:
+        async def arun_episode(self: Any, engine: Any, data: Any) -> Any:
+            batch = await real(self, engine, data)
+            if training and engine.get_version() == step - 1:
+                die()
+            return batch
+
+        return arun_episode
+
+    patch(RemoteSGLangEngine, "prepare_batch", prepare)
+    patch(RLVRWorkflow, "arun_episode", make)
+
+
+def in_update(step: int) -> None:
+    """The last rank, after the first mini-batch's update."""
+    from megarl.engine import MegatronEngine
+
+    def make(real: Any) -> Any:
+        def train_batch(self: Any, *args: Any, **kw: Any) -> Any:
+            stats = real(self, *args, **kw)
+            if _last_rank() and self._lr_schedule.num_steps == step:
+                die()
+            return stats
+
+        return train_batch
+
+    patch(MegatronEngine, "train_batch", make)
+
+
+def in_sync(step: int) -> None:
+    """The last rank, while the weights of this step are gathered for the servers."""
+    from megarl.engine import MegatronEngine
+    from megarl.models.gather import BucketGatherer
+
+    version = -1
+
+    def upload(real: Any) -> Any:
+        def upload_weights(self: Any, meta: Any) -> Any:
+            nonlocal version
+            version = meta.version
+            return real(self, meta)
+
+        return upload_weights
+
+    def make(real: Any) -> Any:
+        def gather(*args: Any, **kw: Any) -> Any:
+            if _last_rank() and version == step:
+                die()
+            return real(*args, **kw)
+
+        return gather
+
+    patch(MegatronEngine, "upload_weights", upload)
+    patch(BucketGatherer, "gather", make)
+
+
+def in_checkpoint(step: int) -> None:
+    """Rank 0, with all files of the checkpoint written but not in place."""
+    from megarl.trainer import recover
+
+    def make(real: Any) -> Any:
+        def put_in_place(staging: Path, target: Path) -> None:
+            if target.name == f"step_{step:06d}":
+                die()
+            real(staging, target)
+
+        return put_in_place
+
+    patch(recover, "put_in_place", make)
+
+
+def in_engine_save(step: int) -> None:
+    """The last rank, while the engine's part of the checkpoint is written."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def make(real: Any) -> Any:
+        def write_data(self: Any, *args: Any, **kw: Any) -> Any:
+            if _last_rank() and f".step_{step:06d}." in str(self.path):
+                die()
+            return real(self, *args, **kw)
+
+        return write_data
+
+    patch(FileSystemWriter, "write_data", make)
+
+
+def in_hf_save(step: int) -> None:
+    """Rank 0, with the weights of the HF directory written; step 0 is the final one."""
+    from megarl.ckpt import hf
+
+    def make(real: Any) -> Any:
+        def write_config(staging: Path, *args: Any) -> None:
+            if staging.name.startswith(f".step_{step:06d}." if step else ".final."):
+                die()
+            real(staging, *args)
+
+        return write_config
+
+    patch(hf, "write_config", make)
+
+
+def in_eval(step: int) -> None:
+    """Rank 0, after the answers came."""
+    from megarl.trainer.evaluation import Evaluator
+
+    def make(real: Any) -> Any:
+        def evaluate(self: Any, *args: Any, **kw: Any) -> Any:
+            stats = real(self, *args, **kw)
+            if self._engine.get_version() == step:
+                die()
+            return stats
+
+        return evaluate
+
+    patch(Evaluator, "evaluate", make)
+
+
+def _last_rank() -> bool:
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+
+PHASES = {
+    "rollout": in_rollout, "update": in_update, "sync": in_sync, "checkpoint": in_checkpoint,
+    "engine_save": in_engine_save, "hf_save": in_hf_save, "eval": in_eval,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,436 @@
+"""Nothing hangs: whatever dies, stops or never returns, the run goes on or ends with an error that
+names who waited for what, and no process of it is left.
+
+Real processes and real signals: a script given to the launcher patches a phase of the trainer so
+that something happens there, then runs the recipe. Small timeouts are set where the default would
+have to pass; what must be immediate keeps the defaults, which are minutes, and TIMEOUT is far less.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.dist.world import free_port
+from tests.embedded_server import Server, embedded_server
+from tests.leftovers import Mark
+from tests.tiny import save_tiny
+from tests.tiny_tokenizer import save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 150.0
+
+SCRIPT = """
+import asyncio, os, signal, sys, threading, time
+from pathlib import Path
+
+OUT, RANK = Path(os.environ["OUT"]), int(os.environ["RANK"])
+VICTIM, VICTIM_ADDRESS = int(os.environ["VICTIM"]), os.environ["VICTIM_ADDRESS"]
+
+def at(owner, name, act, *, call=1):
+    '''`act` runs before the call-th call of the method.'''
+    method, count = getattr(owner, name), 0
+    def patched(*args, **kw):
+        nonlocal count
+        count += 1
+        if count == call:
+            act()
+        return method(*args, **kw)
+    setattr(owner, name, patched)
+
+def hit(pid, number=signal.SIGKILL):
+    def act():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # a second time
+            pass
+    return act
+
+def reached():
+    (OUT / f"reached{{RANK}}").touch()
+
+def wait():
+    reached()
+    time.sleep(300)
+
+if __name__ == "__main__":
+    from megarl.models.gather import BucketGatherer
+    from megarl.rollout.client import RemoteSGLangEngine
+    from megarl.rollout.server_pool import ServerPool
+    from megarl.rollout.workflows.rlvr import RLVRWorkflow
+    from megarl.trainer.rl import RLTrainer
+    from megarl.trainer.roles import MegatronActor
+    from megarl.weight_sync import channel
+    from megarl.weight_sync.channel import UpdateChannel
+    import megarl.run
+
+{act}
+    sys.exit(megarl.run.main())
+"""
+
+REWARDS = """
+import ctypes, os, signal, subprocess, time
+from pathlib import Path
+
+def stuck(*args, **row):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "300"])
+    (Path(os.environ["OUT"]) / "reached_reward").touch()
+    ctypes.PyDLL(None).sleep(300)  # holds the GIL
+
+def stuck_once(*args, **row):
+    first = Path(os.environ["OUT"]) / "reached_reward"
+    if not first.exists():
+        first.touch()
+        os._exit(3)
+    return 1.0
+"""
+
+
+class Run:
+    """A run of the GRPO recipe, and what is around it."""
+
+    def __init__(self, path: Path, model: Path) -> None:
+        self.path, self.model, self.mark = path, model, Mark()
+        self.servers: list[Server] = []
+        self.process: subprocess.Popen[str] | None = None
+        (path / "failing_rewards.py").write_text(REWARDS)
+
+    def start(self, act: str, *keys: str, nproc: int = 1, torchrun: bool = False) -> None:
+        """`act`: what is patched before the recipe runs, in every trainer process."""
+        script = self.path / "failing.py"
+        indented = "\n".join("    " + line for line in act.strip().splitlines())
+        script.write_text(SCRIPT.format(act=indented))
+        command = [sys.executable, "-m", "megarl.launcher.local"]
+        if torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"]
+            command += ["--master-port", str(free_port()), "--nproc-per-node", str(nproc)]
+        config = ROOT / "configs" / "quickstart_grpo.yaml"
+        command += [str(script), "--config", str(config), f"fileroot={self.path}/runs"]
+        command += [
+            f"actor.path={self.model}", f"actor.parallel.tp={nproc}", "ref=null",
+            "recover.mode=disabled", "saver.final=false", "valid_dataset=null",
+            "train_dataset.size=40", "train_dataset.batch_size=4", "gconfig.n_samples=2",
+            "total_train_steps=3", "weight_sync.bucket_mb=1", "rollout.reward_workers=1", *keys,
+        ]  # fmt: skip
+        if self.servers:
+            command.append(f"rollout.addresses=[{','.join(map(address, self.servers))}]")
+        env = os.environ | self.mark.env | {
+            "OUT": str(self.path), "OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu",
+            "VICTIM": str(self.servers[0].process.pid if self.servers else 0),
+            "VICTIM_ADDRESS": address(self.servers[0]) if self.servers else "",
+            "PYTHONPATH": f"{self.path}{os.pathsep}{ROOT}",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def until(self, *names: str) -> None:
+        """Waits for the files that the script or a reward makes when it gets there."""
+        assert self.process is not None
+        deadline = time.monotonic() + TIMEOUT
+        while not all((self.path / name).exists() for name in names):
+            ended = self.process.poll() is not None or time.monotonic() > deadline
+            assert not ended, self.process.communicate()[0]
+            time.sleep(0.05)
+
+    def fails(self) -> str:
+        """Ends by itself, with an error, and leaves nothing; the output."""
+        status, output = self.end()
+        assert status not in (0, None), output
+        return output
+
+    def end(self) -> tuple[int, str]:
+        assert self.process is not None
+        try:
+            output = self.process.communicate(timeout=TIMEOUT)[0]
+        except subprocess.TimeoutExpired:
+            left = self.mark.left()
+            self.close()
+            raise AssertionError(f"it hangs: {left}\n{self.process.communicate()[0]}") from None
+        self.mark.assert_none_left()
+        return self.process.returncode, output
+
+    def close(self) -> None:
+        self.mark.kill()
+        if self.process is not None:
+            self.process.wait()
+
+
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("failures") / "model"
+    save_tiny(path, "qwen3", layers=4, hidden_size=256)  # some buckets of 1 MB
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Iterator[Run]:
+    run = Run(tmp_path, model)
+    yield run
+    run.close()
+
+
+def server_of(model: Path, log: Path) -> AbstractContextManager[Server]:
+    return embedded_server(model, "--context-length", "64", "--dtype", "float32", log=log)
+
+
+@pytest.fixture(scope="module")
+def healthy(model: Path) -> Iterator[Server]:
+    """It serves one failing run after the other."""
+    with server_of(model, model.parent / "server.log") as server:
+        yield server
+
+
+@pytest.fixture
+def serve(run: Run, healthy: Server) -> None:
+    run.servers = [healthy]
+
+
+@pytest.fixture
+def victim(run: Run) -> Iterator[Server]:
+    with server_of(run.model, run.path / "victim.log") as server:
+        run.servers = [server]
+        yield server
+
+
+# a server dies, or stops answering
+
+IN_GENERATION = """
+call = ServerPool.call
+async def patched(self, address, method, path, *args, **kw):
+    task = asyncio.ensure_future(call(self, address, method, path, *args, **kw))
+    if path == "/generate" and address == VICTIM_ADDRESS:
+        await asyncio.sleep(0.02)
+        hit(VICTIM, signal.{blow})()
+    return await task
+ServerPool.call = patched
+"""
+BLOWS = pytest.mark.parametrize(
+    "blow", [pytest.param(b, marks=pytest.mark.full) for b in ("SIGKILL", "SIGSTOP")]
+)
+
+
+@pytest.mark.parametrize("blow", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.full)])
+def test_a_server_lost_in_generation_is_dropped(
+    run: Run, victim: Server, healthy: Server, blow: str
+) -> None:
+    """Its requests go to the other one, and the next update is of the other one alone."""
+    run.servers.append(healthy)
+    run.start(IN_GENERATION.format(blow=blow), "rollout.request_timeout=5")
+    status, output = run.end()
+    assert status == 0, output
+    assert output.count("going on with 1 server(s)") == 1, output
+    assert output.count(f"{address(victim)}: /generate") == 1, output  # one warning, not many
+    assert healthy.get("/model_info")[1]["weight_version"] == "3"
+
+
+@BLOWS
+def test_the_only_server_lost_in_generation_is_an_error(
+    run: Run, victim: Server, blow: str
+) -> None:
+    run.start(IN_GENERATION.format(blow=blow), "rollout.request_timeout=3", nproc=2)
+    output = run.fails()
+    assert "generation failed 3 times (rollout.request_retries" in output
+    assert f"server {address(victim)}: /generate" in output
+    assert "rank 0 failed in" in output  # what rank 1 says
+
+
+PHASES = {
+    "connecting to": "at(channel, 'listen', hit(VICTIM, signal.{blow}))",
+    "bucket 2 of": "at(UpdateChannel, 'deliver', hit(VICTIM, signal.{blow}), call=2)",
+    "/end_weight_update": "at(UpdateChannel, 'end', hit(VICTIM, signal.{blow}))",
+    "/continue_generation": "at(RemoteSGLangEngine, 'resume', hit(VICTIM, signal.{blow}))",
+}
+
+
+@BLOWS
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_server_lost_in_an_update_is_named_by_every_rank(
+    run: Run, victim: Server, phase: str, blow: str
+) -> None:
+    bound = ["weight_sync.timeout=6"] if blow == "SIGSTOP" else []
+    run.start(PHASES[phase].format(blow=blow), *bound, nproc=2)
+    output = run.fails()
+    errors = re.findall(r"^(?:\[rank\d\]: )?RuntimeError: .*", output, re.MULTILINE)
+    named = [e for e in errors if address(victim) in e]
+    assert any("rank 0" in e for e in named), output  # rank 1 quotes rank 0
+    assert all(phase in e for e in named), output
+    if blow == "SIGSTOP":
+        assert all("weight_sync.timeout=6 s" in e for e in named), output
+
+
+# rewards and workflows
+
+
+@pytest.mark.full
+def test_a_reward_that_never_returns_stops_the_run(run: Run, serve: None) -> None:
+    run.start("", "train_dataset.reward=failing_rewards:stuck", "rollout.reward_timeout=2", nproc=2)
+    output = run.fails()
+    assert "RewardTimeout: reward stuck on row" in output
+    assert "took longer than rollout.reward_timeout=2 s" in output
+
+
+@pytest.mark.full
+def test_a_reward_that_dies_may_cost_its_samples_only(run: Run, serve: None) -> None:
+    reward = "train_dataset.reward=failing_rewards:stuck_once"
+    run.start("", reward, "rollout.on_reward_error=reject")
+    status, output = run.end()
+    assert status == 0, output
+    assert "rejected (rollout.on_reward_error=reject): reward stuck_once on row" in output
+
+
+@pytest.mark.full
+def test_a_workflow_that_never_returns_is_an_error_with_its_row(run: Run, serve: None) -> None:
+    act = """
+async def patched(self, engine, data):
+    await asyncio.sleep(300)
+RLVRWorkflow.arun_episode = patched
+"""
+    run.start(act, "rollout.episode_timeout=2")
+    output = run.fails()
+    assert "took longer than rollout.episode_timeout=2 s" in output
+    assert "in the episode of row" in output
+
+
+@pytest.mark.full
+def test_a_workflow_that_blocks_the_loop_is_shown_with_its_line(run: Run, serve: None) -> None:
+    act = """
+async def patched(self, engine, data):
+    time.sleep(3000)
+RLVRWorkflow.arun_episode = patched
+"""
+    run.start(act, "rollout.episode_timeout=5")
+    output = run.fails()
+    assert "none ended for rollout.episode_timeout + 30 s" in output
+    assert "asynchronous code blocks it" in output and "time.sleep(3000)" in output
+
+
+# a trainer process ends, or stops
+
+RANK_1 = {
+    "rollout": """
+if RANK == 0: at(RLTrainer, '_next_batch', wait)
+else: at(RLTrainer, 'step', lambda: threading.Timer(2.0, die).start())
+""",
+    "train": "if RANK == 1: at(MegatronActor, 'ppo_update', die)",
+    "sync": "if RANK == 1: at(BucketGatherer, 'gather', die, call=2)",
+}
+DEATHS = {
+    "exit": "die = lambda: os._exit(1)",
+    "kill": "die = hit(os.getpid())",
+    "error": "def die(): raise ValueError('of its own')",
+}
+WAITED = {
+    "rollout": "",
+    "train": "gave up waiting for other ranks in train_batch",
+    "sync": "weight sync: rank 0 lost touch with the other ranks",
+}
+
+
+def full_but(*quick: tuple[str, str, bool]) -> list[object]:
+    cases = [(p, d, t) for p in RANK_1 for d in DEATHS for t in (False, True)]
+    cases.remove(("rollout", "error", False))  # rank 1 runs nothing there that could raise
+    cases.remove(("rollout", "error", True))
+    return [pytest.param(*c, marks=[] if c in quick else [pytest.mark.full]) for c in cases]
+
+
+@pytest.mark.parametrize("phase, death, torchrun", full_but(("train", "kill", False)))
+def test_a_rank_that_ends_ends_the_others(
+    run: Run, serve: None, phase: str, death: str, torchrun: bool
+) -> None:
+    run.start(f"{DEATHS[death]}\n{RANK_1[phase]}", nproc=2, torchrun=torchrun)
+    output = run.fails()
+    if torchrun:
+        assert "exitcode" in output and "rank      : 1" in output, output
+        return  # it ends the others as soon as it sees one end: they may not get to say anything
+    status = {"exit": "status 1", "kill": "status 137", "error": "status 1"}[death]
+    if death != "error":  # else rank 0, which is told, may be the first to end
+        assert f"trainer 1 exited with {status}" in output, output
+    if death == "error":
+        assert "ValueError: of its own" in output
+    elif phase != "rollout":
+        assert WAITED[phase] in output, output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ("train", "sync"))
+def test_a_rank_that_stands_still_is_waited_for_so_long(run: Run, serve: None, phase: str) -> None:
+    act = "die = hit(os.getpid(), signal.SIGSTOP)\n" + RANK_1[phase]
+    bounds = ["collective_timeout=20", "weight_sync.timeout=4"]
+    run.start(act, *bounds, nproc=2)
+    output = run.fails()
+    assert WAITED[phase] in output
+    bound = {
+        "train": "within collective_timeout=20 s",
+        "sync": "within weight_sync.timeout + 30 s = 34 s",
+    }[phase]
+    assert bound in output, output
+
+
+@pytest.mark.full
+def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
+    act = "if RANK == 0: at(RLTrainer, '_next_batch', wait)"
+    bounds = ["rollout.episode_timeout=2", "rollout.request_timeout=3", "weight_sync.timeout=5"]
+    run.start(act, *bounds, nproc=2)
+    output = run.fails()
+    assert "rank 1 waited for rank 0 to finish RLTrainer._next_batch" in output
+    keys = "rollout.episode_timeout + rollout.request_timeout + weight_sync.timeout = 10 s"
+    assert keys in output, output
+
+
+# the user ends it
+
+STANDSTILL = {
+    "rollout": "at(RLTrainer, '_next_batch', wait)",
+    "train": "at(MegatronActor, 'ppo_update', wait)",
+    "sync": "at(BucketGatherer, 'gather', wait, call=2)",
+}
+
+
+def test_sigterm_leaves_nothing_not_even_a_stuck_reward(run: Run) -> None:
+    """With a server of its own, started by the launcher."""
+    run.start("", "train_dataset.reward=failing_rewards:stuck", "rollout.reward_timeout=300")
+    run.until("reached_reward")
+    assert run.process is not None
+    run.process.terminate()
+    assert run.end()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", STANDSTILL)
+@pytest.mark.parametrize("number, times", [("SIGTERM", 1), ("SIGINT", 1), ("SIGINT", 2)])
+def test_signals_in_every_phase(run: Run, phase: str, number: str, times: int) -> None:
+    run.start(f"if RANK == 0: {STANDSTILL[phase]}", nproc=2)
+    run.until("reached0")
+    assert run.process is not None
+    for _ in range(times):
+        run.process.send_signal(getattr(signal, number))
+        time.sleep(0.5)
+    assert run.end()[0] == 128 + getattr(signal, number)
+
+
+# nothing starts where it cannot end well
+
+
+def test_a_run_directory_that_cannot_be_written_is_an_error_before_servers(run: Run) -> None:
+    (run.path / "runs").write_text("a file")
+    run.start("")
+    status, output = run.end()
+    assert status == 2 and "Traceback" not in output
+    assert f"the run directory {run.path}/runs/quickstart/grpo cannot be written to" in output
+    assert "server" not in output.replace(str(run.path), "")

@@ -1,0 +1,276 @@
+"""Runs that are killed with SIGKILL and started again with the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import save_tiny
+from tests.tiny_tokenizer import save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "e2e" / "recover_run.py"
+STEPS = 5  # of 3 in an epoch, with a checkpoint after every second
+SIGKILLED = (-9, 137)
+
+COMMON = [
+    "experiment_name=e", "trial_name=t", f"total_train_steps={STEPS}", "total_train_epochs=9",
+    "train_dataset.size=12", "train_dataset.batch_size=4", "train_dataset.options.level=1",
+    "recover.freq_steps=2", "saver.freq_steps=2", "evaluator.freq_steps=2",
+    "valid_dataset.size=4", "valid_dataset.options.level=1", "stats_logger.table=false",
+    "collective_timeout=120",
+]  # fmt: skip
+OPTIMIZER = ["lr=1e-2", "lr_scheduler_type=linear", "warmup_steps_proportion=0.4"]
+GRPO = [
+    "recipe=grpo", *(f"actor.optimizer.{o}" for o in OPTIMIZER), "actor.ppo_n_minibatches=2",
+    "gconfig.n_samples=4", "gconfig.max_new_tokens=8", "gconfig.seed=7",
+    "eval_gconfig.max_new_tokens=4", "server.deterministic=true", "server.context_length=64",
+    "server.threads=1", "train_dataset.reward=tests.e2e.recover_run:even",
+]  # fmt: skip
+SFT = ["recipe=sft", *(f"model.optimizer.{o}" for o in OPTIMIZER)]
+LAYOUTS = {
+    "tp2": ["actor.parallel.tp=2"],
+    "pp2": ["actor.parallel.pp=2"],
+    "dp2": ["weight_sync.type=disk"],
+}
+
+
+@dataclass
+class Run:
+    """A command, and the directory it writes to."""
+
+    root: Path
+    command: tuple[str, ...]
+    nproc: int = 2
+
+    @property
+    def dir(self) -> Path:
+        return self.root / "e" / "t"
+
+    def start(
+        self, *more: str, kill: str = "", everything: bool = True, nproc: int = 0, rows: str = ""
+    ) -> tuple[int, str]:
+        """Runs to the end, or until it is killed at `kill`; the status and the output. `rows`: a
+        file for those trained on.
+        """
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu"}
+        env |= {"ROWS": str(self.root / rows)} if rows else {}
+        if kill:
+            env |= {"KILL": kill, "KILLED": str(self.root / f"killed-{kill}")}
+            env |= {"KILL_ALL": "1"} if everything else {}
+        done = subprocess.run(
+            [sys.executable, "-m", "megarl.launcher.local", str(SCRIPT), "--nproc",
+             str(nproc or self.nproc), f"fileroot={self.root}", *self.command, *more],
+            cwd=ROOT, env=env, timeout=300, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if kill:
+            killed = self.root / f"killed-{kill}"
+            assert killed.exists(), done.stdout  # it ended otherwise
+            pids = json.loads(killed.read_text())
+            assert len(pids) >= self.nproc
+            deadline = time.monotonic() + 30.0
+            while left := [p for p in pids if alive(p)]:
+                assert time.monotonic() < deadline, f"processes {left} of the run are left"
+                time.sleep(0.1)
+        return done.returncode, done.stdout
+
+    def finish(self, *more: str, **kw: Any) -> str:
+        status, output = self.start(*more, **kw)
+        assert status == 0, output
+        return output
+
+    def rows(self, name: str = "stats") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.dir / f"{name}.jsonl").read_text().splitlines()]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """stats.jsonl without what depends on the clock."""
+        clocks = r"time|elapsed_s|(timing|weight_sync)/.*|rollout/(wait_time|latency_\w+)"
+        return [{k: v for k, v in r.items() if not re.fullmatch(clocks, k)} for r in self.rows()]
+
+    def trained_rows(self, name: str) -> list[list[int]]:
+        return [json.loads(line) for line in (self.root / name).read_text().splitlines()]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.dir / "final" / "model.safetensors")
+
+    def leftovers(self) -> list[Path]:
+        return [p for p in self.dir.rglob(".*") if ".tmp-" in p.name or ".old-" in p.name]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run of a layout (or of other overrides) that nobody killed; made once."""
+    runs: dict[tuple[str, ...], Run] = {}
+
+    def get(*command: str, nproc: int = 2) -> Run:
+        if command not in runs:
+            runs[command] = Run(tmp_path_factory.mktemp("whole"), command, nproc)
+            runs[command].finish()
+        return runs[command]
+
+    return get
+
+
+def grpo(model: Path, layout: str, *more: str) -> tuple[str, ...]:
+    return (*GRPO, *COMMON, *LAYOUTS[layout], f"actor.path={model}", *more)
+
+
+def check_same(run: Run, whole: Run, model: Path) -> None:
+    """Bitwise the same weights and figures, and the training did something."""
+    before = load_file(model / "model.safetensors")
+    after, expected = run.weights(), whole.weights()
+    assert after.keys() == expected.keys()
+    assert all(torch.equal(after[k], expected[k]) for k in expected)
+    assert sum(not torch.equal(before[k], after[k]) for k in before) > len(before) // 2
+    assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
+    assert run.figures() == whole.figures()
+    elapsed = [r["elapsed_s"] for r in run.rows()]
+    assert elapsed == sorted(elapsed)
+    assert not run.leftovers()
+    assert [p.name for p in (run.dir / "recover").iterdir()] == [f"step_{STEPS:06d}"]
+
+
+def rewards_differ(whole: Run) -> bool:
+    return all(r["reward/groups_all_equal"] < 1 for r in whole.rows() if r["step"])
+
+
+def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
+    """In the update of step 4, and again while the checkpoint after step 4 is being written."""
+    whole = uninterrupted(*grpo(model, "tp2"))
+    assert rewards_differ(whole)
+    run = Run(tmp_path, grpo(model, "tp2"))
+    for kill in ("update:4", "checkpoint:4"):
+        status, output = run.start(kill=kill)
+        assert status in SIGKILLED, output
+    assert run.leftovers()
+    output = run.finish()
+    assert re.search(r"continuing \S+ from step 2 of 5 \(version 2\)", output), output
+    check_same(run, whole, model)
+    assert run.rows("samples") == whole.rows("samples")
+    assert [r["step"] for r in run.rows("stats.superseded")] == [3, 3, 4]
+
+
+# phase:step of the kills of one run, and the step the next start continues from
+CHAIN = {
+    "rollout:1": 0, "eval:2": 0, "update:2": 0, "sync:3": 2, "rollout:4": 2, "eval:4": 2,
+    "hf_save:4": 2, "engine_save:4": 2, "checkpoint:4": 2, "update:5": 4, "hf_save:0": 5,
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_in_every_phase(layout, model, uninterrupted, tmp_path):
+    """One run, killed in one phase after the other, ends as if nothing had been."""
+    whole = uninterrupted(*grpo(model, layout))
+    assert rewards_differ(whole)
+    run, done = Run(tmp_path, grpo(model, layout)), 0
+    for kill, next_start in CHAIN.items():
+        status, output = run.start(kill=kill)
+        assert status in SIGKILLED, output
+        assert ("continuing" in output) == (done > 0)
+        assert not done or f"from step {done} of {STEPS}" in output
+        done = next_start
+    output = run.finish()
+    assert "ended at step 5 of 5: nothing to do" in output
+    check_same(run, whole, model)
+
+
+@pytest.mark.full
+def test_the_launcher_starts_a_failed_run_again(model, uninterrupted, tmp_path):
+    """One rank is killed; the launcher ends the rest, and its second start goes on from step 2."""
+    run = Run(tmp_path, grpo(model, "tp2"))
+    output = run.finish("recover.restarts=1", kill="update:4", everything=False)
+    assert "starting again, 0 restart(s) left" in output and "from step 2 of 5" in output
+    check_same(run, uninterrupted(*grpo(model, "tp2")), model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_dp_goes_on_with_the_same_data(before, after, model, tmp_path):
+    whole, run = Run(tmp_path / "a", grpo(model, "dp2")), Run(tmp_path / "b", grpo(model, "dp2"))
+    for r in (whole, run):
+        r.root.mkdir()
+    whole.finish(rows="rows")
+    status, output = run.start(kill="rollout:4", nproc=before, rows="first")
+    assert status in SIGKILLED, output
+    run.finish(nproc=after, rows="second")
+    seen = whole.trained_rows("rows")
+    assert len(seen) == STEPS and sorted(chain(*seen[:3])) == list(range(12))
+    assert run.trained_rows("first") == seen[:3] and run.trained_rows("second") == seen[2:]
+    assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", ["rollout:4", "update:4", "sync:4", "checkpoint:4"])
+def test_asynchronous_runs_continue(kill, model, tmp_path):
+    """Nothing is lost or trained twice: the prompts in flight come again, in order."""
+    run = Run(tmp_path, grpo(model, "tp2", "rollout.max_head_offpolicyness=2"))
+    status, output = run.start(kill=kill, rows="first")
+    assert status in SIGKILLED, output
+    run.finish(rows="second")
+    trained = run.trained_rows("first")[:2] + run.trained_rows("second")
+    last = run.rows()[-1]
+    assert len(trained) == STEPS and last["rollout/trained"] == 4 * STEPS
+    if not last["rollout/dropped"]:
+        assert sorted(chain(*trained[:3])) == list(range(12))
+    assert max(r["staleness/max"] for r in run.rows()[1:]) <= 2
+    assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["tp", "pp", "dp"])
+def test_sft(parallel, model, uninterrupted, tmp_path):
+    layout = [] if parallel == "dp" else [f"model.parallel.{parallel}=2"]
+    command = (*SFT, *COMMON, *layout, f"model.path={model}")
+    whole = uninterrupted(*command)
+    run = Run(tmp_path, command)
+    for kill in ("update:1", "update:4", "engine_save:4", "checkpoint:4", "hf_save:4", "hf_save:0"):
+        status, output = run.start(kill=kill)
+        assert status in SIGKILLED, output
+    assert "ended at step 5 of 5" in run.finish()
+    check_same(run, whole, model)
+
+
+@pytest.mark.full
+def test_a_finished_run(model, tmp_path):
+    """Started again it does nothing; with more steps it goes on; it is not overwritten."""
+    run = Run(tmp_path, (*SFT, *COMMON, f"model.path={model}"), nproc=1)
+    run.finish()
+    figures, final = run.figures(), (run.dir / "final").stat().st_mtime_ns
+    assert "ended at step 5 of 5: nothing to do" in run.finish()
+    assert run.figures() == figures and (run.dir / "final").stat().st_mtime_ns == final
+    output = run.finish("total_train_steps=7")
+    assert "total_train_steps: 5 -> 7" in output and "from step 5 of 7" in output
+    assert [r["step"] for r in run.rows()] == list(range(8)) and run.figures()[:6] == figures
+    assert (run.dir / "final").stat().st_mtime_ns > final
+    assert "total_train_steps: 5" in (run.dir / "config.1.yaml").read_text()
+    status, output = run.start("recover.mode=disabled")
+    assert status == 2 and "holds a run already" in output and str(run.dir) in output

@@ -1,0 +1,338 @@
+"""Every prompt and every sample is accounted for: at each step, after kills, at the end.
+
+The executor runs over a real StatefulDataLoader and workflows that succeed, are rejected, fail or
+come back too stale at random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from megarl.config.dataset import DatasetConfig
+from megarl.config.rollout import RolloutConfig
+from megarl.data.dataset import RowDataset
+from megarl.data.loader import build_dataloader
+from megarl.rollout.executor import RolloutExecutor
+from megarl.rollout.ledger import AccountingError, Ledger
+from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.staleness import StalenessManager
+from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, trajectory
+
+SIZE = 23
+COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped", "handed_out",
+            "trained", "trained_samples", "reward_errors")  # fmt: skip
+
+
+class Boom(Exception):
+    pass
+
+
+class Chance(Scripted):
+    """Rows of `rejected` and `failing` always are; the rest succeed, after a while, and are too
+    stale with probability `stale`. What an episode meets depends on its number only.
+    """
+
+    def __init__(self, *, rejected=(), failing=(), stale=0.0):
+        super().__init__()
+        self.rejected, self.failing, self.stale = set(rejected), set(failing), stale
+
+    async def arun_episode(self, engine, data):
+        number, version, row = data["episode_id"], engine.get_version(), data["row_id"]
+        self.started.append((row, version, number))
+        luck = random.Random(number)
+        await asyncio.sleep(luck.choice([0.0, 0.0005, 0.002]))
+        if row in self.failing:
+            raise Boom(row)
+        if row in self.rejected:
+            return None
+        age = 9 if luck.random() < self.stale else 0
+        return trajectory([row], version=version - age, n=2)
+
+
+class Rig:
+    """An executor, its loader and its trainer; `kill` and go on from a `checkpoint`."""
+
+    def __init__(self, *, batch_size=4, drop_last=False, shuffle=True, flow=None, **config):
+        self.flow = flow or Chance()
+        self.config = RolloutConfig(max_concurrent_rollouts=64, **config)
+        self.data = DatasetConfig(
+            type="arithmetic", batch_size=batch_size, drop_last=drop_last, shuffle=shuffle
+        )
+        self.loop: LoopThread | None = None
+        self.handed: list[int] = []  # row ids, one per prompt trained
+        self.failed: list[int] = []
+        self.ids: list[int] = []
+        self.version = 0
+        self._open()
+
+    def _open(self):
+        self.close()
+        self.loop = LoopThread("test-accounting")
+        self.engine = FakeEngine(0)
+        self.ex = RolloutExecutor(self.config, engine=self.engine, loop=self.loop)
+        self.loader = self.new_loader()
+
+    def new_loader(self):
+        return build_dataloader(RowDataset([{"row_id": i} for i in range(SIZE)]), self.data, seed=3)
+
+    def close(self):
+        if self.loop is not None:
+            self.loop.close()
+
+    def step(self):
+        try:
+            batch = self.ex.prepare_batch(self.loader, self.flow)
+        except Boom as error:
+            self.failed.append(error.args[0])
+            return
+        ids = batch["episode_ids"]
+        self.ex.ledger.receive(ids)
+        self.check()
+        self.handed += row_ids(batch)[::2]
+        self.ids += ids.tolist()[::2]
+        self.ex.trained(ids)
+        self.check()
+        self.bump()
+
+    def bump(self):
+        self.version += 1
+        self.engine.version = self.version
+        self.ex.pipeline.version_changed(self.version)
+
+    def check(self):
+        s = self.ex.stats()
+        ended = s["accepted"] + s["rejected"] + s["failed"] + s["dropped"]
+        assert s["submitted"] == s["running"] + ended
+        assert s["trained_samples"] == 2 * s["trained"]
+
+    def checkpoint(self):
+        state = {"executor": self.ex.state_dict(), "loader": self.loader.state_dict()}
+        book = (self.version, list(self.handed), list(self.failed), list(self.ids))
+        return copy.deepcopy((state, book))
+
+    def kill_and_resume(self, checkpoint, *, batch_size=None):
+        state, book = copy.deepcopy(checkpoint)
+        if batch_size:
+            self.data.batch_size = batch_size
+        self._open()
+        self.ex.load_state_dict(json.loads(json.dumps(state["executor"])))
+        self.loader.load_state_dict(state["loader"])
+        self.version, self.handed, self.failed, self.ids = book
+        self.engine.version = self.version
+        self.ex.pipeline.version_changed(self.version)
+        self.check()
+
+    def counters(self):
+        return {name: self.ex.stats()[name] for name in COUNTERS}
+
+    def stream(self, count):
+        """The first rows of all epochs, as nobody's business ever disturbs them."""
+        loader, out = self.new_loader(), []
+        while len(out) < count:
+            out += [row["row_id"] for rows in loader for row in rows]
+        return out[:count]
+
+
+@pytest.fixture
+def rig():
+    rigs = []
+
+    def build(**kw):
+        rigs.append(Rig(**kw))
+        return rigs[-1]
+
+    yield build
+    for r in rigs:
+        r.close()
+
+
+def check_books(r: Rig) -> None:
+    """Every row that was drawn ended in exactly one place, or waits."""
+    state = r.ex.state_dict()
+    count, left = state["counters"], [row["row_id"] for row in state["rows"]]
+    assert (count["accepted"], count["failed"]) == (len(r.handed), len(r.failed))
+    told = r.handed + r.failed + left
+    missing = Counter(r.stream(len(told) + count["rejected"])) - Counter(told)
+    assert sum(missing.values()) == count["rejected"] and set(missing) <= r.flow.rejected
+    assert not set(r.handed) & (r.flow.rejected | r.flow.failing)
+    assert r.ids == sorted(set(r.ids))  # over the whole run, kills or not
+    assert count["submitted"] == sum(
+        count[k] for k in ("accepted", "rejected", "failed", "dropped")
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_runs_with_kills_balance_at_every_step(rig, seed):
+    rng = random.Random(seed)
+    eta = seed % 3
+    flow = Chance(
+        rejected=rng.sample(range(SIZE), 3),
+        failing=rng.sample(range(SIZE), 2),
+        stale=rng.choice([0.0, 0.15]),
+    )
+    r = rig(
+        flow=flow,
+        max_head_offpolicyness=eta,
+        batch_size=rng.choice([3, 4, 5]),
+        drop_last=rng.random() < 0.5,
+    )
+    saved = r.checkpoint()
+    for step in range(40):
+        r.step()
+        if rng.random() < 0.4:
+            saved = r.checkpoint()
+        if step % 7 == 6:
+            r.kill_and_resume(saved)
+        check_books(r)
+    assert len(r.handed) > 30 and r.failed and r.ex.stats()["rejected"] > 0
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resume_gives_exactly_the_remaining_rows(rig, eta, drop_last, shuffle):
+    """Over two epoch boundaries, with rejections that leave batches partly buffered."""
+    kw = {"drop_last": drop_last, "shuffle": shuffle, "max_head_offpolicyness": eta}
+    whole, cut = (rig(flow=Chance(rejected=[2, 9, 10]), **kw) for _ in range(2))
+    for _ in range(11):
+        whole.step()
+    for _ in range(11):
+        cut.kill_and_resume(cut.checkpoint())
+        cut.step()
+    assert cut.handed == whole.handed
+    assert len(cut.handed) == 44 and max(Counter(cut.handed).values()) == 3
+
+
+def test_a_resumed_synchronous_run_is_the_uninterrupted_one(rig):
+    """Episode ids, which key the sampling seeds, versions and all counters."""
+    flows = [Chance(rejected=[1, 5, 20]) for _ in range(2)]
+    whole, cut = (rig(flow=flow) for flow in flows)
+    saved = cut.checkpoint()
+    for k in range(9):
+        whole.step()
+        cut.step()
+        if k % 3 == 0:
+            saved, begun = cut.checkpoint(), list(flows[1].started)
+        if k % 3 == 1:  # one step is lost
+            cut.kill_and_resume(saved)
+            flows[1].started = begun
+            cut.step()
+    assert cut.ids == whole.ids and cut.handed == whole.handed
+    assert sorted(flows[1].started) == sorted(flows[0].started)
+    assert cut.counters() == whole.counters()
+    assert whole.counters()["rejected"] > 0
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_row_of_an_epoch_is_trained_exactly_once_unless_rejected(rig, drop_last):
+    r = rig(flow=Chance(rejected=[7]), drop_last=drop_last, max_head_offpolicyness=1)
+    for _ in range(12):
+        r.step()
+    # 12 batches of 4; row 7 falls away, an epoch has all 23 rows, or 20 when whole batches only
+    epoch = 20 if drop_last else SIZE
+    rows = r.stream(2 * epoch)
+    kept = [i for i in rows if i != 7]
+    assert r.handed[: len(kept)] == kept
+    assert len(set(rows[:epoch])) == len(set(rows[epoch:])) == epoch
+
+
+def test_batch_size_may_change_over_a_resume(rig):
+    r = rig(max_head_offpolicyness=1)
+    for _ in range(3):
+        r.step()
+    r.kill_and_resume(r.checkpoint(), batch_size=6)
+    before = len(r.handed)
+    r.step()
+    assert len(r.handed) - before == 6
+    staleness = r.ex.pipeline.staleness
+    assert staleness.room(3) + staleness.running + staleness.accepted == 12 + 12
+    for _ in range(5):
+        r.step()
+    assert r.handed == r.stream(12 + 36)
+
+
+def test_what_failed_before_a_checkpoint_comes_again_after_it(rig):
+    r = rig(flow=Chance(failing=[0, 1]), shuffle=False)
+    r.step()
+    assert len(r.failed) == 1
+    while len(r.ex.pipeline._failed) < 1:  # the other one: nobody has been told yet
+        asyncio.run(asyncio.sleep(0.002))
+    rows = [row["row_id"] for row in r.ex.state_dict()["rows"]]
+    assert rows[:3] == [({0, 1} - set(r.failed)).pop(), 2, 3]
+
+
+def test_the_state_of_a_fresh_and_of_a_used_executor(rig):
+    r = rig()
+    state = r.ex.state_dict()
+    assert state["rows"] == [] and set(state["counters"].values()) == {0}
+    r.step()
+    with pytest.raises(AssertionError, match="after the first batch"):
+        r.ex.load_state_dict(state)
+
+
+def ids(*episodes: int) -> torch.Tensor:
+    return torch.tensor(episodes)
+
+
+def test_ledger_names_the_episode_at_fault():
+    ledger = Ledger()
+    ledger.receive(ids(0, 0, 2, 2))
+    ledger.train(ids(0, 0))
+    with pytest.raises(AccountingError, match="episode 0 was trained twice"):
+        ledger.train(ids(0, 0))
+    with pytest.raises(AccountingError, match="episode 5 was trained, but never handed out"):
+        ledger.train(ids(5))
+    with pytest.raises(AccountingError, match="episodes 2 were handed out, but never trained"):
+        ledger.check()
+    with pytest.raises(AccountingError, match="never trained"):
+        ledger.state_dict()
+    with pytest.raises(AccountingError, match="episode 2: 1 samples trained, it has 2"):
+        ledger.train(ids(2))
+    with pytest.raises(AccountingError, match="episode 1 was handed out twice"):
+        ledger.receive(ids(1, 1))
+
+
+def test_ledger_stays_small_and_survives_a_resume():
+    ledger = Ledger()
+    for i in range(1000):
+        ledger.receive(ids(2 * i, 2 * i))
+        ledger.train(ids(2 * i, 2 * i))
+    state = ledger.state_dict()
+    assert state == {"mark": 1998, "episodes": 1000, "samples": 2000} and not ledger._untrained
+    again = Ledger()
+    again.load_state_dict(state)
+    with pytest.raises(AccountingError, match="episode 1998 was trained twice"):
+        again.train(ids(1998, 1998))
+    assert again.state_dict() == state
+
+
+def test_an_untrained_batch_is_an_error_at_the_next(rig):
+    r = rig()
+    r.ex.prepare_batch(r.loader, r.flow)  # and its trainer forgets it
+    r.bump()
+    batch = r.ex.prepare_batch(r.loader, r.flow)
+    r.ex.ledger.receive(batch["episode_ids"])
+    with pytest.raises(AccountingError, match="8 episodes were handed out, but 4 trained"):
+        r.ex.trained(batch["episode_ids"])
+
+
+@pytest.mark.parametrize("fault", ["submitted", "accepted", "handed_out"])
+def test_books_that_do_not_balance_are_an_error_with_all_counters(fault):
+    m = StalenessManager(max_concurrent=8, max_head_offpolicyness=0)
+    for outcome in ("accept", "accept", "reject", "fail"):
+        m.start()
+        getattr(m, outcome)()
+    m.hand_out(1)
+    m.check(in_flight=1)
+    with pytest.raises(AccountingError, match="2 in flight"):
+        m.check(in_flight=2)
+    setattr(m, fault, getattr(m, fault) + 1)
+    with pytest.raises(AccountingError, match=r"\d submitted, 0 running, \d accepted, 1 rejected"):
+        m.check(in_flight=1)

@@ -1,0 +1,342 @@
+"""The pages in docs/ say what is so: their keys, commands, messages, examples are the code's."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from examples.close_reward import close_reward
+from examples.tiny_model import make_tokenizer
+from examples.two_turn import Transcript, TwoTurnWorkflow
+from megarl.config.dataset import DatasetConfig
+from megarl.config.loader import load_config
+from megarl.config.recipes import RECIPES, GRPOConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.schema import Key, all_keys, key_table
+from megarl.data import build_dataset, dataset
+from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
+from tests.tiny_tokenizer import save_tokenizer
+from tests.unit.rollout_fakes import FakeServer
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md"]
+# what stands in the sources where the figure "group/name" is made
+FIGURES = {
+    "timing": 'phase("{phase}")',
+    "rollout": '"{name}"',
+    "weight_sync": '"{phase}"',
+    "eval": '"eval/{name}"',
+    "reward": '"reward/{name}"',
+    "response_len": '"response_len/{name}"',
+    "staleness": '"staleness/{name}"',
+    "train_rollout_logprob_abs_diff": '"train_rollout_logprob_abs_diff/{name}"',
+    "tokens": '"tokens/{name}"',
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for lang, body in FENCE.findall(page.read_text()) if lang == language]
+
+
+def spans(page: Path) -> list[str]:
+    """`code` outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text()))
+
+
+def hooks() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# configuration
+
+
+def test_reference_has_every_key_of_every_recipe() -> None:
+    page = hooks().on_page_markdown((ROOT / "docs" / "configuration.md").read_text())
+    for name, cls in RECIPES.items():
+        for key in all_keys(cls):
+            assert f"### {key.name}\n" in page or f"| `{key.name}` |" in page, (name, key.name)
+    line = next(x for x in page.splitlines() if x.startswith("| `actor.kl_estimator`"))
+    assert line == "| `actor.kl_estimator` | str | `k3` | KL estimator<br>One of `k1`, `k2`, `k3` |"
+    assert "| `eval_gconfig.greedy` | bool | `true` |" in page
+    assert "| `rollout.max_concurrent_rollouts` | int &#124; None | `null` |" in page
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
+def test_yaml_blocks_load(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(text), dict), text
+        path = tmp_path / "x.yaml"
+        path.write_text(text)
+        load_config(path)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
+def test_commands_are_accepted(page: Path) -> None:
+    """Targets, scripts, configurations and overrides of every command line exist."""
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in commands(page):
+        for target in re.findall(r"\bmake ([a-z0-9-]+)", command):
+            assert target in targets, command
+        words = command.split()
+        for script in [w for w in words if w.startswith(("examples/", "megarl/", "benchmarks/"))]:
+            assert (ROOT / script).is_file(), command
+        if "--config" in words:
+            config = words[words.index("--config") + 1]
+            overrides = [w for w in words if re.match(r"\+?[\w.]+=", w)]
+            placeholder = config == "X.yaml"
+            load_config(*([None] if placeholder else [ROOT / config, overrides]))
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Lines of bash blocks, joined at backslashes and without comments; `make x` in the text."""
+    for block in blocks(page, "bash"):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if command := line.partition("#")[0].strip():
+                yield command
+    yield from [s for s in spans(page) if s.startswith("make ")]
+
+
+def test_key_and_value_in_code_spans_are_accepted() -> None:
+    """`section.key=value`, `section.key: value` and `section.key` in the text."""
+    names: dict[str, Key] = {k: v for cls in RECIPES.values() for k, v in key_table(cls).items()}
+    sections = {part for name in names for part in name.split(".")[:-1]}
+    seen = 0
+    for page in TEXTS:
+        if page.name == "troubleshooting.md":
+            continue  # messages, checked below
+        for text in spans(page):
+            match = re.fullmatch(r"(\w+(?:\.\w+)+)(?:=(\S+))?", text)
+            if not match or match[1].partition(".")[0] not in sections:
+                continue
+            name, value = match.groups()
+            if (ROOT / name).exists() or name.endswith((".md", ".py", ".jsonl", ".yaml")):
+                continue
+            free = [k for k, key in names.items() if key.free_form and name.startswith(k + ".")]
+            inner = any(full.endswith("." + name) for full in names)  # of some section
+            assert name in names or inner or free or callable_of(name), f"{page.name}: `{text}`"
+            if value is not None and name in names:
+                recipe = "sft" if name in key_table(RECIPES["sft"]) else "grpo"
+                load_config(None, [f"recipe={recipe}", text])
+            seen += 1
+    assert seen > 30
+
+
+def callable_of(name: str) -> bool:
+    """`actor.ppo_update` and the like: verbs of the scripts' objects, not keys."""
+    return name in ("actor.ppo_update", "model.generate")
+
+
+def test_paths_in_the_text_exist() -> None:
+    for page in TEXTS:
+        for text in spans(page):
+            if re.fullmatch(r"(megarl|examples|configs|tests|benchmarks|docs)/[\w./-]+", text):
+                assert (ROOT / text).exists(), f"{page.name}: {text}"
+
+
+# troubleshooting
+
+
+def test_figures_in_the_text_are_logged() -> None:
+    sources = "\n".join(p.read_text() for p in (ROOT / "megarl").rglob("*.py"))
+    seen = 0
+    for page in PAGES:
+        for text in spans(page):
+            group, slash, name = text.partition("/")
+            if not re.fullmatch(r"[\w/]+", text) or not slash or group not in FIGURES:
+                continue
+            shape = FIGURES[group].format(name=name, phase=name.removesuffix("_s"))
+            assert shape in sources, f"{page.name}: {text}"
+            seen += 1
+    assert seen > 20
+
+
+def messages() -> list[str]:
+    """Every text of the package's sources, blanks evened out, \\0 where something is filled in."""
+    found = []
+    for path in (ROOT / "megarl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (text := filled(node)) is not None:
+                found.append(" ".join(text.split()))
+    return found
+
+
+def filled(node: ast.AST) -> str | None:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(getattr(v, "value", "")) if isinstance(v, ast.Constant) else "\0"
+                       for v in node.values)  # fmt: skip
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[-+.\d]*[sdrgf]", "\0", node.value)
+    return None
+
+
+def test_messages_of_troubleshooting_are_the_sources() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = page.partition("## Symptoms without an error")[0]
+    quoted = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", page, re.MULTILINE)
+    patterns = [p for cell in quoted for p in re.findall(r"`([^`]+)`", cell)]
+    assert len(patterns) > 60
+    known = messages()
+    lost = [p for p in patterns if not any(matches(p, text) for text in known)]
+    assert not lost, "no source says: " + "\n".join(lost)
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether the fixed parts of `pattern` (between …) stand in `text`, in order."""
+    begin = 0
+    for part in [" ".join(p.split()) for p in pattern.split("…")]:
+        begin = text.find(part, begin)
+        if begin < 0:
+            return False
+        begin += len(part)
+    return True
+
+
+# examples
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_example_reward() -> None:
+    # --8<-- [start:reward]
+    reward = get_reward_fn("examples.close_reward:close_reward")
+    row = {"answer": "125", "task": "sum", "row_id": 0}
+    assert reward("57+68=", "125", [], [], **row) == 1.0
+    assert reward("57+68=", "100", [], [], **row) == 0.8
+    assert reward("57+68=", "who knows", [], [], **row) == 0.0
+
+    with RewardPool(1, timeout=30.0) as pool:  # as in a run: in a process of its own
+        score = asyncio.run(pool.score(reward, ("57+68=", "100", [], []), row, row_id=0))
+    assert score == 0.8
+    # --8<-- [end:reward]
+    assert reward is close_reward
+    assert reward("", "9" * 4000, [], [], answer="0") == 0.0
+
+
+def test_example_workflow(tokenizer: Any) -> None:
+    """The server writes tokens 100, 101, ... by position; the tool objects to all but one."""
+    server = FakeServer()
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=3)
+    messages = [{"role": "user", "content": "1+1"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    row = {"row_id": 0, "messages": messages, "prompt": prompt, "prompt_ids": ids, "answer": "2"}
+    engine = RemoteSGLangEngine(RolloutConfig(addresses=[server.address]))
+    try:
+        engine.initialize()
+        engine.set_version(4)
+        server.versions = ["4", "5"]  # of the first and of the second answers
+        with RewardPool(1, timeout=30.0) as pool:
+            flow = TwoTurnWorkflow(close_reward, gconfig, tokenizer, reward_pool=pool)
+            batch = engine.rollout_batch([row], workflow=flow)
+    finally:
+        engine.destroy()
+        server.close()
+    first, second = server.requests
+    between = tokenizer("\n<bos>user: a number\n<bos>assistant: ", add_special_tokens=False)
+    n, m = len(ids), len(between["input_ids"])
+    # the second request continues the first answer's own tokens, then what is new
+    answer = [100 + n + i for i in range(3)]
+    assert first["input_ids"] == [ids, ids]
+    assert second["input_ids"] == [ids + answer + between["input_ids"]] * 2
+    width = n + 3 + m + 3
+    assert batch["input_ids"].shape == (2, width) and batch["attention_mask"].all()
+    written = [*range(n, n + 3), *range(n + 3 + m, width)]
+    for name, empty in (("loss_mask", False), ("logprobs", 0.0), ("versions", -1)):
+        for t in range(width):
+            assert (batch[name][0, t].item() != empty) == (t in written), (name, t)
+    assert batch["versions"][0, written].tolist() == [4, 4, 4, 5, 5, 5]
+    expected = [-float(100 + t) for t in written]  # the fake's logprob of token 100 + t
+    assert batch["logprobs"][1, written].tolist() == expected
+    assert batch["rewards"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_example_workflow_ends_a_turn_once(ended: bool) -> None:
+    """The model's own end-of-turn token is not written again; one that is missing is."""
+    tok = make_tokenizer(1)
+    with RewardPool(1, timeout=30.0) as pool:
+        flow = TwoTurnWorkflow(close_reward, GenerationHyperparameters(), tok, reward_pool=pool)
+    written = "<|user|>1+1<|assistant|>3" + ("<|end|>" if ended else "")
+    sample = Transcript(tokens=tok(written, add_special_tokens=False)["input_ids"])
+    sample.read(flow._second_prompt([{"role": "user", "content": "1+1"}], "less", sample))
+    whole = "<|user|>1+1<|assistant|>3<|end|><|user|>less<|assistant|>"
+    assert tok.decode(sample.tokens) == whole
+
+
+def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
+    from megarl.trainer.rl import Generation
+
+    cfg = load_config(
+        None,
+        [
+            "rollout.workflow=examples.two_turn:TwoTurnWorkflow",
+            "rollout.addresses=[127.0.0.1:1]",
+            "train_dataset.reward=examples.close_reward:close_reward",
+            "gconfig.n_samples=2",
+        ],
+    )
+    assert isinstance(cfg, GRPOConfig)
+    generation = Generation(cfg, tokenizer)
+    try:
+        assert type(generation.workflow) is TwoTurnWorkflow
+        assert generation.workflow._reward_fn is close_reward
+    finally:
+        generation.close()
+    cfg.rollout.workflow = "examples.two_turn:ThreeTurnWorkflow"
+    with pytest.raises(ValueError, match=r"^rollout\.workflow 'examples\.two_turn:ThreeTurn"):
+        Generation(cfg, tokenizer)
+
+
+def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    space: dict[str, Any] = {"__name__": "capitals_loader"}
+    (code,) = blocks(ROOT / "docs" / "data.md", "python")
+    exec(compile(code, "docs/data.md", "exec"), space)
+    monkeypatch.setitem(dataset._SOURCES, "capitals", space["capitals"])
+    rows = {
+        split: build_dataset(
+            DatasetConfig(type="capitals", split=split, options={"polite": True}),
+            tokenizer, purpose="rl", seed=1,
+        )
+        for split in ("train", "test")
+    }  # fmt: skip
+    prompts = [row["prompt"] for rows_ in rows.values() for row in rows_]
+    assert len(set(prompts)) == len(space["CAPITALS"]) and "Peru, please?" in "".join(prompts)
+
+
+def test_own_prompts_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
+    (line,) = blocks(ROOT / "docs" / "data.md", "json")
+    (tmp_path / "train.jsonl").write_text(json.dumps(json.loads(line)) + "\n")
+    cfg = DatasetConfig(
+        type="gsm8k", path=str(tmp_path / "train.jsonl"), options={"instruction": " One word."}
+    )
+    (row,) = build_dataset(cfg, tokenizer, purpose="rl", seed=1)
+    assert row["answer"] == "Lima"
+    assert row["messages"][-1]["content"] == "What is the capital of Peru? One word."
+
+
+def test_python_blocks_compile_and_their_imports_exist() -> None:
+    for page in TEXTS:
+        for code in blocks(page, "python"):
+            if "--8<--" in code or code.startswith("async def"):
+                continue
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
+                    exec(ast.unparse(node), {})

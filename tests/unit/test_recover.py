@@ -1,0 +1,393 @@
+"""Checkpoints of a run: whole or not there, found again, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl import run as entry
+from megarl.ckpt.dist import FORMAT
+from megarl.ckpt.dist import MARKER as ENGINE_MARKER
+from megarl.config.check import check_config
+from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, save_config
+from megarl.config.recipes import BaseConfig
+from megarl.config.run import FrequencyConfig, SaverConfig
+from megarl.trainer import run_dir as claims
+from megarl.trainer.frequency import Frequency
+from megarl.trainer.recover import Recovery, data_of, same_data
+from megarl.trainer.run_dir import claim
+from megarl.trainer.saver import Saver
+from megarl.utils import staging
+from tests.hf_stub import write_stub
+
+# ---- directories and files that are whole or not there
+
+
+def killed(at: int, work: Any) -> int:
+    """Runs `work` in a process that dies before its `at`-th change of names or trees; its exit
+    status: 9 if it died, 0 if there were fewer.
+    """
+    if (pid := os.fork()) == 0:
+        try:
+            left = at
+
+            def dying(real: Any) -> Any:
+                def call(*args: Any, **kw: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        os._exit(9)
+                    return real(*args, **kw)
+
+                return call
+
+            Path.rename = dying(Path.rename)  # type: ignore[method-assign]
+            Path.replace = dying(Path.replace)  # type: ignore[method-assign]
+            Path.unlink = dying(Path.unlink)  # type: ignore[method-assign]
+            shutil.rmtree = dying(shutil.rmtree)
+            os.unlink = dying(os.unlink)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def content(directory: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in directory.iterdir()} if directory.exists() else {}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path, replaces):
+    old = {"a": "old", "b": "old"} if replaces else {}
+    new = {"a": "new", "c": "new"}
+
+    def write() -> None:
+        place = staging.stage(tmp_path / "x")
+        for name, text in new.items():
+            (place / name).write_text(text)
+        staging.put_in_place(place, tmp_path / "x")
+
+    for at in range(20):
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        if replaces:
+            (tmp_path / "x").mkdir()
+            for name, text in old.items():
+                (tmp_path / "x" / name).write_text(text)
+        status = killed(at, write)
+        staging.clean_up(tmp_path)
+        assert content(tmp_path / "x") in ((new,) if status == 0 else (old, new))
+        assert [p.name for p in tmp_path.iterdir()] == (["x"] if content(tmp_path / "x") else [])
+        if status == 0:
+            break
+    assert status == 0 and at >= (3 if replaces else 1)
+
+
+def test_a_directory_is_removed_whole_or_not_at_all(tmp_path):
+    def remove() -> None:
+        staging.remove(tmp_path / "x")
+
+    for at in range(20):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        for name in "abc":
+            (tmp_path / "x" / name).write_text(name)
+        status = killed(at, remove)
+        assert not (tmp_path / "x").exists() or len(content(tmp_path / "x")) == 3
+        staging.clean_up(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] in ([], ["x"])
+        if status == 0:
+            break
+    assert status == 0 and at > 1
+
+
+def test_a_file_is_rewritten_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "f"
+    file.write_text("old")
+    assert killed(0, lambda: staging.write_whole(file, "new")) == 9
+    assert file.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+    staging.clean_up(tmp_path)
+    staging.write_whole(file, "new")
+    assert content(tmp_path) == {"f": "new"}
+
+
+def test_clean_up_leaves_what_is_not_ours(tmp_path):
+    for name in (".git", "x.tmp-12345678", ".x.tmp-1234", ".x.tmp-1234567g"):
+        (tmp_path / name).mkdir()
+    assert staging.clean_up(tmp_path) == [] and len(list(tmp_path.iterdir())) == 4
+    assert staging.clean_up(tmp_path / "nowhere") == []
+
+
+# ---- a run directory and the configuration that wants it
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_stub(tmp_path / "model")
+
+
+def sft(root: Path, model: Path, *more: str) -> BaseConfig:
+    return load_config(None, [*arguments(root, model), *more])
+
+
+def arguments(root: Path, model: Path) -> list[str]:
+    run = [f"fileroot={root}", "experiment_name=e", "trial_name=t"]
+    return ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1e-3", *run]
+
+
+class Weights:
+    """What is trained: one number."""
+
+    def __init__(self) -> None:
+        self.value, self.version = 0, 0
+
+    def save(self, meta: Any) -> None:
+        path = Path(meta.path)
+        path.mkdir()
+        if meta.weight_format == "hf":
+            (path / "config.json").write_text("{}")
+            return
+        assert meta.with_optim
+        (path / "weights").write_text(str(self.value))
+        marker = {"format": FORMAT, "id": "x", "info": {}, "files": {"weights": 1}}
+        (path / ENGINE_MARKER).write_text(json.dumps(marker))
+
+    def load(self, meta: Any) -> None:
+        self.value = int((Path(meta.path) / "weights").read_text())
+
+    def get_version(self) -> int:
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+
+class Start:
+    """One start of a run, up to where its loop begins."""
+
+    def __init__(self, cfg: BaseConfig, now: float = 0.0) -> None:
+        self.now = now
+        self.lock, resumed = claim(cfg)
+        run = Path(cfg.fileroot) / "e" / "t"
+        self.ctx: Any = SimpleNamespace(
+            cfg=cfg, run_dir=run, resumed=resumed, zero=lambda fn, *args: fn(*args),
+            clock=lambda: self.now, elapsed=lambda: self.now,
+        )  # fmt: skip
+        self.weights, self.state = Weights(), {"place": 0}
+        self.clock = Frequency(FrequencyConfig(freq_secs=50), lambda: self.now)
+        self.saver = Saver(
+            SaverConfig(), run_dir=run, base_model_path="", clock=self.ctx.clock, is_zero=True
+        )
+        self.recovery = Recovery(self.ctx, self.weights, {"other": self.clock})
+        self.step = self.recovery.restore(self.state.update)
+
+    def train(self, steps: int, *, last: bool = False) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.now += 10
+            self.weights.value = self.weights.version = self.state["place"] = self.step
+            self.recovery.maybe_save(
+                lambda: self.state,
+                step=self.step,
+                epoch=1,
+                epoch_ended=False,
+                last=last and self.step == steps,
+            )
+
+    def saved(self) -> list[int]:
+        return [c.step for c in checkpoints(self.ctx.run_dir)[0]]
+
+
+def test_a_run_continues_where_its_newest_checkpoint_is(tmp_path, model):
+    cfg = sft(tmp_path, model, "recover.freq_steps=2", "recover.keep_last=2")
+    first = Start(cfg)
+    assert first.step == 0
+    first.train(7)
+    assert first.saved() == [4, 6]
+    second = Start(cfg, now=1000.0)
+    assert (second.step, second.weights.value, second.weights.version) == (6, 6, 6)
+    assert second.state == {"place": 6}
+    # the other clock had waited for all the 60 s, and goes on from there
+    assert second.clock.due(step=7, epoch=1, epoch_ended=False)
+    second.train(1)
+    assert second.saved() == [4, 6]
+
+
+def test_a_checkpoint_every_so_many_seconds_also_over_starts(tmp_path, model):
+    cfg = sft(tmp_path, model, "recover.freq_secs=35", "recover.keep_last=9")
+    first = Start(cfg)
+    first.train(6)
+    assert first.saved() == [4]
+    second = Start(cfg, now=500.0)
+    second.train(4)
+    assert second.saved() == [4, 8]
+
+
+def test_the_last_step_is_always_saved_and_disabled_saves_nothing(tmp_path, model):
+    cfg = sft(tmp_path, model)
+    start = Start(cfg)
+    start.train(3, last=True)
+    assert start.saved() == [3]
+    off = Start(sft(tmp_path / "off", model, "recover.mode=disabled", "recover.freq_steps=1"))
+    off.train(2, last=True)
+    assert off.saved() == []
+
+
+def test_incomplete_and_damaged_checkpoints_are_skipped(tmp_path, model, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
+    cfg = sft(tmp_path, model, "recover.freq_steps=1", "recover.keep_last=4")
+    Start(cfg).train(4)
+    recover = tmp_path / "e" / "t" / "recover"
+    (recover / "step_000004" / "trainer.json").unlink()
+    (recover / "step_000003" / "engine" / "weights").write_text("")
+    shutil.rmtree(recover / "step_000002" / "engine")
+    (recover / ".step_000009.tmp-0123abcd").mkdir()
+    start = Start(cfg)
+    assert start.step == 1 and not list(recover.glob(".step*"))
+    for step, why in (
+        (4, "marker is missing"),
+        (3, "is damaged"),
+        (2, "holds no whole checkpoint"),
+    ):
+        assert any(f"step_00000{step} is not whole" in m and why in m for m in caplog.messages)
+    assert start.saved() == [1]  # the others do not count as the newest again
+    start.train(1)
+    assert Start(cfg).step == 2
+
+
+def test_final_model_of_a_run_that_ended(tmp_path, model):
+    """Written if it is missing or older than the checkpoint, left alone otherwise."""
+    cfg = sft(tmp_path, model)
+    Start(cfg).train(2, last=True)
+    start = Start(cfg)
+    assert not start.recovery.ended_already(start.saver, total=4, over=False)
+    final = start.saver.final
+    assert not final.exists()
+    assert start.recovery.ended_already(start.saver, total=2, over=True) and final.exists()
+    assert start.recovery.ended_already(start.saver, total=2, over=True)  # Weights cannot save over
+    os.utime(final, (time.time() - 3600,) * 2)
+    with pytest.raises(FileExistsError):
+        start.recovery.ended_already(start.saver, total=2, over=True)
+
+
+def test_disabled_refuses_a_directory_that_holds_a_run(tmp_path, model):
+    off = sft(tmp_path, model, "recover.mode=disabled")
+    check_run_dir(off)
+    (tmp_path / "e" / "t").mkdir(parents=True)
+    (tmp_path / "e" / "t" / "stats.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds a run already") as e:
+        check_run_dir(off)
+    assert str(tmp_path / "e" / "t") in str(e.value) and "trial_name" in str(e.value)
+    check_run_dir(sft(tmp_path, model))
+
+
+def test_what_cannot_continue_is_refused(tmp_path, model):
+    cfg = sft(tmp_path, model)
+    Start(cfg).train(1, last=True)
+    other = write_stub(tmp_path / "other")
+    grpo = load_config(
+        None, [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", f"actor.path={model}"]
+    )
+    for changed, message in (
+        (sft(tmp_path, other), f"model.path={other}: it was {model}"),
+        (grpo, "recipe=grpo: it was sft"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_run_dir(changed)
+    check_run_dir(sft(tmp_path, Path(os.path.relpath(model))))  # the same place
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}))
+    check_run_dir(cfg)
+    (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    with pytest.raises(ConfigError, match=r"config.json has changed since \(rope_theta .* -> 5.0"):
+        check_run_dir(cfg)
+
+
+def test_changes_of_the_configuration_are_told_and_kept(tmp_path, model, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
+    run = tmp_path / "e" / "t"
+    lock, _ = claim(sft(tmp_path, model))
+    lock.close()
+    longer = sft(tmp_path, model, "total_train_steps=9", "+train_dataset.options.level=3")
+    changes = ["total_train_steps: None -> 9", "train_dataset.options.level: None -> 3"]
+    assert config_changes(longer) == changes
+    assert config_changes(sft(tmp_path, model)) == []
+    lock, _ = claim(longer)
+    lock.close()
+    assert changes[0] in caplog.text
+    assert load_config(run / "config.yaml") == longer
+    assert load_config(run / "config.1.yaml") == sft(tmp_path, model)
+    claim(longer)[0].close()
+    assert len(list(run.glob("config*.yaml"))) == 2
+
+
+def test_a_launchers_new_addresses_are_no_change(tmp_path, model):
+    base = [f"actor.path={model}", f"fileroot={tmp_path}", "rollout.addresses=[h:1]"]
+    cfg = load_config(None, base)
+    save_config(cfg, tmp_path / "megarl" / "trial0" / "config.yaml")
+    assert config_changes(load_config(None, [*base, "rollout.addresses=[h:2]"])) == []
+
+
+def test_one_run_at_a_time(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(claims, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(claims, "LOCK_POLL", 0.1)
+    cfg = sft(tmp_path, model)
+    lock, _ = claim(cfg)
+    if (pid := os.fork()) == 0:
+        try:
+            claim(cfg)
+        except RuntimeError as e:
+            os._exit(7 if f"pid {os.getppid()} on" in str(e) else 8)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    lock.close()
+    claim(cfg)[0].close()
+
+
+def test_run_py_checks_the_directory_on_rank_0_alone(tmp_path, model, monkeypatch, capsys):
+    (tmp_path / "e" / "t").mkdir(parents=True)
+    (tmp_path / "e" / "t" / "stats.jsonl").touch()
+    command = ["--check", *arguments(tmp_path, model), "recover.mode=disabled"]
+    monkeypatch.delenv("RANK", raising=False)
+    assert entry.main(command) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert entry.main(command) == 0
+
+
+def test_restarts_need_something_to_continue_from(tmp_path, model):
+    check_config(sft(tmp_path, model, "recover.restarts=2"), 1)
+    for bad in (["recover.restarts=-1"], ["recover.restarts=1", "recover.mode=disabled"]):
+        with pytest.raises(ConfigError, match=r"recover\.restarts"):
+            check_config(sft(tmp_path, model, *bad), 1)
+
+
+def test_other_training_data_begins_anew(tmp_path, model):
+    before = data_of(sft(tmp_path, model), 100)
+    for same in (sft(tmp_path, model, "train_dataset.reward=a:b", "total_train_steps=3"),):
+        assert same_data(before, data_of(same, 100))
+    for key in ("seed=2", "train_dataset.batch_size=3", "+train_dataset.options.level=3"):
+        assert not same_data(before, data_of(sft(tmp_path, model, key), 100))
+    assert not same_data(before, data_of(sft(tmp_path, model), 99))
+
+
+def test_trainer_state_survives_the_disk(tmp_path, model):
+    """What a data loader and an executor answer: tensors, nested rows, None."""
+    cfg = sft(tmp_path, model)
+    start = Start(cfg)
+    state = {"loader": {"generator": torch.arange(3)}, "rows": [{"row_id": 3, "x": None, "y": [1]}]}
+    start.state |= state
+    start.train(1, last=True)
+    again = Start(cfg).state
+    assert torch.equal(again["loader"]["generator"], torch.arange(3))
+    assert again["rows"] == state["rows"]

@@ -1,0 +1,148 @@
+"""The summary at the end of a run: sums of its steps, honest about how it ended."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from megarl.config.run import StatsLoggerConfig
+from megarl.observability.report import Run
+from megarl.observability.report.figures import end_window
+from megarl.observability.report.summary import print_summary, summarize
+from megarl.observability.stats_logger import StatsLogger
+
+
+def counters(done: int, *, ahead: int = 0, running: int = 0, failed: int = 0, handed: int = 0):
+    """After `done` trained prompts of 4 samples; `handed`: more are handed out, not trained."""
+    accepted, rejected = done + handed + ahead, 2
+    figures = {
+        "submitted": running + accepted + rejected + failed, "running": running,
+        "accepted": accepted, "rejected": rejected, "failed": failed, "dropped": 0,
+        "handed_out": done + handed, "trained": done, "trained_samples": 4 * done,
+        "reward_errors": 1,
+    }  # fmt: skip
+    return {f"rollout/{k}": float(v) for k, v in figures.items()}
+
+
+def rl_row(step: int) -> dict:
+    return {
+        "step": step, "reward/mean": 0.1 * step, "loss": 0.5, "skipped_updates": float(step == 2),
+        "tokens/sequences": 32.0, "tokens/trained": 100.0, "weight_sync/total_s": 0.1,
+        "weight_sync/bytes": 2e6, "timing/step_s": 2.0, "timing/rollout_s": 1.0,
+        "timing/train_s": 0.5, "timing/eval_s": 0.25, "elapsed_s": 3.0 * step,
+        **counters(8 * step, ahead=3, running=2),
+    }  # fmt: skip
+
+
+def a_run(steps: int = 4) -> Run:
+    rows = [{"step": 0, "eval/accuracy": 0.25}, *(rl_row(s) for s in range(1, steps + 1))]
+    return Run(label="exp/t0", rows=rows)
+
+
+def test_sums_of_an_rl_run():
+    s = summarize(a_run(), seconds=20.0, total_steps=4)
+    assert (s["status"], s["steps"], s["total_steps"]) == ("finished", 4, 4)
+    counts = s["prompts"]
+    assert counts.pop("submitted") == sum(counts.values()) == 39
+    assert (s["prompts_trained"], s["samples_trained"], s["tokens_trained"]) == (32, 128, 400)
+    assert s["each_sample_trained_once"] and s["handed_out_untrained"] == 0
+    assert s["reward"] == pytest.approx([0.15, 0.35]) and s["accuracy"] == [0.25, 0.25]
+    assert s["skipped_updates"] == s["reward_errors"] == 1
+    assert s["weight_syncs"] == {"count": 4, "bytes": 8_000_000}
+    assert s["seconds_by_phase"] == {"rollout": 4.0, "train": 2.0, "eval": 1.0, "other": 13.0}
+    json.dumps(s)
+
+
+def test_a_sample_too_few_or_too_many_is_not_hidden():
+    run = a_run()
+    run.rows[2]["tokens/sequences"] = 36.0
+    s = summarize(run, seconds=20.0, total_steps=4)
+    assert not s["each_sample_trained_once"]
+    assert "NOT EACH ONCE" in shown(s)
+
+
+def test_counters_as_the_run_ends_win_over_the_last_step():
+    final = counters(32, failed=1, handed=8)
+    s = summarize(a_run(), seconds=20.0, total_steps=9, final=final, error=KeyError("boom\nmore"))
+    assert s["status"].startswith("failed: KeyError") and s["prompts"]["failed"] == 1
+    assert s["handed_out_untrained"] == 8
+    text = shown(s)
+    assert "4 of 9" in text and "8 more about to be trained" in text and "1 failed" in text
+    assert summarize(a_run(), seconds=1.0, total_steps=9)["status"] == "stopped early"
+
+
+def test_a_run_that_failed_in_its_first_step():
+    s = summarize(
+        Run(label="x", rows=[]), seconds=1.0, final=counters(0, failed=1), error=KeyboardInterrupt()
+    )
+    assert s["status"] == "failed: KeyboardInterrupt" and s["steps"] == 0
+    assert "3 submitted = 0 running + 0 accepted + 2 rejected + 1 failed" in shown(s)
+
+
+def test_supervised_runs_have_no_rollout_lines():
+    rows = [
+        {"step": i, "loss": 1.0 / i, "tokens/sequences": 8.0, "tokens/trained": 50.0}
+        for i in range(1, 13)
+    ]
+    s = summarize(Run(label="x", rows=rows), seconds=5.0, total_steps=12)
+    assert (s["samples_trained"], s["tokens_trained"]) == (96, 600)
+    assert "prompts" not in s and "reward" not in s and s["loss"][0] > s["loss"][1]
+    assert "rejected" not in shown(s) and "96 samples, 600 tokens" in shown(s)
+
+
+@pytest.mark.parametrize("n, window", [(1, 1), (2, 1), (3, 1), (5, 2), (10, 5), (99, 5)])
+def test_the_ends_of_a_curve_do_not_overlap(n, window):
+    assert end_window(n) == window
+
+
+def shown(summary: dict, width: int = 100) -> str:
+    """The printed words, without the frame and the line breaks."""
+    out = io.StringIO()
+    print_summary({"paths": {}} | summary, Console(file=out, width=width))
+    assert all(len(line) <= width for line in out.getvalue().splitlines())
+    return " ".join(out.getvalue().replace("│", " ").split())
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_any_terminal(width):
+    text = shown(summarize(a_run(), seconds=20.0, total_steps=4), width)
+    for word in ("exp/t0", "finished", "submitted", "each", "once", "rollout 20%", "8MB"):
+        assert word in text
+
+
+def log(run_dir, rows, **end) -> None:
+    logger = StatsLogger(
+        StatsLoggerConfig(table=False), run_dir=run_dir, experiment_name="e", trial_name="t",
+        run_config={}, from_step=rows[0]["step"] - 1 if rows else None,
+    )  # fmt: skip
+    for row in rows:
+        logger.commit(row["step"], row, total_steps=4)
+    logger.close(**end)
+
+
+def test_written_printed_and_in_the_report_with_totals_over_a_resume(tmp_path, capsys):
+    run = tmp_path / "e" / "t"
+    (run / "recover").mkdir(parents=True)
+    log(run, [rl_row(s) for s in (1, 2, 3)], error=RuntimeError("killed"))
+    first = json.loads((run / "summary.json").read_text())
+    assert first["status"] == "failed: RuntimeError: killed" and first["samples_trained"] == 96
+    capsys.readouterr()
+    log(run, [rl_row(s) for s in (3, 4)])  # from the checkpoint of step 2
+    s = json.loads((run / "summary.json").read_text())
+    assert (s["status"], s["steps"], s["samples_trained"]) == ("finished", 4, 128)
+    assert s["each_sample_trained_once"]
+    assert s["paths"] == {
+        "report": str(run / "report.html"), "checkpoints": str(run / "recover"),
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert "39 submitted = " in out and f"checkpoints:   {run / 'recover'}" in out
+    page = (run / "report.html").read_text()
+    assert "<h2>Summary</h2>" in page and "39 submitted = 2 running" in page
+
+
+def test_a_run_that_did_nothing_says_nothing(tmp_path, capsys):
+    log(tmp_path, [], error=ValueError("bad config"))
+    assert capsys.readouterr().out == "" and not (tmp_path / "summary.json").exists()
