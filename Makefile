@@ -13,8 +13,9 @@ PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo-smollm2 lint format docs unit dist e2e test test-all test-gpu \
-	bench-quickstart bench-train bench-sync bench-server bench-grpo constraints clean
+.PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
+	test-all test-gpu bench-quickstart bench-train bench-sync bench-packing bench-server bench-grpo \
+	constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -32,6 +33,9 @@ $(STAMP): setup.py pyproject.toml constraints/cpu.txt
 
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
 	$(CPU) $(BIN)/python examples/quickstart.py
+
+quickstart-ppo: install  ## the same task by PPO with a critic
+	$(CPU) $(BIN)/python examples/quickstart.py --recipe ppo --root runs/quickstart_ppo
 
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
 	$(CPU) $(BIN)/python examples/smollm2.py
@@ -76,6 +80,9 @@ bench-train: install  ## train_batch beside transformers + torch AdamW (docs/ben
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
 
+bench-packing: install  ## how full and how balanced micro-batches are
+	$(CPU) $(BIN)/python benchmarks/packing.py
+
 bench-server: install  ## the embedded server beside model.generate
 	$(CPU) $(BIN)/python benchmarks/server_throughput.py
 
@@ -86,5 +93,5 @@ constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

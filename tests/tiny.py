@@ -1,4 +1,6 @@
-"""Tiny random HF models that exercise what real families have: GQA, biases, qk-norm, tied heads."""
+"""Tiny random HF models that exercise what real families have: GQA, biases, qk-norm, tied heads,
+experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,22 @@ import transformers as T
 
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3")
-_CLS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral")
+_CLS = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+}  # fmt: skip
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=2,
+        shared_expert_intermediate_size=40, norm_topk_prob=True,
+    ),
+    # layer 1 is dense; the weights of a token's experts do not sum to 1
+    "qwen3_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
 
 
 def tiny_hf(
@@ -38,7 +55,8 @@ def tiny_hf(
         bos_token_id=2,
         pad_token_id=0,
     )
-    if kind == "qwen3":
+    base.update(_EXPERTS.get(kind, {}))
+    if kind.startswith("qwen3"):
         base["head_dim"] = 32  # != hidden / heads on purpose
     base.update(over)
     torch.manual_seed(seed)
@@ -53,6 +71,24 @@ def tiny_hf(
             else:
                 p.mul_(4.0)
     return model.to(dtype)
+
+
+def hf_named(model: T.PreTrainedModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values by parameter name -> by the name of HF's files, where every expert stands alone."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for name, value in values.items():
+        block, _, leaf = name.rpartition(".")
+        if mixtral:
+            block = block.replace(".mlp", ".block_sparse_moe")
+        if leaf in ("gate_up_proj", "down_proj"):
+            for e, x in enumerate(value):
+                parts = {gate: x.chunk(2)[0], up: x.chunk(2)[1]} if "up" in leaf else {down: x}
+                out |= {f"{block}.{e}.{part}.weight": y for part, y in parts.items()}
+        else:
+            out[f"{block}.{leaf}"] = value
+    return out
 
 
 def save_tiny(path: Path, kind: str, **kw: Any) -> Path:

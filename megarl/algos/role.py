@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.api.engine import TrainEngine
@@ -25,6 +26,22 @@ class Role:
         """[B,S] log-probabilities of the batch's tokens, 0 at t=0; sends what it needs only."""
         inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
         return self.engine.forward(inputs, outputs=("logprobs",), temperature=temperature)
+
+    def forward_values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of a value model: v(state before x_t) [B,S], 0 at t=0, and v(state after the last token)
+        [B], both 0 at padding and for empty sequences.
+
+        What is said about x_t is read off the token before it. So one more token after every
+        sequence, whichever, makes the last state the one before it.
+        """
+        mask = batch["attention_mask"].bool()
+        inputs = {
+            "input_ids": F.pad(batch["input_ids"] * mask, (0, 1)),
+            "attention_mask": F.pad(mask, (1, 0), value=True),
+        }
+        values = self.engine.forward(inputs, outputs=("values",))
+        last = values.gather(1, mask.sum(1, keepdim=True))[:, 0]
+        return values[:, :-1].where(mask, 0.0), last
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.engine.initialize(addr, ft_spec)

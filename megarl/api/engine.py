@@ -21,7 +21,9 @@ Batch = dict[str, torch.Tensor]
 LossFn = Callable[[Batch, Batch], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
 LossWeightFn = Callable[[Batch], float]
 
-OUTPUTS = ("logprobs", "entropy", "values", "topk_logprobs", "greedy_match", "logits")
+OUTPUTS = (
+    "logprobs", "entropy", "values", "topk_logprobs", "greedy_match", "logits", "routed_experts",
+)  # fmt: skip
 
 
 class TrainEngine(ABC):
@@ -72,7 +74,8 @@ class TrainEngine(ABC):
         temperature: float = 1.0,
     ) -> Any:
         """Outputs [B,S] in the order of `input_`, on every rank: a tensor for one name in
-        `outputs`, a dict for several. `post_hook(outputs, batch)` maps one sequence's outputs
+        `outputs`, a dict for several ("routed_experts" is [B,S,L,k], for k experts in each of L
+        layers; see TrainEngineConfig.moe). `post_hook(outputs, batch)` maps one sequence's outputs
         before `aggregate_fn` joins the list over sequences.
         """
 

@@ -16,29 +16,46 @@ from torch import Tensor
 
 from megarl.ckpt.hf_dir import check_target, staged_directory, write_config, write_sidecars
 from megarl.ckpt.safetensors_files import SafetensorsDir, ShardWriter, plan_shards
-from megarl.models.fill import fill_params
+from megarl.models.fill import draw, fill_params
 from megarl.models.gather import Bucket, BucketGatherer, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.observability.logging import get_logger
 from megarl.parallel.layout import Layout
+
+log = get_logger(__name__)
 
 BUCKET_BYTES = 512 << 20
 MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
 
 
 def load_hf(
-    path: str | Path, table: PieceTable, layout: Layout, rank: int, params: Mapping[str, Tensor]
+    path: str | Path,
+    table: PieceTable,
+    layout: Layout,
+    rank: int,
+    params: Mapping[str, Tensor],
+    *,
+    head_seed: int | None = None,
 ) -> None:
     """Fills this rank's `params` (canonical name -> tensor) from the safetensors of `path`.
 
     Values are cast to the parameters' dtype, vocabulary padding becomes zero. No communication.
     ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, or is one
-    the model does not have.
+    the model does not have. A value head that the directory's model does not have (new_head) starts
+    at zero, or, with `head_seed`, random by it.
     """
     with SafetensorsDir(path) as files:
         _check_tensors(files, table)
+        if any(t.name not in files for t in table.tensors):
+            start = "zero" if head_seed is None else f"random numbers (seed {head_seed})"
+            log.info("%s has no value head: it starts as %s", path, start)
 
         def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
-            return files.read(tensor.name, box)
+            if tensor.name in files:
+                return files.read(tensor.name, box)
+            if head_seed is None:
+                return torch.zeros(tensor.shape)[box]
+            return draw(tensor, head_seed, table.model.initializer_range)[box]
 
         fill_params(table, layout.coords(rank), params, read)
 
@@ -46,6 +63,8 @@ def load_hf(
 def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
     for t in table.tensors:
         if t.name not in files:
+            if _is_new(t.name, table):
+                continue
             hint = "its config.json does not belong to these weights, or files are missing"
             if t.name == "lm_head.weight":
                 hint = "set tie_word_embeddings=true in config.json if the model has no output head"
@@ -66,10 +85,15 @@ def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
 
 def _ignorable(name: str, table: PieceTable) -> bool:
     """Tensors that may be in the files without being read: rotary frequencies, which old
-    checkpoints stored and the config determines, and the copy of a tied embedding."""
+    checkpoints stored and the config determines, and the copy of a tied embedding. A value model
+    made from a language model has no use for its head."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    return name == "lm_head.weight" and table.model.tie_word_embeddings
+    return name == "lm_head.weight" and (table.model.tie_word_embeddings or table.model.new_head)
+
+
+def _is_new(name: str, table: PieceTable) -> bool:
+    return table.model.new_head and name.startswith("score.")
 
 
 def save_hf(

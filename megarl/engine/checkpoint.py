@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
 log = get_logger(__name__)
 
 # fields of ModelConfig that do not change what the weights mean
-_NOT_THE_MODEL = ("raw", "dtype", "initializer_range")
+_NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def _model_state(t: Trainee) -> dict[str, Any]:
     of the local layers has none."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(t)) for c in t.chunks]  # type: ignore[operator]
     return {
-        name: {k: v for k, v in state.items() if not k.endswith("_extra_state")}
+        name: {k: v for k, v in state.items() if "_extra_state" not in k}
         for name, state in zip(_chunk_names(t), states, strict=True)
     }
 
@@ -145,7 +146,7 @@ def _rng_object(t: Trainee, data: Any) -> ShardedObject:
 
 def _info(t: Trainee, with_optim: bool) -> dict[str, Any]:
     model = {k: v for k, v in asdict(t.model).items() if k not in _NOT_THE_MODEL}
-    return {
+    info = {
         "model": model,
         "dtype": str(t.dtype).removeprefix("torch."),
         "layout": asdict(t.groups.layout),
@@ -157,6 +158,8 @@ def _info(t: Trainee, with_optim: bool) -> dict[str, Any]:
             "megatron-core": megatron.core.__version__,
         },
     }
+    found: dict[str, Any] = json.loads(json.dumps(info))  # as it is read back: lists for tuples
+    return found
 
 
 def _check(t: Trainee, path: str, found: dict[str, Any], with_optim: bool) -> None:

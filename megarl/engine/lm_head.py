@@ -28,7 +28,7 @@ from megarl.parallel.vocab_parallel import (
 from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
-SUPPORTED = (*TOKEN_OUTPUTS, "logits")
+SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by TrainEngineConfig.head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,16 @@ class LMHead(torch.nn.Module):
         )  # fmt: skip
 
 
-def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
-    """Raises ValueError naming an output that does not exist or that this head cannot compute."""
+def check_outputs(outputs: Sequence[str], head: str = "lm") -> tuple[str, ...]:
+    """Raises ValueError naming an output that does not exist or that `head` cannot compute."""
     names = tuple(outputs)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
-        if name in SUPPORTED:
+        if name in SUPPORTED[head]:
             continue
         known = "needs another head" if name in OUTPUTS else "does not exist"
-        raise ValueError(f"outputs={names}: {name!r} {known}; this engine has {SUPPORTED}")
+        raise ValueError(
+            f"outputs={names}: {name!r} {known}; this engine (head={head}) has {SUPPORTED[head]}"
+        )
     return names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -21,9 +21,15 @@ from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, micro_batch, optimizer, schedule
 from megarl.engine.lm_head import LMHead, check_outputs
+from megarl.engine.micro_batch import MicroBatch
 from megarl.engine.offload import ParkedStorages, gradient_tensors, optimizer_tensors
+from megarl.engine.routing import ROUTED, Routing
 from megarl.models import build_model, check_layout, named_params, read_hf_config
+from megarl.models.build import resolve_attention
+from megarl.models.context_parallel import resolve_cp_comm_type
+from megarl.models.flops import sequence_cost
 from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.recompute import recompute_fields
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.parallel.layout import Layout
@@ -46,6 +52,7 @@ class MegatronEngine(TrainEngine):
         self.chunks: list[torch.nn.Module] = []
         self.params: dict[str, torch.nn.Parameter] = {}
         self._training = config.optimizer is not None
+        self._routing: Routing | None = None
         self._groups: ProcessGroups | None = None
         self._optimizer: Any = None
         self._lr_schedule: Any = None
@@ -59,13 +66,14 @@ class MegatronEngine(TrainEngine):
             raise ValueError("initialize() was called twice; call destroy() in between")
         cfg = self.config
         init_distributed(addr)
-        self.model_config = read_hf_config(cfg.path)
+        self.model_config = read_hf_config(cfg.path, head=cfg.head)
         check_layout(self.model_config, cfg.parallel)
-        if cfg.parallel.cp > 1:
-            raise ValueError(
-                f"parallel.cp={cfg.parallel.cp}: the engine packs for cp=1 only; set parallel.cp=1"
-            )
         self.layout = Layout.from_config(cfg.parallel, dist.get_world_size())
+        self._sequence_cost = sequence_cost(self.model_config)
+        self._cp_comm_type = resolve_cp_comm_type(
+            self.model_config, cfg.parallel, resolve_attention(cfg.attention, mcore.device())
+        )
+        self._recompute = recompute_fields(cfg, self.layout, self.model_config.num_layers)
         self.dtype = self._resolve_dtype()
         self._groups = ProcessGroups(self.layout)
         with self._scope("initialize"):
@@ -92,13 +100,16 @@ class MegatronEngine(TrainEngine):
             model_parallel_cuda_manual_seed(self.seed)
             built = build_model(
                 self.model_config, self.layout, dtype=self.dtype, device=mcore.device(),
-                attention=cfg.attention, gradient_checkpointing=cfg.gradient_checkpointing,
-                seed=self.seed if cfg.init_from_scratch else None,
+                attention=cfg.attention,
+                seed=self.seed if cfg.init_from_scratch else None, moe=cfg.moe,
+                cp_comm_type=self._cp_comm_type, **self._recompute,
             )  # fmt: skip
         self.table = built.table
+        if self.model_config.moe is not None:
+            self._routing = Routing(built.chunks, self.model_config, cfg.moe, groups)
         chunks: list[torch.nn.Module] = list(built.chunks)
         for chunk in built.chunks:
-            if chunk.post_process:
+            if chunk.post_process and cfg.head == "lm":
                 chunk.output_layer = LMHead(
                     chunk.output_layer,
                     vocab_size=self.model_config.vocab_size,
@@ -108,7 +119,7 @@ class MegatronEngine(TrainEngine):
                 )
         self.params = named_params(chunks)
         if not cfg.init_from_scratch:
-            load_hf(cfg.path, self.table, self.layout, groups.rank, self.params)
+            self._load_hf(cfg.path)
         if self.dtype == torch.bfloat16:
             chunks = [Float16Module(built.config, chunk) for chunk in chunks]
         if cfg.optimizer is None:
@@ -120,12 +131,16 @@ class MegatronEngine(TrainEngine):
             )
         self.chunks = chunks
 
+    def _load_hf(self, path: str) -> None:
+        seed = self.seed if self.config.value_head_init == "random" else None
+        load_hf(path, self.table, self.layout, self.groups.rank, self.params, head_seed=seed)
+
     def destroy(self) -> None:
         if self._groups is None:
             return
         if self._sender is not None:
             self._sender.close()
-        self._sender = self._optimizer = self._lr_schedule = self._parked = None
+        self._sender = self._optimizer = self._lr_schedule = self._parked = self._routing = None
         self.chunks, self.params = [], {}
         gc.collect()
         torch.cuda.empty_cache()
@@ -212,18 +227,29 @@ class MegatronEngine(TrainEngine):
                 f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
                 "is there nothing to train on (loss_mask all False)?"
             )
-        mine = micro_batch.build(input_, plan[self.groups.coords.dp], self.layout)
+        mine = self._mine(input_, plan)
         job = schedule.Pass(
-            outputs=check_outputs(outputs),
+            outputs=check_outputs(outputs, self.config.head),
             temperature=_checked_temperature(temperature),
+            cp_group=self.groups.cp,
             loss_fn=loss_fn,
             loss_scale=len(mine) * self.layout.dp / weight,
+            routing=self._routing,
         )
-        schedule.run(self.chunks, mine, job, backward=backward)
+        with self._taped():
+            schedule.run(self.chunks, mine, job, backward=backward)
         sums = schedule.reduce_sums(job, self.groups)
+        routing = self._routing.figures(len(mine)) if self._routing else {}
         loss_sum, _ = sums.pop("loss")
         means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
-        return {"loss": loss_sum / weight, **means}
+        return {"loss": loss_sum / weight, **means, **routing}
+
+    def _taped(self, *, record: bool = False) -> AbstractContextManager[None]:
+        if self._routing is not None:
+            return self._routing.of_pass(record=record)
+        if record:
+            raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
+        return nullcontext()
 
     def forward(
         self, input_: Batch, output_seqlens: Sequence[int] | None = None,
@@ -237,22 +263,34 @@ class MegatronEngine(TrainEngine):
         """
         with self._scope("forward"), self._mode(False), torch.no_grad():
             plan = self._plan(input_)
-            mine = micro_batch.build(input_, plan[self.groups.coords.dp], self.layout)
+            mine = self._mine(input_, plan)
             job = schedule.Pass(
-                outputs=check_outputs(outputs), temperature=_checked_temperature(temperature)
-            )
-            schedule.run(self.chunks, mine, job, backward=False)
-            result = schedule.collect_outputs(
-                job, mine, input_["input_ids"].shape, self.groups,
-                extra={"logits": self.model_config.vocab_size},
+                outputs=check_outputs([o for o in outputs if o != ROUTED], self.config.head),
+                temperature=_checked_temperature(temperature),
+                cp_group=self.groups.cp,
+                routing=self._routing,
             )  # fmt: skip
+            shape = input_["input_ids"].shape
+            with self._taped(record=ROUTED in outputs):
+                schedule.run(self.chunks, mine, job, backward=False)
+                result = schedule.collect_outputs(
+                    job, mine, shape, self.groups, extra={"logits": self.model_config.vocab_size}
+                )
+                if self._routing is not None and ROUTED in outputs:
+                    result[ROUTED] = self._routing.collect(mine, shape)
         if output_seqlens is None and post_hook is None:
             return result if len(result) > 1 else result[job.outputs[0]]
         return aggregate_fn(_by_sequence(result, input_, output_seqlens, post_hook))
 
     def _plan(self, input_: Batch) -> list[list[list[int]]]:
         check_right_padded(input_)
-        return micro_batch.plan(input_, self.layout, self.config.mb_spec.max_tokens_per_mb)
+        return micro_batch.plan(
+            input_, self.layout, self.config.mb_spec.max_tokens_per_mb, self._sequence_cost
+        )
+
+    def _mine(self, input_: Batch, plan: list[list[list[int]]]) -> list[MicroBatch]:
+        c = self.groups.coords
+        return micro_batch.build(input_, plan[c.dp], self.layout, cp_rank=c.cp)
 
     def step_lr_scheduler(self) -> None:
         if self._lr_schedule is None:
@@ -282,7 +320,7 @@ class MegatronEngine(TrainEngine):
                 if meta.with_optim:
                     self._version = found["version"]
             else:
-                load_hf(meta.path, self.table, self.layout, self.groups.rank, self.params)
+                self._load_hf(meta.path)
                 if self._optimizer is not None:
                     self._optimizer.reload_model_params()
             self.groups.barrier()

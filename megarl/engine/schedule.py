@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.api.engine import LossFn
 from megarl.engine.lm_head import HeadJob
 from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.routing import ROUTED, Routing
 from megarl.models.names import unwrap
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -26,6 +27,7 @@ from megarl.parallel.packing import unpack
 from megarl.utils.batch import Batch
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import mappings  # isort: skip
 
 Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
 
@@ -35,13 +37,16 @@ class Pass:
     """What a pass computes. Its results live on the ranks of the last pipeline stage.
 
     With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
-    of every micro-batch in `outputs_of`, in the order of the micro-batches.
+    of every micro-batch in `outputs_of`, in the order of the micro-batches. Every context-parallel
+    rank computes the loss of whole sequences, and sends back the gradient of its share.
     """
 
     outputs: tuple[str, ...]
     temperature: float
+    cp_group: dist.ProcessGroup
     loss_fn: LossFn | None = None
     loss_scale: float = 1.0
+    routing: Routing | None = None
     sums: list[Sums] = field(default_factory=list)
     outputs_of: list[Batch] = field(default_factory=list)
 
@@ -67,6 +72,8 @@ def run(
 def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
     mb = next(micro_batches)
     model: Any = unwrap(chunk)
+    if job.routing is not None:
+        job.routing.prepare(model, mb)
     if model.post_process:
         model.output_layer.prepare(
             HeadJob(labels=mb.packed.labels, outputs=job.outputs, temperature=job.temperature)
@@ -78,8 +85,11 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
 
 
 def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[Any, Any]:
-    """On the last stage: [1,T,K] to the micro-batch's (scaled loss, nothing)."""
-    per_token = head.split(out[0], job.outputs)
+    """On the last stage: [1,T/cp,K] to the micro-batch's (scaled loss, nothing)."""
+    whole = mappings.gather_from_sequence_parallel_region(  # [T,K]; backward takes the rank's slice
+        out[0], tensor_parallel_output_grad=False, group=job.cp_group
+    )
+    per_token = head.split(whole, job.outputs)
     outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
     nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
     if not mb.rows:
@@ -87,7 +97,9 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     if job.loss_fn is None:
         job.outputs_of.append(outputs)
         return nothing, None
-    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items()}
+    batch = {
+        k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items() if k != ROUTED
+    }
     loss_sum, stats = job.loss_fn(outputs, batch)
     if loss_sum.ndim:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.config.engine import MoEConfig
 from megarl.models import rope
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.fill import fill_random
@@ -18,6 +19,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
 from megarl.models.names import named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
+from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 
@@ -26,6 +28,7 @@ from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.moe import moe_utils  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
     attention: str = "auto",
-    gradient_checkpointing: bool = False,
     seed: int | None = None,
     vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
+    moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> BuiltModel:
     """This rank's chunks of `model`; collective over the layout's ranks.
@@ -64,13 +67,15 @@ def build_model(
         dtype=dtype,
         device=device,
         use_te=use_te,
-        gradient_checkpointing=gradient_checkpointing,
+        moe=moe,
         **overrides,
     )
     chunks = [
         _chunk(model, config, table.padded_vocab_size, i if layout.vpp > 1 else None, use_te)
         for i in range(layout.vpp)
     ]
+    for chunk in chunks:
+        _settle_experts(chunk, device)
     if seed is not None:
         coords = layout.coords(torch.distributed.get_rank())
         fill_random(table, coords, named_params(chunks), seed=seed)
@@ -102,22 +107,19 @@ def transformer_config(
     dtype: torch.dtype,
     device: torch.device,
     use_te: bool,
-    gradient_checkpointing: bool = False,
+    moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> TransformerConfig:
     fields = {
         **_architecture(model),
         **_parallel(layout),
         **_kernels(device, use_te),
+        **_experts(model, moe or MoEConfig(), use_te),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
-    if gradient_checkpointing:
-        fields.update(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
     return TransformerConfig(**{**fields, **overrides})
 
 
@@ -150,12 +152,39 @@ def _leave(weight: torch.Tensor) -> None:
     """An initialisation that leaves the weight as it is."""
 
 
+def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
+    if m.moe is None:
+        return {}
+    if cfg.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "moe.token_dispatcher='flex' needs DeepEP, which is not installed; use 'alltoall'"
+        )
+    return dict(
+        num_moe_experts=m.moe.num_experts,
+        moe_router_topk=m.moe.top_k,
+        moe_ffn_hidden_size=m.moe.intermediate_size,
+        moe_layer_freq=[int(i not in m.moe.dense_layers) for i in range(m.num_layers)],
+        # softmax over the chosen experts is softmax over all, made to sum to 1 over the chosen
+        moe_router_pre_softmax=not m.moe.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_shared_expert_intermediate_size=m.moe.shared_intermediate_size or None,
+        moe_shared_expert_gate=m.moe.shared_intermediate_size > 0,
+        moe_router_load_balancing_type="aux_loss" if cfg.aux_loss_coef else "none",
+        moe_aux_loss_coeff=cfg.aux_loss_coef,
+        moe_z_loss_coeff=cfg.z_loss_coef or None,
+        moe_token_dispatcher_type=cfg.token_dispatcher,
+        moe_grouped_gemm=use_te,
+        moe_permute_fusion=use_te and moe_utils.fused_permute_with_probs is not None,
+    )
+
+
 def _parallel(layout: Layout) -> dict[str, Any]:
     interleaved = layout.vpp > 1
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=_pipeline_layout(layout),
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -169,6 +198,14 @@ def _parallel(layout: Layout) -> dict[str, Any]:
     )
 
 
+def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
+    """What each chunk of an uneven split holds, in megatron-core's words."""
+    if layout.split is None:
+        return None
+    chunks = [["decoder"] * n for n in layout.split]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
 def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
@@ -180,8 +217,6 @@ def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
         gradient_accumulation_fusion=on_gpu and wgrad,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        moe_permute_fusion=False,
-        moe_grouped_gemm=False,
     )
 
 
@@ -206,9 +241,23 @@ def _chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    if model.head == "value" and chunk.post_process:
+        group = ps.get_tensor_model_parallel_group()
+        chunk.output_layer = ValueHead(config, bias=model.score_bias, tp_group=group)
     frequencies = chunk.rotary_pos_emb
     frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
     return chunk
+
+
+def _settle_experts(chunk: GPTModel, device: torch.device) -> None:
+    """Marks experts for the data-parallel wrapper and the optimizer. megatron-core does so
+    for ep > 1 only: with etp unlike tp it would average an expert over the wrong ranks, and a
+    checkpoint of another ep would have its optimizer state under other names.
+    """
+    for name, param in chunk.named_parameters():
+        param.data = param.data.to(device)  # routers and their like are made on the host
+        if ".mlp.experts." in name:
+            param.allreduce = False
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:

@@ -4,13 +4,15 @@ To add a family: list its layer's parameters (most are shared below), name its a
 it to FAMILIES. Loading, saving, streaming, coverage checks and random weights follow.
 
 Megatron names are those of megatron-core's local layer spec, with global layer numbers. Names in
-a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`.
+a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`; in names of an
+expert `#` stands for its number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megarl.models.ops import (
     FusedQKV,
@@ -19,17 +21,25 @@ from megarl.models.ops import (
     Replicated,
     RowParallel,
     VocabParallel,
+    expert_intermediate,
     head_dim,
     hidden,
     intermediate,
+    num_experts,
+    one,
     query,
+    shared_intermediate,
 )
+
+if TYPE_CHECKING:
+    from megarl.models.hf_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Param:
     """`stage`: "first" (beside the embedding), "layer", or "last" (beside the output layer).
     `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
+    `expert`: the number of the expert it belongs to, which says who holds it.
     """
 
     name: str
@@ -37,13 +47,15 @@ class Param:
     op: Op
     stage: str = "layer"
     copy_on_last: str | None = None
+    expert: int | None = None
 
     def at_layer(self, i: int) -> Param:
-        return Param(
-            f"decoder.layers.{i}.{self.name}",
-            tuple(f"model.layers.{i}.{h}" for h in self.hf),
-            self.op,
-        )
+        hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
+        return replace(self, name=f"decoder.layers.{i}.{self.name}", hf=hf)
+
+    def of_expert(self, e: int) -> Param:
+        name, *hf = (n.replace("#", str(e)) for n in (self.name, *self.hf))
+        return replace(self, name=name, hf=tuple(hf), expert=e)
 
 
 EMBEDDING = Param(
@@ -56,6 +68,9 @@ FINAL_NORM = Param(
     "decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden), "last"
 )
 OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
+# in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence ones do not
+VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(one, hidden), "last")
+VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(one), "last")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 QKV = Param(
@@ -87,47 +102,131 @@ NORMS = (
 )
 
 
+@dataclass(frozen=True)
+class MoE:
+    """What stands in place of MLP in a mixture-of-experts layer: the router, each expert, and what
+    every token meets (held like a dense MLP)."""
+
+    router: Param
+    expert: tuple[Param, ...]
+    shared: tuple[Param, ...] = ()
+
+
+def moe(hf: str, gate: str, up: str, down: str, shared: tuple[Param, ...] = ()) -> MoE:
+    """`hf`: HF's name of the block; `gate`, `up`, `down`: its names of an expert's matrices."""
+    fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
+    gate, up, down = (f"{hf}.experts.#.{x}.weight" for x in (gate, up, down))
+    return MoE(
+        Param("mlp.router.weight", (f"{hf}.gate.weight",), Replicated(num_experts, hidden)),
+        (
+            Param(fc1, (gate, up), GateUp(expert_intermediate)),
+            Param(fc2, (down,), RowParallel(hidden, expert_intermediate)),
+        ),
+        shared,
+    )
+
+
+_SHARED, _GATE = "mlp.shared_expert", "mlp.shared_expert_gate.weight"
+SHARED_EXPERT = (
+    Param(
+        "mlp.shared_experts.linear_fc1.weight",
+        (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+        GateUp(shared_intermediate),
+    ),
+    Param(
+        "mlp.shared_experts.linear_fc2.weight",
+        (f"{_SHARED}.down_proj.weight",),
+        RowParallel(hidden, shared_intermediate),
+    ),
+    Param("mlp.shared_experts.gate_weight", (_GATE,), Replicated(one, hidden)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`ignored_fields`: config fields that HF's own implementation of the family does not read."""
+    """`attention`: a layer's parameters before its MLP. `moe`: its mixture-of-experts block.
+    `expert_size_field`: the config field with an expert's intermediate size.
+    `norm_topk_prob`: its experts' weights sum to 1, whatever the config says.
+    `always_slides`: a config with `sliding_window` means it.
+    `ignored_fields`: config fields that HF's own implementation of the family does not read.
+    """
 
     name: str
     architecture: str
-    layer: tuple[Param, ...]
+    attention: tuple[Param, ...]
+    moe: MoE | None = None
+    expert_size_field: str = "moe_intermediate_size"
+    norm_topk_prob: bool = False
+    always_slides: bool = False
     default_head_dim: int | None = None
     ignored_fields: tuple[str, ...] = ()
 
     @property
     def qkv_bias(self) -> bool:
-        return QKV_BIAS in self.layer
+        return QKV_BIAS in self.attention
 
     @property
     def qk_norm(self) -> bool:
-        return QK_NORMS[0] in self.layer
+        return QK_NORMS[0] in self.attention
 
-    def params(self, num_layers: int, tied: bool) -> Iterator[tuple[Param, int | None]]:
-        """Every parameter in HF order, with the layer it belongs to."""
-        yield (TIED_EMBEDDING if tied else EMBEDDING), None
-        for i in range(num_layers):
-            for p in self.layer:
+    def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
+        """Every parameter of `m` in HF order, with the layer it belongs to."""
+        yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
+        for i in range(m.num_layers):
+            for p in (*self.attention, *self._mlp(m, i), *NORMS):
                 yield p.at_layer(i), i
         yield FINAL_NORM, None
-        if not tied:
+        if m.head == "value":
+            yield VALUE_HEAD, None
+            if m.score_bias:
+                yield VALUE_HEAD_BIAS, None
+        elif not m.tie_word_embeddings:
             yield OUTPUT, None
 
+    def _mlp(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
+        if m.moe is None or layer in m.moe.dense_layers:
+            return MLP
+        assert self.moe is not None
+        each = (p.of_expert(e) for e in range(m.moe.num_experts) for p in self.moe.expert)
+        return (self.moe.router, *each, *self.moe.shared)
 
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layer=(QKV, PROJ, *MLP, *NORMS))
+
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", attention=(QKV, PROJ))
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    layer=(QKV, QKV_BIAS, PROJ, *MLP, *NORMS),
+    attention=(QKV, QKV_BIAS, PROJ),
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    layer=(QKV, PROJ, *QK_NORMS, *MLP, *NORMS),
+    attention=(QKV, PROJ, *QK_NORMS),
     default_head_dim=128,
     ignored_fields=("mlp_bias",),
 )
-FAMILIES = {f.name: f for f in (LLAMA, QWEN2, QWEN3)}
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    attention=(QKV, QKV_BIAS, PROJ),
+    moe=moe("mlp", "gate_proj", "up_proj", "down_proj", SHARED_EXPERT),
+    ignored_fields=("attention_bias", "mlp_bias"),
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    attention=(QKV, PROJ, *QK_NORMS),
+    moe=moe("mlp", "gate_proj", "up_proj", "down_proj"),
+    ignored_fields=("mlp_bias",),
+)
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    attention=(QKV, PROJ),
+    moe=moe("block_sparse_moe", "w1", "w3", "w2"),
+    expert_size_field="intermediate_size",
+    norm_topk_prob=True,
+    always_slides=True,
+    ignored_fields=("attention_bias", "mlp_bias"),
+)
+FAMILIES = {f.name: f for f in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config.parallel import ParallelConfig
 from megarl.models.families import FAMILIES, Family
+from megarl.models.value_model import language_model, value_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,8 +32,28 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEShape:
+    """Mixture-of-experts layers: a softmax router sends each token to `top_k` of `num_experts`.
+
+    norm_topk_prob: their weights sum to 1. dense_layers: numbers of the layers with a plain MLP.
+    shared_intermediate_size: of the expert that every token meets, weighed by a gate; 0: none.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+    shared_intermediate_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary)."""
+    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
+
+    head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
+    with `new_head` the directory is a language model's and has no score yet.
+    """
 
     family: str
     num_layers: int
@@ -49,7 +70,11 @@ class ModelConfig:
     max_position_embeddings: int
     initializer_range: float
     dtype: str
+    moe: MoEShape | None = None
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    head: str = "lm"
+    score_bias: bool = False
+    new_head: bool = field(default=False, compare=False)
 
     @property
     def declaration(self) -> Family:
@@ -64,8 +89,11 @@ class ModelConfig:
         return self.declaration.qk_norm
 
 
-def read_hf_config(path: str | Path) -> ModelConfig:
-    """ModelConfig of the model directory `path`. ValueError naming what is wrong or unsupported."""
+def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
+    """ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
+
+    ValueError naming what is wrong or unsupported.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -78,6 +106,8 @@ def read_hf_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+    if head == "value":
+        return value_model(parse_hf_config(language_model(raw), str(file)), raw, str(file))
     return parse_hf_config(raw, str(file))
 
 
@@ -104,6 +134,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         max_position_embeddings=_positive(raw, "max_position_embeddings", source, default=2048),
         initializer_range=float(raw.get("initializer_range", 0.02)),
         dtype=_dtype(raw, source),
+        moe=_moe(raw, family, source),
         raw=dict(raw),
     )
 
@@ -122,22 +153,52 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    qkv_rows = (heads + 2 * kv) * m.head_dim
-    for name, size in (("intermediate_size", m.intermediate_size), ("qkv rows", qkv_rows)):
+    sizes = {"qkv rows": (heads + 2 * kv) * m.head_dim}
+    if m.moe is None or m.moe.dense_layers:
+        sizes["intermediate_size"] = m.intermediate_size
+    if m.moe is not None:
+        sizes["shared_expert_intermediate_size"] = m.moe.shared_intermediate_size
+    for name, size in sizes.items():
         if size % tp:
             raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; lower tp")
     chunks = parallel.pp * parallel.vpp
-    if m.num_layers % chunks:
+    if (split := parallel.pipeline_split) is not None and sum(split) != m.num_layers:
+        raise ValueError(
+            f"parallel.pipeline_split={split} adds up to {sum(split)} layers, but "
+            f"num_hidden_layers={m.num_layers}; change its numbers"
+        )
+    if split is None and m.num_layers % chunks:
         raise ValueError(
             f"parallel.pp*vpp={parallel.pp}*{parallel.vpp}={chunks} does not divide "
-            f"num_hidden_layers={m.num_layers}; choose a product from {_divisors(m.num_layers)}"
+            f"num_hidden_layers={m.num_layers}; choose a product from {_divisors(m.num_layers)}, "
+            "or give the layers of each chunk in parallel.pipeline_split"
         )
-    for degree in ("ep", "etp"):
-        if getattr(parallel, degree) > 1:
+    _check_expert_layout(m, parallel)
+
+
+def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
+    if m.moe is None:
+        for degree in ("ep", "etp"):
+            if getattr(p, degree) > 1:
+                raise ValueError(
+                    f"parallel.{degree}={getattr(p, degree)} needs a mixture-of-experts model, "
+                    f"and {m.family} is dense; set parallel.{degree}=1"
+                )
+        return
+    for degree, name, size in (
+        ("ep", "num_experts", m.moe.num_experts),
+        ("etp", "the experts' intermediate size", m.moe.intermediate_size),
+    ):
+        if size % getattr(p, degree):
             raise ValueError(
-                f"parallel.{degree}={getattr(parallel, degree)} needs a mixture-of-experts model, "
-                f"and {m.family} is dense; set parallel.{degree}=1"
+                f"parallel.{degree}={getattr(p, degree)} does not divide {name}={size}; choose "
+                f"{degree} from {_divisors(size)}"
             )
+    if p.tp > 1 and not p.sequence_parallel:
+        raise ValueError(
+            f"parallel.tp={p.tp} with a mixture-of-experts model ({m.family}) needs tokens shared "
+            "out to the ranks' routers; set parallel.sequence_parallel=true"
+        )
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
@@ -176,6 +237,42 @@ def _heads(
     return heads, kv_heads, head_dim
 
 
+def _moe(raw: Mapping[str, Any], family: Family, source: str) -> MoEShape | None:
+    """Both names of the number of experts are read: transformers 4 and 5 differ."""
+    if family.moe is None:
+        return None
+    key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
+    experts, top_k = _positive(raw, key, source), _positive(raw, "num_experts_per_tok", source)
+    if top_k > experts:
+        raise ValueError(f"{source}: num_experts_per_tok={top_k} of {key}={experts} experts")
+    shared = "shared_expert_intermediate_size" if family.moe.shared else None
+    normed = family.norm_topk_prob or bool(raw.get("norm_topk_prob", False))
+    if normed and top_k == 1:
+        raise ValueError(
+            f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
+            "weight is 1, so the router has no gradient; supported: norm_topk_prob=false"
+        )
+    return MoEShape(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=_positive(raw, family.expert_size_field, source),
+        norm_topk_prob=normed,
+        dense_layers=_dense_layers(raw, source),
+        shared_intermediate_size=_positive(raw, shared, source) if shared else 0,
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    layers = range(_positive(raw, "num_hidden_layers", source))
+    step = _positive(raw, "decoder_sparse_step", source, default=1)
+    dense = {i for i in layers if (i + 1) % step} | set(raw.get("mlp_only_layers") or ())
+    if len(dense.intersection(layers)) == len(layers):
+        raise ValueError(
+            f"{source}: decoder_sparse_step={step} and mlp_only_layers leave no layer with experts"
+        )
+    return tuple(sorted(dense.intersection(layers)))
+
+
 # Fields that change the maths: (values that are implemented, what they mean in the message).
 # A field that is absent or null is fine; fields not listed here do not change a forward pass.
 _IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -185,6 +282,8 @@ _IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_dropout": ((0,), "0"),
     "use_mrope": ((False,), "false"),
     "rope_interleaved": ((False,), "false"),
+    "router_jitter_noise": ((0,), "0"),
+    "qkv_bias": ((True,), "true"),
     "partial_rotary_factor": ((1,), "1.0"),
     "quantization_config": ((), "none: dequantise the checkpoint first"),
 }
@@ -197,11 +296,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> 
         value = raw.get(name)
         if value is not None and value not in allowed:
             raise ValueError(f"{source}: {name}={value!r} is not supported; supported: {meaning}")
-    _refuse_sliding_window(raw, source)
+    _refuse_sliding_window(raw, family, source)
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
+def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, source: str) -> None:
     """Qwen configs carry `sliding_window` even where it is off; only its use is refused."""
+    if family.always_slides and raw.get("sliding_window") is not None:
+        raise ValueError(
+            f"{source}: sliding_window={raw['sliding_window']} is not supported; supported: full "
+            "attention (sliding_window=null)"
+        )
     types = raw.get("layer_types")
     if types:
         other = sorted(set(types) - {"full_attention"})

@@ -1,11 +1,12 @@
 """One name per parameter: local layer spec and Transformer Engine spec, every pipeline chunk.
 
 Transformer Engine fuses a norm into the linear layer after it and names its weight accordingly;
-canonical names are those of the local spec, with global layer numbers.
+canonical names are those of the local spec, with global layer and expert numbers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,6 +17,10 @@ _ALIASES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _LAYERS = "decoder.layers."
+# experts one by one (local spec), or a layer's in one module (Transformer Engine's grouped GEMM)
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<e>\d+)\.)?(?P<fc>linear_fc[12]\.weight)(?P<grouped_e>\d*)"
+)
 
 
 def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -43,4 +48,8 @@ def canonical_name(model: nn.Module, name: str) -> str:
     index, rest = name.removeprefix(_LAYERS).split(".", 1)
     layer = model.get_submodule(_LAYERS + index)
     number: int = layer.layer_number - 1  # type: ignore[assignment, operator]  # megatron counts from 1
+    if expert := _EXPERT.fullmatch(rest):
+        local = int(expert["e"] or expert["grouped_e"])
+        e = layer.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
+        rest = f"mlp.experts.local_experts.{e}.{expert['fc']}"
     return f"{_LAYERS}{number}.{_ALIASES.get(rest, rest)}"

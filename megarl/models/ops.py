@@ -1,9 +1,10 @@
 """How one Megatron parameter is made of HF tensors: the invertible ops of a family's declaration.
 
-An op answers three questions about a model cut over `tp` ranks: the shapes of the HF tensors it is
-made of, the shape of the local parameter, and its *segments*: which rows of which HF tensor lie at
-which rows of which rank's parameter. Nothing else in the project knows how weights are fused or
-sharded; loading, saving and streaming all follow from the segments, so each op is written once.
+An op answers three questions about a model cut over `tp` ranks (for an expert's parameter those
+that share the expert): the shapes of the HF tensors it is made of, the shape of the local
+parameter, and its *segments*: which rows of which HF tensor lie at which rows of which rank's
+parameter. Nothing else in the project knows how weights are fused or sharded; loading, saving and
+streaming all follow from the segments, so each op is written once.
 """
 
 from __future__ import annotations
@@ -20,12 +21,31 @@ Shape = tuple[int, ...]
 Dim = Callable[["ModelConfig"], int]
 
 
+def one(m: ModelConfig) -> int:
+    return 1
+
+
 def hidden(m: ModelConfig) -> int:
     return m.hidden_size
 
 
 def intermediate(m: ModelConfig) -> int:
     return m.intermediate_size
+
+
+def expert_intermediate(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.intermediate_size
+
+
+def shared_intermediate(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.shared_intermediate_size
+
+
+def num_experts(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.num_experts
 
 
 def head_dim(m: ModelConfig) -> int:
@@ -72,20 +92,22 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Replicated(Op):
-    """A vector every rank holds: norms."""
+    """A vector, or with `cols` a matrix, that every rank holds: norms, value heads."""
 
     rows: Dim
+    cols: Dim | None = None
     replicated = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        return ((self.rows(m),),)
+        return ((self.rows(m), self.cols(m)) if self.cols else (self.rows(m),),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        return (self.rows(m),)
+        return self.hf_shapes(m)[0]
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        cols = self.cols(m) if self.cols else 1
         for rank in range(tp):
-            yield Segment(rank, 0, 0, 0, self.rows(m), 0, 1)
+            yield Segment(rank, 0, 0, 0, self.rows(m), 0, cols)
 
 
 @dataclass(frozen=True)
@@ -129,14 +151,16 @@ class VocabParallel(Op):
 class GateUp(Op):
     """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up."""
 
+    rows: Dim = intermediate
+
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        return ((m.intermediate_size, m.hidden_size),) * 2
+        return ((self.rows(m), m.hidden_size),) * 2
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        return (2 * m.intermediate_size // tp, m.hidden_size)
+        return (2 * self.rows(m) // tp, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        per = m.intermediate_size // tp
+        per = self.rows(m) // tp
         for rank in range(tp):
             for source in (0, 1):
                 yield Segment(rank, source, source * per, rank * per, per, 0, m.hidden_size)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.parallel.packing import zigzag_index
+
 SHORT = 32
 GROWTH = 1.25
 
@@ -104,17 +106,6 @@ def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) 
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
         kv_order = torch.argsort(held).to(device)
     return Plan(tuple(groups), take.to(device), kv_order)
-
-
-def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
-    """Positions, in the packed global order, of the tokens that context-parallel rank holds."""
-    out, base = [], 0
-    for n in lengths:
-        c = n // (2 * cp)
-        for chunk in (rank, 2 * cp - 1 - rank):
-            out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c))
-        base += n
-    return torch.cat(out)
 
 
 def _group(members: Sequence[Item], masked: bool, device: torch.device) -> Group:

@@ -15,7 +15,7 @@ from megarl.trainer.figures import batch_figures
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 
 log = get_logger(__name__)
@@ -54,8 +54,7 @@ class SFTTrainer:
         self.check.watch(self.model)
         self.saver = Saver(
             cfg.saver,
-            run_dir=ctx.run_dir,
-            base_model_path=cfg.model.path,
+            models=[Saved(model=self.model, base_model_path=cfg.model.path, home=ctx.run_dir)],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
@@ -63,7 +62,7 @@ class SFTTrainer:
         self.data_key = data_of(cfg, len(data))
         self.exact_match = 0.0  # the last evaluation's
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
-        self.recovery = Recovery(ctx, self.model, clocks)
+        self.recovery = Recovery(ctx, {"model": self.model}, clocks)
         self.steps_done = self.recovery.restore(self._load_state)
 
     def fit(self) -> None:
@@ -88,7 +87,7 @@ class SFTTrainer:
                 if due or (done and self.cfg.evaluator.at_end):
                     stats |= self._evaluate()
                     done = done or self._good_enough()
-                self.saver.maybe_save(self.model, step=step, epoch=epoch, epoch_ended=ended)
+                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
                 self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
                 with self.timers.phase("recover"):
                     self.recovery.maybe_save(
@@ -97,7 +96,7 @@ class SFTTrainer:
                 if done:
                     break
         if total:
-            self.saver.save_final(self.model)
+            self.saver.save_final()
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:

@@ -65,11 +65,16 @@ def check_models(cfg: BaseConfig) -> None:
     problems = []
     for name, engine in engines(cfg).items():
         try:
-            model = read_hf_config(model_path(cfg, name))
+            model = read_hf_config(model_path(cfg, name), head=engine.head)
             check_layout(model, engine.parallel)
         except ValueError as e:
             problems.append(f"{name}: {e}")
             continue
+        if name == "reward_model" and model.new_head:
+            problems.append(
+                f"reward_model.path={engine.path}: a language model without a score; name a "
+                "ForSequenceClassification model with one label"
+            )
         if name == "actor" and isinstance(cfg, GRPOConfig):
             room, most = cfg.server.context_length, model.max_position_embeddings
             if room > most:

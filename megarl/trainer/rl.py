@@ -6,9 +6,11 @@ import copy
 from functools import partial
 from typing import Any
 
+from megarl.algos import Role
 from megarl.api.inference import Batch, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
+from megarl.config.check import model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -22,14 +24,14 @@ from megarl.trainer.figures import rollout_figures
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronRef
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils.importing import load_object
 
 log = get_logger(__name__)
 
 
-def run(cfg: GRPOConfig) -> None:
+def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
     """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
     timeouts = {
         "rollout.episode_timeout": cfg.rollout.episode_timeout,
@@ -37,7 +39,7 @@ def run(cfg: GRPOConfig) -> None:
         "weight_sync.timeout": cfg.weight_sync.timeout,
     }
     with RunContext(cfg, model_path=cfg.actor.path, zero_timeouts=timeouts) as ctx:
-        trainer = RLTrainer(cfg, ctx)
+        trainer = (trainer_class or RLTrainer)(cfg, ctx)
         try:
             trainer.set_up()
             trainer.fit()
@@ -153,17 +155,28 @@ class RLTrainer:
         self.check = SelfCheck(cfg, ctx)
         recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
+        trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
         self.saver = Saver(
             cfg.saver,
-            run_dir=ctx.run_dir,
-            base_model_path=cfg.actor.path,
+            models=[
+                Saved(
+                    model=role,
+                    base_model_path=model_path(cfg, name),
+                    home=ctx.run_dir if name == "actor" else ctx.run_dir / name,
+                )
+                for name, role in trained.items()
+            ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
-        self.recovery = Recovery(ctx, self.actor, clocks)
+        self.recovery = Recovery(ctx, trained, clocks)
         self.steps_done = self.recovery.restore(partial(ctx.zero, self._load_state))
+
+    def set_up_others(self) -> dict[str, Role]:
+        """For algorithms with more roles: makes them; those that are trained, by name."""
+        return {}
 
     def _start_generation(self) -> int:
         self.generation = Generation(self.cfg, self.ctx.tokenizer)
@@ -195,7 +208,7 @@ class RLTrainer:
             step += 1
             epoch, ended = -(-step // per_epoch), step % per_epoch == 0
             with self.timers.phase("save"):
-                self.saver.maybe_save(self.actor, step=step, epoch=epoch, epoch_ended=ended)
+                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
             last = step == total or self._out_of_time()
             if last and self.cfg.evaluator.at_end:
                 stats |= self._evaluate("after")
@@ -209,7 +222,7 @@ class RLTrainer:
             if last:
                 break
         if total:
-            self.saver.save_final(self.actor)
+            self.saver.save_final()
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""

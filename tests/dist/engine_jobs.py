@@ -10,7 +10,7 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
-from tests.tiny import random_batch
+from tests.tiny import hf_named, random_batch
 
 Tensors = dict[str, torch.Tensor]
 TEMPERATURE = 0.8
@@ -29,8 +29,10 @@ def loss_fn(outputs: Tensors, b: Tensors) -> tuple[torch.Tensor, dict[str, Any]]
     mask = b["loss_mask"].float()
     pg = -(b["advantages"][:, None] * outputs["logprobs"] * mask).sum()
     entropy = (outputs["entropy"] * mask).sum()
+    # a part that is not a sum over tokens: it needs whole sequences
+    means = (outputs["logprobs"] * mask).sum(1) / mask.sum(1).clamp(min=1)
     stats = {"entropy": (entropy.detach(), mask.sum()), "rows": (len(mask), 1.0)}
-    return pg - 0.1 * entropy, stats
+    return pg - 0.1 * entropy + means.square().sum(), stats
 
 
 def weight_fn(b: Tensors) -> float:
@@ -56,7 +58,8 @@ def state(engine: Any, **kw: Any) -> Tensors:
 
 
 def run_all(path: str, parallel: dict[str, Any], **over: Any) -> dict[str, Any]:
-    """Outputs, gradients (without ZeRO-1), figures of one step, and the weights after it."""
+    """Outputs, gradients (without ZeRO-1), figures of the first step, the weights after it and
+    after two more."""
     engine = make_engine(path, parallel, **over)
     names = ("logprobs", "entropy", "greedy_match")
     result: dict[str, Any] = {"outputs": engine.forward(
@@ -69,6 +72,9 @@ def run_all(path: str, parallel: dict[str, Any], **over: Any) -> dict[str, Any]:
         result["grads"] = state(engine, grads=True)
     result["stats"] = engine.train_batch(batch(), loss_fn, weight_fn, **kw)
     result["weights"] = state(engine)
+    for _ in range(2):
+        engine.train_batch(batch(), loss_fn, weight_fn, **kw)
+    result["weights after 3 steps"] = state(engine)
     engine.destroy()
     return result
 
@@ -94,26 +100,36 @@ def hf_outputs(hf: Any, b: Tensors) -> Tensors:
 
 def hf_reference(hf: Any) -> dict[str, Any]:
     """What `run_all` should give, from Hugging Face's model, autograd and torch's AdamW."""
+    optimizer = torch.optim.AdamW(
+        [
+            dict(params=[p for p in hf.parameters() if p.ndim > 1], weight_decay=0.1),
+            dict(params=[p for p in hf.parameters() if p.ndim == 1], weight_decay=0.0),
+        ],
+        lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
+    )  # fmt: skip
+    first = _hf_step(hf, optimizer)
+    for _ in range(2):
+        last = _hf_step(hf, optimizer)
+    return {**first, "weights after 3 steps": last["weights"]}
+
+
+def _hf_step(hf: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     b = batch()
+    optimizer.zero_grad()
     outputs = hf_outputs(hf, b)
     loss_sum, stats = loss_fn(outputs, b)
     loss = loss_sum / weight_fn(b)
     loss.backward()
-    grads = {n: p.grad.clone() for n, p in hf.named_parameters()}
+    grads = hf_named(hf, {n: p.grad.clone() for n, p in hf.named_parameters()})
     norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0))
-    decay = [p for p in hf.parameters() if p.ndim > 1]
-    rest = [p for p in hf.parameters() if p.ndim == 1]
-    torch.optim.AdamW(
-        [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
-        lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
-    ).step()  # fmt: skip
+    optimizer.step()
     return {
         "outputs": {k: v.detach() for k, v in outputs.items()},
         "grads": grads,
         "loss": float(loss.detach()),
         "entropy": float(stats["entropy"][0] / stats["entropy"][1]),
         "grad_norm": norm,
-        "weights": {n: p.detach().clone() for n, p in hf.named_parameters()},
+        "weights": hf_named(hf, {n: p.detach().clone() for n, p in hf.named_parameters()}),
     }
 
 

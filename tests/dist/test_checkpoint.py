@@ -148,6 +148,9 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "dp2": (2, dict(), ZERO, "qwen2", False),
     "dp2-plain": (2, dict(), PLAIN, "llama", False),
     "tp2-bf16": (2, dict(tp=2), BF16, "qwen3", True),
+    "cp2": (2, dict(cp=2), ZERO, "qwen3", True),
+    "pp2-uneven": (2, dict(pp=2, pipeline_split=[1, 3]), ZERO, "qwen2", True),
+    "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
 }
 
@@ -219,6 +222,7 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 MOVES: dict[str, tuple[dict[str, Any], bool, tuple[int, Parallel], tuple[int, Parallel]]] = {
     "dp2-dp1": (ZERO, True, (2, dict()), (1, dict())),
     "tp2-pp2": (ZERO, True, (2, dict(tp=2)), (2, dict(pp=2))),
+    "cp2-pp2-uneven": (ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1]))),
     "pp2vpp2-tp2sp-plain": (
         PLAIN, False, (2, dict(pp=2, vpp=2)), (2, dict(tp=2, sequence_parallel=True)),
     ),
@@ -232,6 +236,20 @@ def test_another_layout_continues_with_the_same_state(world1, world2, models, tm
     check_move(here, there, models, tmp_path, over, tie, before, after)
 
 
+SP2: Parallel = dict(tp=2, sequence_parallel=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
+@pytest.mark.parametrize(
+    "before, after",
+    [(dict(ep=2), SP2), (dict(ep=2), dict(pp=2)), (SP2, dict(etp=2)), (SP2 | dict(ep=2), dict())],
+    ids=str,
+)
+def test_experts_move(world2, models, tmp_path, before, after, over):
+    check_move(world2, world2, models, tmp_path, over, False, before, after, kind="qwen3_moe")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
 @pytest.mark.parametrize(
@@ -241,6 +259,7 @@ def test_another_layout_continues_with_the_same_state(world1, world2, models, tm
         (dict(), dict(tp=2, sequence_parallel=True)),
         (dict(tp=2), dict(pp=2, vpp=2)),
         (dict(tp=4), dict(pp=4)),
+        (dict(tp=2, cp=2), dict(pp=2, pipeline_split=[1, 3])),
     ],
     ids=str,
 )
@@ -250,9 +269,9 @@ def test_moves_between_four_ranks(world4, models, tmp_path, before, after, over)
 
 def check_move(
     here: World, there: World, models: Path, tmp_path: Path, over: dict[str, Any], tie: bool,
-    before: Parallel, after: Parallel,
+    before: Parallel, after: Parallel, kind: str = "qwen3",
 ) -> None:  # fmt: skip
-    path, ck, back = save_model(models, "qwen3", tie), str(tmp_path / "a"), str(tmp_path / "b")
+    path, ck, back = save_model(models, kind, tie), str(tmp_path / "a"), str(tmp_path / "b")
     want = here.run(train_and_save, path, ck, before, over)
     got = there.run(load_and_train, path, ck, after, over, out=back)
     for name, weight in want[0]["weights"].items():

@@ -130,7 +130,7 @@ def drift_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 def drift(path: str, parallel: dict[str, Any], dtype: str) -> float:
     """sum |logprobs of the training pass - logprobs of forward|, weights unchanged."""
-    engine = make_engine(path, parallel, dtype=dtype, gradient_checkpointing=True)
+    engine = make_engine(path, parallel, dtype=dtype, recompute_granularity="full")
     b = batch()
     b["before"] = engine.forward(b)
     value: float = engine.backward_batch(b, drift_loss, weight_fn)["drift"]
@@ -320,6 +320,12 @@ def test_forward_by_sequence(world2, models):
     assert torch.equal(r["dense"]["logprobs"], r["padded"])
     assert (r["padded"][:, 0] == 0).all()
     assert "no optimizer" in r["untrained"] and "1 entries for 7" in r["wrong"]
+
+
+def test_ways_of_context_parallelism_that_are_not_there_are_refused(world2, models):
+    path = save_model(models, "llama", False)
+    (message, _) = world2.run(error_of, make_engine, path, dict(cp=2, cp_comm_type="p2p"))
+    assert "parallel.cp_comm_type='p2p' needs Transformer Engine" in message and "'auto'" in message
 
 
 def scratch(path: str, parallel: dict[str, Any], seed: int) -> dict[str, Any]:

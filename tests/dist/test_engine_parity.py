@@ -14,22 +14,24 @@ from tests.tiny import tiny_hf
 
 SP = dict(tp=2, sequence_parallel=True)
 ZERO = dict(distributed=True)
+FULL: dict[str, Any] = dict(recompute_granularity="full")
+SHORT = dict(sequence_parallel="sp", pipeline_split="split")
 # (processes, family, tied, parallel, optimizer, other engine settings); every family meets tensor,
 # sequence, pipeline and data parallelism, tied and untied, and both optimizers meet every axis
 CASES = [
     (1, "llama", False, dict(), {}, {}),
     (1, "qwen2", True, dict(), ZERO, {}),
-    (1, "qwen3", False, dict(), {}, dict(gradient_checkpointing=True)),
+    (1, "qwen3", False, dict(), {}, FULL),
     (2, "llama", True, dict(tp=2), {}, {}),
     (2, "qwen2", False, dict(tp=2), ZERO, {}),
     (2, "qwen3", True, dict(tp=2), {}, {}),
     (2, "llama", False, SP, {}, {}),
-    (2, "qwen2", True, SP, {}, dict(gradient_checkpointing=True)),
+    (2, "qwen2", True, SP, {}, FULL | dict(recompute_num_layers=2)),
     (2, "qwen3", False, SP, ZERO, {}),
     (2, "llama", False, dict(pp=2), ZERO, {}),
     (2, "qwen2", True, dict(pp=2), {}, {}),
     (2, "qwen3", True, dict(pp=2), ZERO, {}),
-    (2, "llama", True, dict(pp=2, vpp=2), {}, {}),
+    (2, "llama", True, dict(pp=2, vpp=2), {}, FULL | dict(recompute_method="block")),
     (2, "qwen3", False, dict(pp=2, vpp=2), {}, {}),
     (2, "llama", True, dict(), ZERO, {}),  # dp2
     (2, "qwen2", False, dict(), {}, {}),
@@ -40,6 +42,21 @@ CASES = [
     (4, "qwen3", False, dict(tp=2), ZERO, {}),  # dp2
     (4, "llama", True, dict(pp=2, vpp=2), ZERO, {}),  # dp2
     (4, "qwen2", False, dict(tp=4), {}, {}),  # two ranks share a KV head
+    (2, "qwen3", True, dict(cp=2), {}, {}),
+    (2, "llama", False, dict(cp=2), ZERO, dict(recompute_granularity="selective", max_tokens=1)),
+    (4, "qwen2", True, dict(cp=2, **SP), {}, {}),
+    (4, "qwen3", False, dict(cp=2, pp=2, vpp=2), {}, {}),
+    (4, "llama", False, dict(cp=2), ZERO, {}),  # dp2
+    (2, "qwen2", True, dict(pp=2, pipeline_split=[1, 3]), ZERO, {}),
+]
+
+
+MORE = [
+    (4, "llama", True, dict(cp=2, tp=2), {}, {}),
+    (4, "qwen2", True, dict(cp=2), {}, {}),  # dp2
+    (4, "qwen3", True, dict(cp=4), {}, {}),
+    (4, "llama", False, dict(cp=2, pp=2), ZERO, FULL),
+    (4, "qwen3", False, dict(pp=2, pipeline_split=[3, 1], **SP), {}, {}),
 ]
 
 
@@ -64,10 +81,16 @@ def reference(kind: str, tie: bool) -> dict[str, Any]:
 def name(case: tuple[Any, ...]) -> str:
     n, kind, tie, parallel, opt, other = case
     layout = "".join(
-        f"{k if k != 'sequence_parallel' else 'sp'}{int(v)}" for k, v in parallel.items()
+        f"{SHORT.get(k, k)}{v if isinstance(v, list) else int(v)}" for k, v in parallel.items()
     )
     extras = "-".join(["zero"] * bool(opt) + list(other))
     return f"{n}-{kind}-{'tied' if tie else 'untied'}-{layout or 'dp'}-{extras}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=name)
+def test_more_layouts(case, worlds, models):
+    test_engine_equals_hugging_face(case, worlds, models)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -90,9 +113,10 @@ def test_engine_equals_hugging_face(case, worlds, models):
         assert got["grads"].keys() == want["grads"].keys()
         for key, value in want["grads"].items():
             assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key
-    assert got["weights"].keys() == want["weights"].keys()
-    for key, value in want["weights"].items():
-        torch.testing.assert_close(got["weights"][key], value, rtol=0, atol=2e-6, msg=key)
+    for when, atol in (("weights", 2e-6), ("weights after 3 steps", 1e-5)):
+        assert got[when].keys() == want[when].keys()
+        for key, value in want[when].items():
+            torch.testing.assert_close(got[when][key], value, rtol=0, atol=atol, msg=key)
 
     for other_rank in ranks[1:]:  # results reach every rank
         assert other_rank["stats"] == got["stats"] and other_rank["eval"] == got["eval"]
@@ -100,13 +124,26 @@ def test_engine_equals_hugging_face(case, worlds, models):
             assert torch.equal(other_rank["outputs"][key], value), key
 
 
-@pytest.mark.parametrize("parallel", [dict(), SP, dict(pp=2)], ids=["dp2", "sp2", "pp2"])
+@pytest.mark.parametrize(
+    "parallel", [dict(), SP, dict(pp=2), dict(cp=2)], ids=["dp2", "sp2", "pp2", "cp2"]
+)
 def test_the_step_does_not_depend_on_micro_batching(parallel, worlds, models):
     path = save_model(models, "qwen3", True)
     one, *others = (
         worlds(2).run(run_all, path, parallel, max_tokens=budget)[0] for budget in (10**6, 33, 1)
     )
     for other in others:
-        assert other["stats"]["loss"] == pytest.approx(one["stats"]["loss"], abs=1e-6)
+        assert other["stats"]["loss"] == pytest.approx(one["stats"]["loss"], rel=1e-6)
         for key, value in one["weights"].items():
             torch.testing.assert_close(other["weights"][key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_an_uneven_split_of_interleaved_chunks(worlds, tmp_path):
+    hf = tiny_hf("llama", layers=7)
+    hf.save_pretrained(tmp_path)
+    parallel = dict(pp=2, vpp=2, pipeline_split=[1, 3, 1, 2])
+    got = worlds(2).run(run_all, str(tmp_path), parallel, optimizer={"distributed": False})[0]
+    want = hf_reference(hf)
+    assert got["stats"]["loss"] == pytest.approx(want["loss"], abs=1e-4)
+    for key, value in want["grads"].items():
+        assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key

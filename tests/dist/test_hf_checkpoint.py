@@ -23,7 +23,13 @@ from tests.tiny import save_tiny
 
 Parallel = dict[str, Any]
 # without a degree, the ranks are data-parallel
-TWO: tuple[Parallel, ...] = (dict(tp=2), dict(pp=2), {}, dict(tp=2, sequence_parallel=True))
+TWO: tuple[Parallel, ...] = (
+    dict(tp=2),
+    dict(pp=2),
+    {},
+    dict(tp=2, sequence_parallel=True),
+    dict(pp=2, pipeline_split=[1, 3]),
+)
 FOUR: tuple[Parallel, ...] = (
     dict(tp=2, pp=2),
     dict(pp=2, vpp=2),

@@ -12,7 +12,7 @@ import torch
 
 from megarl.models import BucketGatherer, named_params, plan_buckets
 from megarl.models.build import resolve_attention
-from megarl.models.packing_plan import zigzag_index
+from megarl.parallel.packing import zigzag_index
 from tests.dist.models_util import all_gather_dim, built, positions, thd
 from tests.dist.world import World
 from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
@@ -80,24 +80,26 @@ def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> N
             assert (packed - want_packed).abs().max() < 1e-4
 
 
-def run_gradients(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gradients of a sum over the same tokens: packed with and without recomputation."""
+def run_gradients(path: Path) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a sum over the same tokens: packed, without and with recomputation."""
     grads = []
-    for checkpointing in (False, True):
-        with built(path, {}, gradient_checkpointing=checkpointing) as (model, _):
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    for over in ({}, full, dict(recompute_granularity="selective")):
+        with built(path, {}, **over) as (model, _):
             chunk = model.chunks[0].train()
             ids = ids_of(sum(LENGTHS), seed=1)[None]
             out = chunk(ids, positions(ids), None, packed_seq_params=thd(LENGTHS))
             out[..., :VOCAB].logsumexp(-1).sum().backward()
             grads.append({n: p.grad for n, p in chunk.named_parameters()})
-    return grads[0], grads[1]
+    return grads
 
 
 def test_packed_gradients_do_not_change_under_recomputation(one: World, tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", layers=2)
-    plain, recomputed = one.run(run_gradients, tmp_path)[0]
+    plain, *recomputed = one.run(run_gradients, tmp_path)[0]
+    assert len(recomputed) == 2
     for name, grad in plain.items():
-        assert torch.equal(grad, recomputed[name]), name
+        assert all(torch.equal(grad, other[name]) for other in recomputed), name
 
 
 def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]:

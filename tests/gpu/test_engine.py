@@ -10,7 +10,7 @@ import torch
 
 from tests.dist.engine_jobs import TEMPERATURE, batch, hf_reference, make_engine, run_all
 from tests.dist.test_checkpoint import BF16, PLAIN, VERSION, ZERO, resume
-from tests.tiny import KINDS, save_tiny, tiny_hf
+from tests.tiny import KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ATTENTION = ["sdpa"] + (["te"] if importlib.util.find_spec("transformer_engine") else [])
 LOGPROB_BOUND = 5e-4  # fp32 with TF32 off; kernels sum in another order than the CPU's
@@ -28,7 +28,7 @@ def norm_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + MOE_KINDS)
 def test_fp32_equals_hugging_face(kind, attention, tmp_path: Path):
     path = str(save_tiny(tmp_path / kind, kind))
     want = hf_reference(tiny_hf(kind))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +150,22 @@ def _safetensors(path: str) -> list[Path]:
 
 
 def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF checkpoint name, tensor of the model or a view of it)."""
-    for name, tensor in model.state_dict().items():
-        for suffix, split in _FUSED_EXPERTS.items():
-            if name.endswith(suffix) and tensor.ndim == 3:
-                base = name.removesuffix(suffix)
-                for e, expert in enumerate(tensor.unbind(0)):
-                    for part, view in split(expert):
-                        yield f"{base}experts.{e}.{part}.weight", view
-                break
-        else:
+    """(HF checkpoint name, tensor of the model or a view of it).
+
+    transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
+    alone, and those of Mixtral under names of its own.
+    """
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for full_name, tensor in model.state_dict().items():
+        name = full_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else full_name
+        block, _, leaf = name.rpartition(".")
+        if tensor.ndim != 3 or leaf not in ("gate_up_proj", "down_proj"):
             yield name, tensor
-
-
-# transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each alone
-_FUSED_EXPERTS: dict[str, Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]]] = {
-    "experts.gate_up_proj": lambda e: list(zip(("gate_proj", "up_proj"), e.chunk(2))),
-    "experts.down_proj": lambda e: [("down_proj", e)],
-}
+            continue
+        for e, expert in enumerate(tensor.unbind(0)):
+            if leaf == "down_proj":
+                yield f"{block}.{e}.{down}.weight", expert
+            else:
+                for part, view in zip((gate, up), expert.chunk(2)):
+                    yield f"{block}.{e}.{part}.weight", view
