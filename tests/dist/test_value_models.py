@@ -196,7 +196,17 @@ def score(path: str, b: Tensors, parallel: dict[str, Any]) -> torch.Tensor:
     return rewards
 
 
-@pytest.mark.parametrize("parallel", [SP, dict(pp=2), dict()], ids=["sp2", "pp2", "dp2"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(SP, id="sp2"),
+        pytest.param(dict(pp=2), id="pp2", marks=FULL),
+        pytest.param(dict(), id="dp2", marks=FULL),
+    ],
+)
 def test_the_step_does_not_depend_on_micro_batching(parallel, worlds, models):
     path = save_value_model(models, "qwen3", True, "Token")
     over = dict(optimizer={"distributed": True})
@@ -240,8 +250,7 @@ def new_head(source: str, target: str, init: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("init", ["zero", "random"])
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tie", "init"), [(True, "random"), (False, "zero")])
 def test_a_language_model_becomes_a_value_model(init, tie, worlds, tmp_path):
     source, target = str(save_tiny(tmp_path / "lm", "qwen3", tie=tie)), tmp_path / "value"
     got = worlds(2).run(new_head, source, str(target), init)[0]
