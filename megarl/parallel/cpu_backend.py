@@ -15,6 +15,8 @@ on such a machine, so no working code changes its meaning. Checked against megat
   P8   MoE split sizes                        become numpy also when they are on the CPU already
   P9   uneven all_gather                      is padded to even (gloo has no other)
   P10  Adam                                   has Transformer Engine's state, so checkpoints agree
+  P11  gradient and parameter collectives     of a single rank are skipped: gloo would copy
+  P12  fused rotary embedding and SwiGLU      are those of megarl.parallel.cpu_kernels
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import torch.distributed as dist
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
+
+from megarl.parallel import cpu_kernels
 
 _CPU = torch.device("cpu")
 
@@ -312,6 +316,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
+                fused=True,
             )
 
 
@@ -330,11 +335,44 @@ def p10_adam() -> None:
         )
 
 
+def p11_one_rank_collectives() -> None:
+    """The data-parallel wrapper reduces and gathers its buffers in place. For a group of one there
+    is nothing to do, as on NCCL, but gloo takes all bytes through a buffer of its own.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["group"].size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return collective(output, input_, *args, **kwargs)
+
+        return call
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        _patch(buffers, **{name: unless_alone(getattr(buffers, name))})
+
+
+def p12_fused_kernels() -> None:
+    """megatron-core's unfused ways recompute sines in every layer, and leave to autograd what takes
+    a third of the passes over memory when written out.
+    """
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+
+    _patch(fused_bias_swiglu, swiglu=cpu_kernels.swiglu, swiglu_back=cpu_kernels.swiglu_back)
+    _patch(
+        rope_utils,
+        fused_apply_rotary_pos_emb=cpu_kernels.rotary,
+        fused_apply_rotary_pos_emb_thd=cpu_kernels.rotary_packed,
+    )
+
+
 _installed = False
 
 
 def install() -> None:
-    """Installs P1..P10, once."""
+    """Installs P1..P12, once."""
     global _installed
     if _installed:
         return
@@ -353,4 +391,6 @@ def install() -> None:
         p8_moe_split_sizes()
         p9_uneven_all_gather()
         p10_adam()
+        p11_one_rank_collectives()
+        p12_fused_kernels()
     _installed = True
