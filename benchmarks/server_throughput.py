@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     torch.set_num_threads(args.threads)
     os.environ |= {"MEGARL_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     head = ["parameters", "requests", "lengths", "server tok/s", "generate tok/s", "ratio",
@@ -195,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

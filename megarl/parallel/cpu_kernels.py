@@ -1,6 +1,6 @@
-"""Rotary embedding and SwiGLU for CPUs, in place of the kernels that Transformer Engine and the
-compiler give on GPUs. Both are memory-bound: what counts is how often the activations are read and
-written, so forward and backward are written out instead of left to autograd.
+"""Rotary embedding, SwiGLU and weight gradients for CPUs, in place of the kernels that Transformer
+Engine, the compiler and apex give on GPUs. All are bound by memory: what counts is how often they
+read and write, so forward and backward are written out instead of left to autograd.
 
 T tokens, n heads, d head dimension, F gated width.
 """
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megarl.parallel.vocab_parallel import accumulate
 
 
 class _Rotate(torch.autograd.Function):
@@ -27,7 +29,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+        cos, signed_sin = ctx.saved_tensors
+        return _rotate(grad, cos, signed_sin, -1), None, None
 
 
 def _rotate(t: Tensor, cos: Tensor, signed_sin: Tensor, sign: int) -> Tensor:
@@ -89,3 +92,8 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
     torch.mul(g, F.silu(gate), out=d_up)
     torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=d_gate)
     return out
+
+
+def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
+    """main_grad [out, in] += g [T, out] transposed times x [T, in]."""
+    accumulate(main_grad, g, x)
