@@ -182,7 +182,7 @@ class Decode:
             key, value = keys[self._all, :, :width], values[self._all, :, :width]
             if self.exact:  # fresh memory: kernels may treat unaligned views differently
                 key, value = key.contiguous(), value.contiguous()
-            if key.device.type == "cpu" and not self.exact:
+            if key.device.type == "cpu" and key.dtype == torch.float32 and not self.exact:
                 out = _attend_cpu(q, key, value, mask, scale)
             else:
                 out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
