@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one")
     parser.add_argument("--root", type=Path, default=Path("runs/grpo_vs_trl"))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
     if version("trl") != TRL_VERSION:
         print(f"note: trl {version('trl')}; written for {TRL_VERSION}")
     print(f"{CORES} cores, trl {version('trl')}, transformers {version('transformers')}, "

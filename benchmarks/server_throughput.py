@@ -17,8 +17,8 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -73,29 +73,35 @@ def make_model(path: Path, size: str) -> int:
 
 
 class Server:
-    """A server process, and a client in this one."""
+    """A server process, and a client in this one that keeps its connections."""
 
-    def __init__(self, address: str) -> None:
-        self.url = f"http://{address}/generate"
+    def __init__(self, address: str, runner: asyncio.Runner) -> None:
+        self.url, self.runner = f"http://{address}/generate", runner
+        self.session = runner.run(_session())
 
     def seconds(self, requests: list[Request]) -> float:
-        return asyncio.run(self._run(requests))
+        return self.runner.run(self._run(requests))
+
+    def close(self) -> None:
+        self.runner.run(self.session.close())
 
     async def _run(self, requests: list[Request]) -> float:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await self._one(session, Request(requests[0].prompt, 1))  # connects
-            start = time.perf_counter()
-            counts = await asyncio.gather(*(self._one(session, r) for r in requests))
-            seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        counts = await asyncio.gather(*(self._one(r) for r in requests))
+        seconds = time.perf_counter() - start
         assert counts == [r.new_tokens for r in requests]
         return seconds
 
-    async def _one(self, session: aiohttp.ClientSession, request: Request) -> int:
+    async def _one(self, request: Request) -> int:
         params = {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True}
         body = {"input_ids": request.prompt, "sampling_params": params, "return_logprob": True}
-        async with session.post(self.url, json=body) as response:
+        async with self.session.post(self.url, json=body) as response:
             answer = await response.json()
         return len(answer["meta_info"]["output_token_logprobs"])
+
+
+async def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
 class Generate:
@@ -123,8 +129,9 @@ def tokens_per_second(side: Server | Generate, requests: list[Request], repeats:
 
 def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: int) -> list[str]:
     """Cells: server tok/s, generate tok/s, their ratio, that of deterministic to server."""
-    once = {name: side.seconds(requests) for name, side in sides.items()}  # warm-up, too
-    repeats = max(1, round(MIN_SECONDS / once["generate"]))
+    for side in sides.values():
+        side.seconds(requests)  # warm-up
+    repeats = max(1, round(MIN_SECONDS / sides["generate"].seconds(requests)))
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(reps):
         for name, side in sides.items():
@@ -143,19 +150,20 @@ def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: 
 @contextlib.contextmanager
 def servers(path: Path, threads: int) -> Iterator[dict[str, Server]]:
     """A normal and a deterministic one."""
-    running = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        running = {}
         for name in ("server", "deterministic"):
             config = ServerConfig(
                 context_length=CONTEXT, threads=threads, deterministic=name == "deterministic"
             )
-            running[name] = start_server(
+            process = start_server(
                 config, model_path=str(path), dtype="float32", log_path=path / f"{name}.log"
             )
-        yield {name: Server(process.address) for name, process in running.items()}
-    finally:
-        for process in running.values():
-            process.stop()
+            stack.callback(process.stop)
+            running[name] = Server(process.address, runner)
+            stack.callback(running[name].close)
+        yield running
 
 
 def main() -> None:
@@ -167,6 +175,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     torch.set_num_threads(args.threads)
     os.environ |= {"MEGARL_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     head = ["parameters", "requests", "lengths", "server tok/s", "generate tok/s", "ratio",
@@ -188,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -306,6 +306,7 @@ def main() -> None:
     os.environ.update(
         OMP_NUM_THREADS=str(args.threads), MEGARL_DEVICE="cpu", CUDA_VISIBLE_DEVICES="",
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1",
+        THP_MEM_ALLOC_ENABLE="1",  # megarl sets it by itself, and it helps both
     )  # fmt: skip
     print(f"fp32, CPU, {args.threads} threads, median (min-max) of {args.rounds} rounds\n")
     print("| model | lengths | against | megarl tokens/s | HF tokens/s | ratio of wall time "

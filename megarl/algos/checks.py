@@ -61,7 +61,8 @@ ROUNDING = {
     torch.float32: Bounds(mean=1e-5, sequence=1e-4, kl=1e-6),
     torch.bfloat16: Bounds(mean=2e-2, sequence=1.0, kl=1e-2),
 }
-SAME_SHAPES = replace(ROUNDING[torch.float32], token=1e-5)
+# the same shapes may still be summed in another order: kernels look at the alignment of memory
+SAME_SHAPES = replace(ROUNDING[torch.float32], token=1e-4)
 
 
 @dataclass(frozen=True)

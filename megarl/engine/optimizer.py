@@ -10,13 +10,14 @@ import torch
 
 from megarl.api.records import FinetuneSpec
 from megarl.config.engine import OptimizerConfig
-from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel import mcore
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
@@ -39,10 +40,15 @@ def wrap_chunks(
         overlap_param_gather=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
+    if not mcore.on_cuda():  # linear layers add to the buffers themselves, which exist only now
+        for module in (m for chunk in wrapped for m in chunk.modules()):
+            if hasattr(module, "gradient_accumulation_fusion"):
+                module.gradient_accumulation_fusion = True  # type: ignore[assignment]
+    return wrapped
 
 
 def build_optimizer(
@@ -114,8 +120,11 @@ def step(optimizer: Any, loss: float) -> tuple[bool, float]:
     norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(norm) and math.isfinite(loss)):
         return False, norm
-    updated, _, _ = optimizer.step()
-    return bool(updated), norm
+    # the rest of optimizer.step(), which would compute the norm again
+    for part in _parts(optimizer):
+        if part.config.clip_grad > 0 and (params := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm)
+    return bool(optimizer.step_with_ready_grads()), norm
 
 
 def _parts(optimizer: Any) -> Sequence[Any]:

@@ -97,9 +97,7 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     if job.loss_fn is None:
         job.outputs_of.append(outputs)
         return nothing, None
-    batch = {
-        k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items() if k != ROUTED
-    }
+    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items() if k != ROUTED}
     loss_sum, stats = job.loss_fn(outputs, batch)
     if loss_sum.ndim:
         raise ValueError(

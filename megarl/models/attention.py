@@ -86,18 +86,19 @@ class SDPACoreAttention(MegatronModule):
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """q [T, nq, d], k and v [T, nk, d] -> [T, nq * d]."""
-        tokens, heads, d = q.shape
-        assert plan.take.numel() == tokens, "cu_seqlens must span all tokens"
+        assert plan.tokens == len(q), "cu_seqlens must span all tokens"
         k, v = self._gather_kv(k, v, plan)
         outs = []
-        for g in plan.groups:
-            qs, ks, vs = (
-                x.index_select(0, index).view(g.n, -1, *x.shape[1:]).transpose(1, 2)
-                for x, index in ((q, g.q_index), (k, g.k_index), (v, g.k_index))
-            )
+        for g, *qkv in zip(
+            plan.groups,
+            _split(_take(q, plan.q_index), [g.n * g.q_len for g in plan.groups]),
+            *(_split(_take(x, plan.k_index), [g.n * g.k_len for g in plan.groups]) for x in (k, v)),
+            strict=True,
+        ):
+            qs, ks, vs = (x.unflatten(0, (g.n, -1)).transpose(1, 2) for x in qkv)
             out = self._sdpa(qs, ks, vs, g.mask)  # [n, nq, Lq, d]
-            outs.append(out.transpose(1, 2).reshape(-1, heads * d))
-        return torch.cat(outs).index_select(0, plan.take)
+            outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return _take(outs[0] if len(outs) == 1 else torch.cat(outs), plan.take)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [n, nq, Lq, d], k and v [n, nk, Lk, d] -> [n, nq, Lq, d]."""
@@ -128,6 +129,15 @@ class SDPACoreAttention(MegatronModule):
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
+
+
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """One part is taken as it is: the backward of a split copies."""
+    return x.split(sizes) if len(sizes) > 1 else (x,)
 
 
 class _AllGather(torch.autograd.Function):

@@ -211,8 +211,8 @@ def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
     wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
     return dict(
         use_cpu_initialization=not on_gpu,
-        apply_rope_fusion=use_te,
-        bias_activation_fusion=on_gpu,
+        apply_rope_fusion=use_te or not on_gpu,
+        bias_activation_fusion=True,
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=on_gpu and wgrad,
         masked_softmax_fusion=False,

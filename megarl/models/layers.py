@@ -26,5 +26,33 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and x.device.type == "cpu":
+            out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+            return out
         y = F.rms_norm(x.float(), self.normalized_shape, None, self.eps)
         return self.weight * y.to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """w * x * r with r = 1 / sqrt(mean(x^2) + eps), x [..., H], r [..., 1].
+
+    On a CPU autograd's way through F.rms_norm takes four times as long: it is all memory traffic.
+
+        d/dw = sum over rows of g * x * r        d/dx = r * (g * w - x * r * mean(g * w * x * r))
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, r = ctx.saved_tensors
+        normed = x * r
+        product = g * normed
+        d_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight).div_(x.shape[-1])[..., None]
+        d_x = torch.mul(g, weight, out=product).addcmul_(normed, mean, value=-1).mul_(r)
+        return d_x, d_weight, None

@@ -39,27 +39,33 @@ class Item:
 
 @dataclass(frozen=True)
 class Group:
-    """n items padded to Lq queries and Lk keys; padding repeats an item's last token.
+    """n items padded to q_len queries and k_len keys; padding repeats an item's last token.
 
-    q_index [n * Lq], k_index [n * Lk]: the tokens they are gathered from. `mask` [n, 1, Lq, Lk] is
-    None where plain causal attention is right: padding comes after every real query, so causality
-    hides it.
+    `mask` [n, 1, q_len, k_len] is None where plain causal attention is right: padding comes after
+    every real query, so causality hides it.
     """
 
     n: int
-    q_index: Tensor
-    k_index: Tensor
+    q_len: int
+    k_len: int
     mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`take` [T]: where token t's row lies in the groups' outputs, concatenated as [n * Lq] rows.
-    `kv_order` [T * cp]: global token t among the keys gathered rank after rank; None without cp.
+    """The groups' rows one after another, n * q_len of queries and n * k_len of keys each.
+
+    q_index, k_index: the tokens they are gathered from. `take` [tokens]: the row of each of this
+    rank's tokens. All three are None where row i is token i, as for sequences of one length.
+    `kv_order` [tokens * cp]: global token t among the keys gathered rank after rank; None without
+    cp.
     """
 
+    tokens: int
     groups: tuple[Group, ...]
-    take: Tensor
+    q_index: Tensor | None
+    k_index: Tensor | None
+    take: Tensor | None
     kv_order: Tensor | None
 
 
@@ -93,31 +99,42 @@ def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) 
     for item in items(lengths, cp, rank):
         key = (length_class(item.q_len), item.k_len // item.q_len)
         classes.setdefault(key, []).append(item)
-    take = torch.empty(sum(lengths) // cp, dtype=torch.long)
-    groups, row = [], 0
+    tokens = sum(lengths) // cp
+    take = torch.empty(tokens, dtype=torch.long)
+    groups, q_rows, k_rows, row = [], [], [], 0
     for members in classes.values():
-        width = max(m.q_len for m in members)
+        group, q_index, k_index = _group(members, cp > 1, device)
         for m in members:
             take[m.q_start : m.q_start + m.q_len] = torch.arange(row, row + m.q_len)
-            row += width
-        groups.append(_group(members, cp > 1, device))
+            row += group.q_len
+        groups.append(group)
+        q_rows.append(q_index)
+        k_rows.append(k_index)
+    if cp == 1 and row == tokens and torch.equal(take, torch.arange(tokens)):
+        return Plan(tokens, tuple(groups), None, None, None, None)
+    q_index, k_index, take = (x.to(device) for x in (torch.cat(q_rows), torch.cat(k_rows), take))
     kv_order = None
     if cp > 1:
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
         kv_order = torch.argsort(held).to(device)
-    return Plan(tuple(groups), take.to(device), kv_order)
+    return Plan(tokens, tuple(groups), q_index, k_index, take, kv_order)
 
 
-def _group(members: Sequence[Item], masked: bool, device: torch.device) -> Group:
+def _group(
+    members: Sequence[Item], masked: bool, device: torch.device
+) -> tuple[Group, Tensor, Tensor]:
+    """The group of `members`, and the tokens of its rows of queries and of keys (on the host)."""
     q_start, q_len, k_start, k_len = (
         torch.tensor([getattr(i, f) for i in members])[:, None]
         for f in ("q_start", "q_len", "k_start", "k_len")
     )
     i = torch.arange(int(q_len.max()))[None]
     j = torch.arange(int(k_len.max()))[None]
-    q_index = (q_start + torch.minimum(i, q_len - 1)).flatten()
-    k_index = (k_start + torch.minimum(j, k_len - 1)).flatten()
     mask = None
     if masked:
         mask = (j[:, None, :] <= (i + k_len - q_len)[:, :, None])[:, None].to(device)
-    return Group(len(members), q_index.to(device), k_index.to(device), mask)
+    return (
+        Group(len(members), i.numel(), j.numel(), mask),
+        (q_start + torch.minimum(i, q_len - 1)).flatten(),
+        (k_start + torch.minimum(j, k_len - 1)).flatten(),
+    )

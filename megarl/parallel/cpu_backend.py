@@ -15,15 +15,21 @@ on such a machine, so no working code changes its meaning. Checked against megat
   P8   MoE split sizes                        become numpy also when they are on the CPU already
   P9   uneven all_gather                      is padded to even (gloo has no other)
   P10  Adam                                   has Transformer Engine's state, so checkpoints agree
+  P11  gradient and parameter collectives     of a single rank are skipped: gloo would copy
+  P12  fused rotary, SwiGLU, weight gradient  are those of megarl.parallel.cpu_kernels
+  P13  process groups of a single rank        are made once: each costs a thread that wakes
+  P14  large tensors                          are allocated in huge pages
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +37,8 @@ import torch.distributed as dist
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
+
+from megarl.parallel import cpu_kernels
 
 _CPU = torch.device("cpu")
 
@@ -312,6 +320,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
+                fused=True,
             )
 
 
@@ -330,16 +339,85 @@ def p10_adam() -> None:
         )
 
 
+def p11_one_rank_collectives() -> None:
+    """The data-parallel wrapper reduces and gathers its buffers in place. For a group of one there
+    is nothing to do, as on NCCL, but gloo takes all bytes through a buffer of its own.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["group"].size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return collective(output, input_, *args, **kwargs)
+
+        return call
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        _patch(buffers, **{name: unless_alone(getattr(buffers, name))})
+
+
+def p12_fused_kernels() -> None:
+    """megatron-core's unfused ways recompute sines in every layer, and leave to autograd what takes
+    a third of the passes over memory when written out.
+    """
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+
+    _patch(fused_bias_swiglu, swiglu=cpu_kernels.swiglu, swiglu_back=cpu_kernels.swiglu_back)
+    _patch(
+        rope_utils,
+        fused_apply_rotary_pos_emb=cpu_kernels.rotary,
+        fused_apply_rotary_pos_emb_thd=cpu_kernels.rotary_packed,
+    )
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=cpu_kernels.wgrad_accumulate)
+    _patch(layers, fused_weight_gradient_mlp_cuda=apex)  # used by layers that are told to
+
+
+def p13_one_rank_groups() -> None:
+    """megatron-core makes some forty groups, most of one rank where there are few ranks. Every gloo
+    group has a thread that wakes a hundred times a second, so those groups are one and the same.
+    They are not in the list of groups that end with their layout, but live as long as the world.
+    """
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    world: Any = None
+    of_rank: dict[int, Any] = {}
+
+    def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal world
+        if ranks is None or len(ranks) != 1:
+            return create(ranks, *args, **kwargs)
+        if world is not dist.group.WORLD:
+            world = dist.group.WORLD
+            of_rank.clear()
+        if ranks[0] not in of_rank:
+            of_rank[ranks[0]] = dist.new_group(list(ranks))
+        return of_rank[ranks[0]]
+
+    _patch(parallel_state, create_group=create_group)
+
+
+def p14_huge_pages() -> None:
+    """Tensors of more than 2 MiB come fresh from the kernel each time, and faulting them in page by
+    page costs more than a pass over them. torch reads this before it allocates the first tensor.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 _installed = False
 
 
 def install() -> None:
-    """Installs P1..P10, once."""
+    """Installs P1..P14, once."""
     global _installed
     if _installed:
         return
     early = [m for m in sys.modules if m.startswith("megatron.core")]
     assert not early, f"import megarl.parallel.mcore before megatron ({early[0]} is loaded)"
+    p14_huge_pages()
     p1_current_device()
     p2_streams_and_memory()
     p3_tensor_placement()
@@ -353,4 +431,7 @@ def install() -> None:
         p8_moe_split_sizes()
         p9_uneven_all_gather()
         p10_adam()
+        p11_one_rank_collectives()
+        p12_fused_kernels()
+        p13_one_rank_groups()
     _installed = True

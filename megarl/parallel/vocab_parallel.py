@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match")
+_CACHED = 1 << 17  # numbers that fit a CPU's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +91,27 @@ def _reduce_chunk(
     target = torch.zeros_like(top)
     if shard.real_rows:
         target = torch.where(here, centred.gather(-1, row[:, None])[:, 0], target)
-    weights = centred.exp()
-    sums = [weights.sum(-1), target]
-    if "entropy" in outputs:
-        sums.append(weights.mul_(centred).sum(-1))
-    total, target, *weighted = shard.all_reduce(torch.stack(sums), dist.ReduceOp.SUM)
+    sums = _exp_sums(centred, weighted="entropy" in outputs)
+    total, *weighted, target = shard.all_reduce(torch.cat([sums, target[None]]), dist.ReduceOp.SUM)
     log_total = total.log()
     values["logprobs"] = target - log_total
     values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
     centred.sub_(log_total[:, None])
     stacked = torch.stack([values[o] for o in outputs], -1)
     return stacked, log_total + top, values["entropy"]
+
+
+def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
+    """[1 or 2, c] from x [c,v]: sum_j exp(x_j), and if asked for sum_j exp(x_j) x_j.
+
+    On a CPU a few rows at a time, so that the exponentials stay in its cache.
+    """
+    rows = len(x) if x.is_cuda else max(1, _CACHED // max(1, x.shape[1]))
+    sums = []
+    for part in x.split(max(1, rows)):
+        e = part.exp()
+        sums.append(torch.stack([e.sum(-1), *([e.mul_(part).sum(-1)] if weighted else [])]))
+    return torch.cat(sums, -1)
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -142,35 +153,47 @@ class _TokenOutputs(torch.autograd.Function):
             g_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
         for lo in range(0, len(hidden), chunk):
             s = slice(lo, lo + chunk)
-            log_p = ctx.kept
+            log_p, ctx.kept = ctx.kept, None  # it is overwritten
             if log_p is None:
                 log_p = _logits(hidden[s], real, temperature).sub_(log_z[s, None])
-            g = _grad_logits(log_p, labels[s], entropy[s], grad[s], shard, outputs)
-            g = g.div_(temperature).to(hidden.dtype)
+            g = _grad_logits(log_p, labels[s], entropy[s], grad[s] / temperature, shard, outputs)
+            g = g.to(hidden.dtype)
             if g_hidden is not None:
                 torch.mm(g, real, out=g_hidden[s])
             if g_weight is not None:
-                g_weight[: shard.real_rows] += g.t() @ hidden[s]
+                accumulate(g_weight[: shard.real_rows], g, hidden[s])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
         return g_hidden, g_weight, None, None, None, None, None
+
+
+def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
+    """total [v,H] += g [c,v] transposed times h [c,H]: a weight's gradient. The product has the
+    dtype of its factors, the sum that of `total`.
+    """
+    if total.dtype == h.dtype:
+        total.addmm_(g.t(), h)
+    else:
+        total += g.t() @ h
 
 
 def _grad_logits(
     log_p: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor,
     shard: VocabShard, outputs: Sequence[str],
 ) -> torch.Tensor:  # fmt: skip
-    """[c,v]: what `grad` [c,K] of the outputs says about the logits."""
+    """[c,v]: what `grad` [c,K] of the outputs says about the logits. Overwrites log_p."""
 
     def of(name: str) -> torch.Tensor:
         known = name in outputs
         return grad[:, outputs.index(name)] if known else torch.zeros_like(grad[:, 0])
 
-    g_logprob = of("logprobs")
-    factor = g_logprob[:, None]
-    if "entropy" in outputs:
-        factor = factor + of("entropy")[:, None] * (log_p + entropy[:, None])
-    out = log_p.exp().mul_(factor).neg_()
+    g_logprob, g_entropy = of("logprobs"), of("entropy")
+    # an entropy that is only watched costs nothing, where looking does not stall the device
+    if "entropy" in outputs and (grad.is_cuda or g_entropy.any()):
+        factor = g_entropy[:, None] * (log_p + entropy[:, None]) + g_logprob[:, None]
+        out = log_p.exp_().mul_(factor).neg_()
+    else:
+        out = log_p.exp_().mul_(-g_logprob[:, None])
     if shard.real_rows:
         row, here = _local_target(labels, shard)
         out.scatter_add_(-1, row[:, None], torch.where(here, g_logprob, 0.0)[:, None])

@@ -16,6 +16,7 @@ from pathlib import Path
 import megarl
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
+from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
 
 log = get_logger(__name__)
@@ -177,10 +178,15 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
 
 
 def _environment(server: ServerConfig) -> dict[str, str]:
-    """The embedded server must find this very package, installed or not."""
-    if server.type == "sglang":
-        threads = {"OMP_NUM_THREADS": str(server.threads)} if server.threads else {}
-        return threads
-    root = str(Path(megarl.__file__).resolve().parents[1])
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root])}
+    """The server's share of this host's cores; the embedded one must find this very package,
+    installed or not.
+    """
+    env = {k: v for k, v in os.environ.items() if k == "OMP_NUM_THREADS"}
+    if server.threads:
+        env["OMP_NUM_THREADS"] = str(server.threads)
+    set_threads_default(env, processes=server.count)
+    if server.type == "embedded":
+        root = str(Path(megarl.__file__).resolve().parents[1])
+        inherited = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
+    return env

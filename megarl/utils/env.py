@@ -6,6 +6,7 @@ Everything is a default: what the user has set stays.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import MutableMapping, Sequence
 
@@ -17,10 +18,24 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     # megatron-core overlaps TP communication by the order in which kernels are queued
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if world > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
-    if int(env.get("LOCAL_WORLD_SIZE", str(world))) == world:
+    local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
+    set_threads_default(env, processes=local)
+    if local == world:
         set_loopback_default(env, servers=servers)
+
+
+def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> None:
+    """Shares this host's cores among `processes` of a kind. Trainers and servers do not divide them
+    further: in a synchronous run they take turns, so whoever works has all cores.
+    """
+    if processes > 1:  # one process gets them all without being told
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+
+
+def cores() -> int:
+    """CPU cores this process may run on."""
+    available = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(available(0)) if available else os.cpu_count() or 1
 
 
 def set_loopback_default(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -87,16 +89,30 @@ class Agreement:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        try:
+        with self._in_touch():
             dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as e:
             raise RuntimeError(
                 f"weight sync: rank {self.rank} lost touch with the other ranks; one of them "
                 f"ended, or did not get this far within {self._bound}. Cause: {e}"
             ) from e
-        return values
 
     def _gather_errors(self, message: str | None) -> dict[int, str]:
+        """By rank. Almost always there are none, which a byte of each rank says in one round."""
+        if self._group is None:
+            return {} if message is None else {self.rank: message}
+        mine = torch.tensor([message is not None], dtype=torch.uint8)
+        flags = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._in_touch():
+            dist.all_gather(flags, mine, group=self._group)
+        if not any(flags):
+            return {}
         return {r: m for r, m in enumerate(self.gather(message)) if m is not None}
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ class BucketBuffers:
 
     def __init__(self, agreement: Agreement, owner: int, device: torch.device) -> None:
         self.agreement, self.device = agreement, device
-        self.owning = agreement.rank == owner
-        self._owner = owner
+        self._owner, self._owning = owner, agreement.rank == owner
+        self._several_on_hosts = agreement.size > 1 and device.type == "cpu"
         self.drop()
 
     def drop(self) -> None:
@@ -31,35 +31,37 @@ class BucketBuffers:
         self.shared = False
         self._size = 0
 
+    def hold(self, nbytes: int) -> bool:
+        """Whether there is room for buckets of `nbytes`, as far as this rank knows."""
+        return self._size >= nbytes
+
     def take(self, nbytes: int) -> None:
-        """Collective. Room for buckets of `nbytes`."""
-        if all(self.agreement.gather(self._size >= nbytes)):
-            return
+        """Collective, wherever a rank does not `hold` as much: room for buckets of `nbytes`."""
         self.drop()  # freed before their successors are allocated
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        flat = self._share(2 * size)
-        self.shared = all(self.agreement.gather(flat is not None))
-        if self.shared and flat is not None:
+        flat = self._share(2 * size) if self._several_on_hosts else None
+        self.shared = flat is not None
+        if flat is not None:
             self.pair = [flat[:size], flat[size:]]
         else:
             self.pair = self.agreement.together(self._allocate, size)
         self._size = size
 
     def _share(self, nbytes: int) -> torch.Tensor | None:
-        """Collective. None on ranks that cannot reach the owner's memory."""
+        """Collective. None on all ranks where one cannot reach the owner's memory."""
         mine = self.agreement.together(self._offer, nbytes)
         offered = self.agreement.gather(mine)[self._owner]
         try:
-            return None if offered is None else self.agreement.together(attach, offered)
+            flat = None if offered is None else self.agreement.together(attach, offered)
+            return flat if all(self.agreement.gather(flat is not None)) else None
         finally:
             if mine is not None:
                 os.close(mine.fd)
 
     def _offer(self, nbytes: int) -> Offer | None:
-        alone = self.agreement.size == 1
-        return offer(nbytes) if self.owning and not alone and self.device.type == "cpu" else None
+        return offer(nbytes) if self._owning else None
 
     def _allocate(self, size: int) -> list[torch.Tensor]:
-        if not self.owning:
+        if not self._owning:
             return []
         return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]

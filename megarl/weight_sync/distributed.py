@@ -55,15 +55,12 @@ class DistributedTransport:
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         together = self.agreement.together
         plan, gatherer = together(self._plan, meta.bucket_bytes)
-        check_digests(self.agreement.gather(plan.digest))
+        states = self.agreement.gather((plan.digest, self._buffers.hold(plan.largest)))
+        check_digests([digest for digest, _ in states])
         try:
-            with phases.time("connect"):
-                together(self._connect, meta, deadline)
-            self._buffers.take(plan.largest)
-            stream = together(
-                _Stream, plan, gatherer, self._channel, self._buffers, meta, deadline, phases
-            )
-            together(stream.begin)
+            if not all(held for _, held in states):
+                self._buffers.take(plan.largest)
+            stream = together(self._open, plan, gatherer, meta, deadline, phases)
             for bucket in plan.buckets:
                 together(stream.step, bucket)
             together(stream.end)
@@ -95,6 +92,20 @@ class DistributedTransport:
             )  # fmt: skip
             self._planned = bucket_bytes, plan, gatherer
         return self._planned[1:]
+
+    def _open(
+        self,
+        plan: SyncPlan,
+        gatherer: BucketGatherer,
+        meta: WeightUpdateMeta,
+        deadline: Deadline,
+        phases: Phases,
+    ) -> _Stream:
+        with phases.time("connect"):
+            self._connect(meta, deadline)
+        stream = _Stream(plan, gatherer, self._channel, self._buffers, meta, deadline, phases)
+        stream.begin()
+        return stream
 
     def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
         """Lazily, and again after a failure or when the servers have changed."""

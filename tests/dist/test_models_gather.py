@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from megarl.models import (
     read_hf_config,
 )
 from megarl.parallel.layout import Layout
+from megarl.weight_sync import buffers as sync_buffers
+from megarl.weight_sync.agreement import Agreement
+from megarl.weight_sync.shared_memory import attach
 from tests.dist.models_util import built
 from tests.dist.world import World
 from tests.tiny import save_tiny
@@ -145,3 +149,53 @@ def test_one_message_per_source_and_none_from_replicas(world: World, model_path:
     assert world.run(run_count, model_path, dict(tp=2), 0) == [0, 1, 0, 0]  # ranks 2, 3: dp=1
     assert world.run(run_count, model_path, dict(tp=2), 3) == [1, 0, 0, 0]
     assert world.run(run_count, model_path, dict(), 1) == [0, 0, 0, 0]
+
+
+def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict[str, Any]]:
+    """Whether the buffers are shared, bytes of this rank's largest message, what was gathered.
+    Unless `reachable`, rank 1 cannot attach to the owner's memory.
+    """
+    agreement, largest = Agreement(None), 0
+    result: dict[str, Any] = {}
+    real = torch.distributed.send
+
+    def send(message: torch.Tensor, **kw: Any) -> None:
+        nonlocal largest
+        largest = max(largest, message.numel())
+        real(message, **kw)
+
+    with built(path, dict(tp=2, pp=2)) as (model, groups):
+        params = named_params(model.chunks)
+        buckets = plan_buckets(model.table, torch.float32, 30_000)
+        gatherer = BucketGatherer(
+            model.table, groups.layout, groups.rank, params, buckets, owner=owner
+        )
+        buffers = sync_buffers.BucketBuffers(agreement, owner, torch.device("cpu"))
+        lost = not reachable and groups.rank == 1
+        with mock.patch.object(sync_buffers, "attach", (lambda _: None) if lost else attach):
+            buffers.take(max(b.nbytes for b in buckets))
+        with mock.patch.object(torch.distributed, "send", send):
+            for b in buckets:
+                out = buffers.pair[b.index % 2] if buffers.pair else None
+                flat = gatherer.gather(b, out, shared=buffers.shared)
+                if flat is not None:
+                    result |= {n: t.clone() for n, t in b.views(flat)}
+                torch.distributed.barrier()
+    agreement.close()
+    return buffers.shared, largest, result
+
+
+@pytest.mark.parametrize("owner", (0, 3))
+@pytest.mark.parametrize("reachable", (True, False))
+def test_ranks_of_one_host_put_their_pieces_in_place(
+    world: World, model_path: Path, owner: int, reachable: bool
+) -> None:
+    ranks = world.run(run_shared, model_path, owner, reachable)
+    want = load_file(model_path / "model.safetensors")
+    for rank, (shared, largest, result) in enumerate(ranks):
+        assert shared is reachable
+        if rank == owner:
+            assert result.keys() == want.keys()
+            assert all(torch.equal(result[name], want[name]) for name in want)
+        else:
+            assert largest == 1 if reachable else largest > 100

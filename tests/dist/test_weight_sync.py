@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.models.gather import plan_buckets
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import WeightSender
+from megarl.weight_sync import buffers as sync_buffers
 from megarl.weight_sync.agreement import Agreement
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
@@ -209,6 +211,19 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     stats = world.run(run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas)
     assert stats[0][0]["weight_sync/buckets"] == 1
     assert checksums(untied[0]) == checksums(untied[1]) == loaded
+
+
+def run_apart(*args: Any) -> list[dict[str, float]]:
+    """As if the ranks were on hosts of their own."""
+    with mock.patch.object(sync_buffers, "attach", lambda _: None):
+        return run_syncs(*args)
+
+
+def test_ranks_that_share_no_memory(world: World, untied: list[Server], tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "new", "qwen2", seed=35)
+    metas = metas_for(untied, 251)
+    stats = world.run(run_apart, source, tmp_path / "saved", dict(tp=2), torch.float32, metas)
+    assert [s["weight_sync/verified"] for s in stats[0]] == [1, 1]
 
 
 def test_fp32_ranks_feed_a_bf16_server(world: World, tied: Server, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -31,18 +32,20 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-    )
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
     import torch
 
     torch.set_num_threads(1)
     import megarl.parallel.mcore  # noqa: F401  (CPU patches before megatron)
 
-    torch.distributed.init_process_group("gloo")
+    # a file, not a port: somebody else may take a free port before rank 0 listens at it
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
     while (job := pipe.recv()) is not None:
         fn, args, kw = job
         try:
@@ -57,6 +60,7 @@ class World:
         self.size, self.timeout = size, timeout
         self._procs: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> World:
         return self
@@ -65,10 +69,11 @@ class World:
         self.close()
 
     def _start(self) -> None:
-        ctx, port = mp.get_context("spawn"), free_port()
+        ctx, self._folder = mp.get_context("spawn"), tempfile.TemporaryDirectory()
+        store = f"{self._folder.name}/store"
         for rank in range(self.size):
             here, there = ctx.Pipe()
-            p = ctx.Process(target=_serve, args=(rank, self.size, port, there), daemon=False)
+            p = ctx.Process(target=_serve, args=(rank, self.size, store, there), daemon=False)
             p.start()
             there.close()
             self._procs.append(p)
@@ -78,8 +83,12 @@ class World:
         """fn(*args, **kw) on every rank; the list of results by rank."""
         if not self._procs:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((fn, args, kw))
+        try:
+            for pipe in self._pipes:
+                pipe.send((fn, args, kw))
+        except OSError:
+            self.close(kill=True)
+            raise
         results: list[Any] = [None] * self.size
         pending = dict(zip(self._pipes, range(self.size), strict=True))
         deadline = time.monotonic() + self.timeout
@@ -93,7 +102,7 @@ class World:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self.close(kill=True)
                     raise RuntimeError(f"{fn.__name__}: rank {rank} died") from None
                 if not ok:
@@ -113,3 +122,6 @@ class World:
                 p.kill()
                 p.join()
         self._procs, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -84,16 +84,14 @@ def in_rollout(step: int) -> None:
         def prepare_batch(self: Any, *args: Any, **kw: Any) -> Any:
             nonlocal training
             training = True
-            batch = real(self, *args, **kw)
-            training = False
-            return batch
+            return real(self, *args, **kw)
 
         return prepare_batch
 
     def make(real: Any) -> Any:
         async def arun_episode(self: Any, engine: Any, data: Any) -> Any:
             batch = await real(self, engine, data)
-            if training and engine.get_version() == step - 1:
+            if training and engine.get_version() >= step - 1:
                 die()
             return batch
 

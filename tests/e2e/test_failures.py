@@ -213,8 +213,11 @@ def victim(run: Run) -> Iterator[Server]:
 IN_GENERATION = """
 call = ServerPool.call
 async def patched(self, address, method, path, *args, **kw):
+    lost = path == "/generate" and address == VICTIM_ADDRESS
+    if lost:  # however fast it is, it has not answered when the blow comes
+        hit(VICTIM, signal.SIGSTOP)()
     task = asyncio.ensure_future(call(self, address, method, path, *args, **kw))
-    if path == "/generate" and address == VICTIM_ADDRESS:
+    if lost:
         await asyncio.sleep(0.02)
         hit(VICTIM, signal.{blow})()
     return await task

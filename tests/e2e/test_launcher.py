@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.utils.env import cores
 from tests.hf_stub import write_stub
 from tests.tiny import save_tiny
 
@@ -132,11 +133,12 @@ def test_trainers_get_torchruns_environment_and_the_command_line(stage: Stage) -
     stage.start("", *stage.sft, "model.parallel.tp=2")
     assert stage.finish()[0] == 0
     seen = stage.trainers(2)
+    half = str(max(1, cores() // 2))
     for rank, facts in enumerate(seen):
         env = facts["env"]
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert (env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "127.0.0.1")
-        assert env["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+        assert env["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", half)
         assert facts["argv"] == [*stage.sft, "model.parallel.tp=2"]
     assert seen[0]["env"]["MASTER_PORT"] == seen[1]["env"]["MASTER_PORT"]
     assert not stage.server_pids()  # this recipe has none

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megarl.utils import env as module
 from megarl.utils.env import has_interface, is_loopback, set_trainer_defaults
 
 LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
@@ -19,10 +22,14 @@ def test_one_process() -> None:
     assert defaults({}) == ALWAYS | LO
 
 
-def test_several_processes_share_the_cores() -> None:
+@pytest.mark.parametrize(("cores", "threads"), [(2, "1"), (1, "1"), (9, "4")])
+def test_several_processes_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: str
+) -> None:
+    monkeypatch.setattr(module, "cores", lambda: cores)
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    assert defaults(dict(env)) == ALWAYS | LO | {"OMP_NUM_THREADS": "1"}
-    assert defaults(env | {"OMP_NUM_THREADS": "4"}) == ALWAYS | LO
+    assert defaults(dict(env)) == ALWAYS | LO | {"OMP_NUM_THREADS": threads}
+    assert defaults(env | {"OMP_NUM_THREADS": "5"}) == ALWAYS | LO
 
 
 def test_loopback_only_where_every_peer_is_on_this_host() -> None:

@@ -23,8 +23,9 @@ def test_every_query_is_taken_from_its_own_row(cp: int) -> None:
     lengths = ragged(50, 400, unit=2 * cp)
     for rank in range(cp):
         plan = make_plan(lengths, cp, rank, CPU)
-        rows = torch.cat([g.q_index for g in plan.groups])
-        assert torch.equal(rows[plan.take], torch.arange(sum(lengths) // cp))
+        assert plan.q_index is not None and plan.take is not None
+        assert len(plan.q_index) == sum(g.n * g.q_len for g in plan.groups)
+        assert torch.equal(plan.q_index[plan.take], torch.arange(sum(lengths) // cp))
 
 
 @pytest.mark.parametrize("cp", (1, 2, 4))
@@ -50,10 +51,18 @@ def test_ranks_share_a_sequence_without_overlap() -> None:
 def test_padding_is_bounded_and_groups_are_few() -> None:
     lengths = ragged(500, 2000)
     plan = make_plan(lengths, 1, 0, CPU)
-    padded = sum(g.q_index.numel() for g in plan.groups)
+    padded = sum(g.n * g.q_len for g in plan.groups)
     assert padded <= GROWTH * sum(lengths) + SHORT * len(lengths)
     assert len(plan.groups) <= 20
     assert len(make_plan([12] * 300, 1, 0, CPU).groups) == 1
+
+
+def test_equal_lengths_need_no_gathering() -> None:
+    plan = make_plan([50] * 8, 1, 0, CPU)
+    assert plan.q_index is None and plan.k_index is None and plan.take is None
+    assert [(g.n, g.q_len, g.k_len) for g in plan.groups] == [(8, 50, 50)]
+    assert make_plan([50, 49, 50], 1, 0, CPU).take is not None  # padded
+    assert make_plan([50, 10, 50], 1, 0, CPU).take is not None  # two groups, out of order
 
 
 def test_a_length_that_does_not_cut_into_chunks_is_an_error() -> None:

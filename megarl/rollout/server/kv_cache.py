@@ -151,13 +151,18 @@ class Decode:
         self.rows = torch.arange(first, first + len(lengths), device=device)
         self.positions = torch.tensor(lengths, device=device)
         self._all = slice(first, first + len(lengths))
+        self._equal = min(lengths) == max(lengths)
         self._parts = [
             (index, width, None if exact else self._mask(index, width))
             for index, width in _split(lengths, device)
         ]
 
-    def _mask(self, index: torch.Tensor | None, width: int) -> torch.Tensor:
-        """[b,1,1,width]: 0 where a row has a key, its new one included, -inf elsewhere."""
+    def _mask(self, index: torch.Tensor | None, width: int) -> torch.Tensor | None:
+        """[b,1,1,width]: 0 where a row has a key, its new one included, -inf elsewhere. None where
+        all rows have all of them.
+        """
+        if index is None and self._equal:
+            return None
         last = self.positions if index is None else self.positions[index]
         keys = torch.arange(width, device=last.device)
         mask = torch.zeros(len(last), width, dtype=self.cache.keys.dtype, device=last.device)
@@ -177,7 +182,10 @@ class Decode:
             key, value = keys[self._all, :, :width], values[self._all, :, :width]
             if self.exact:  # fresh memory: kernels may treat unaligned views differently
                 key, value = key.contiguous(), value.contiguous()
-            out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+            if key.device.type == "cpu" and key.dtype == torch.float32 and not self.exact:
+                out = _attend_cpu(q, key, value, mask, scale)
+            else:
+                out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
         else:
             out = torch.empty_like(q)
             for index, width, mask in self._parts:
@@ -190,6 +198,21 @@ class Decode:
                     scale=scale,
                 )
         return out.reshape(batch, 1, heads, dim)
+
+
+def _attend_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of q [B,K,G,D] over k, v [B,K,W,D] under mask [B,1,1,W]. For few queries two
+    batched products beat torch's flash kernel for CPUs, which goes head by head.
+    """
+    shape = (*q.shape[:3], k.shape[2])
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    if mask is None:
+        scores = torch.bmm(q * scale, k)
+    else:
+        scores = torch.baddbmm(mask.expand(shape).flatten(0, 1), q, k, alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).view(*shape[:3], -1)
 
 
 def _split(lengths: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor | None, int]]:

@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megarl.rollout.server.args import ServerArgs
@@ -33,6 +35,7 @@ class ModelRunner:
             args.model_path, dtype=dtype, attn_implementation="sdpa"
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        _use_torch_norms(self.model)
         self.config: Any = self.model.config
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
@@ -194,6 +197,18 @@ class ModelRunner:
         plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
         ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
         return self._head(self._forward(ids, plan.positions[:, None], plan)[:, -1])
+
+
+def _use_torch_norms(model: torch.nn.Module) -> None:
+    """torch's RMSNorm for transformers', which takes six calls: a tenth of a small decode step. In
+    float32 they give the same bits; in other dtypes transformers rounds once more in between.
+    """
+    norm: Any
+    for norm in model.modules():
+        plain = type(norm).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+        if plain and norm.weight.dtype == torch.float32:
+            shape, eps = norm.weight.shape, norm.variance_epsilon
+            norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)
 
 
 def _cache_memory(device: torch.device) -> int:

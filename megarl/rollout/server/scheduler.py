@@ -169,7 +169,8 @@ class Scheduler:
         idle = not self.running and not self.waiting
         if idle or (self.paused and not self._jobs()):
             self._inbox.get()()
-            self._gather_burst()
+            if not self.paused and not self._jobs():  # a weight update has nothing to wait for
+                self._gather_burst()
         while not self._inbox.empty():
             self._inbox.get_nowait()()
 

@@ -1,0 +1,99 @@
+"""Rotary embedding, SwiGLU and weight gradients for CPUs, in place of the kernels that Transformer
+Engine, the compiler and apex give on GPUs. All are bound by memory: what counts is how often they
+read and write, so forward and backward are written out instead of left to autograd.
+
+T tokens, n heads, d head dimension, F gated width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.parallel.vocab_parallel import accumulate
+
+
+class _Rotate(torch.autograd.Function):
+    """t * cos + rotate_half(t) * sin, where rotate_half (x1, x2) = (-x2, x1). The sign is part of
+    `signed_sin` = (-sin, sin), which leaves a cyclic shift by d/2. It is a rotation, so its
+    gradient is rotated by the negative angle. https://arxiv.org/abs/2104.09864
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, signed_sin)
+        return _rotate(t, cos, signed_sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, signed_sin = ctx.saved_tensors
+        return _rotate(grad, cos, signed_sin, -1), None, None
+
+
+def _rotate(t: Tensor, cos: Tensor, signed_sin: Tensor, sign: int) -> Tensor:
+    shifted = t.roll(t.shape[-1] // 2, -1)
+    return (t * cos).addcmul_(shifted, signed_sin, value=sign)
+
+
+def _tables(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and (-sin, sin) of angles [..., d] whose two halves are equal."""
+    sin = freqs.sin()
+    low, high = sin.chunk(2, -1)
+    return freqs.cos().to(dtype), torch.cat((-low, high), -1).to(dtype)
+
+
+def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, **_: Any) -> Tensor:
+    """t [s, b, n, d] turned by the angles freqs [s, 1, 1, d]."""
+    assert not interleaved and freqs.shape[-1] == t.shape[-1]
+    rotated: Tensor = _Rotate.apply(t, *_tables(freqs, t.dtype))
+    return rotated
+
+
+def rotary_packed(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, **_: Any
+) -> Tensor:
+    """t [T, n, d] of this context-parallel rank; freqs [longest, 1, 1, d]; cu_seqlens global.
+
+    All layers of a micro-batch bring the same cu_seqlens: the tables of T tokens stay with it.
+    """
+    assert freqs.shape[-1] == t.shape[-1]
+    known = getattr(cu_seqlens, "_rotary_tables", None)
+    if known is None or known[0] is not freqs or known[1].dtype != t.dtype:
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        at = torch.cat([_positions(n, cp_size, cp_rank) for n in lengths])
+        known = (freqs, *(table[at, 0] for table in _tables(freqs, t.dtype)))
+        cu_seqlens._rotary_tables = known  # type: ignore[attr-defined]
+    rotated: Tensor = _Rotate.apply(t, *known[1:])
+    return rotated
+
+
+def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Those a rank holds: all, or with context parallelism chunks r and 2*cp-1-r of 2*cp."""
+    if cp_size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """[T, 2F] = (gate, up) -> silu(gate) * up [T, F]. https://arxiv.org/abs/2002.05202"""
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """The gradient [T, 2F] of swiglu's input, for the gradient g [T, F] of its output."""
+    gate, up = y.chunk(2, -1)
+    out = torch.empty_like(y)
+    d_gate, d_up = out.chunk(2, -1)
+    torch.mul(g, F.silu(gate), out=d_up)
+    torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=d_gate)
+    return out
+
+
+def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
+    """main_grad [out, in] += g [T, out] transposed times x [T, in]."""
+    accumulate(main_grad, g, x)
