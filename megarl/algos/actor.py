@@ -159,6 +159,7 @@ class Actor(Role):
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", "advantages"]
         keys += ["prox_logp"] if self._old == "prox_logp" else []
         keys += ["ref_logp"] if self.config.kl_coef or "ref_logp" in batch else []
+        keys += ["routed_experts"] if self.config.moe.router_replay else []
         _need(batch, keys)
         gap = self._logp_gap(batch)
         mine = {k: batch[k] for k in keys}
@@ -218,6 +219,7 @@ def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
 def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
     hints = {
         "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
+        "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
         "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
         "advantages": "actor.compute_advantages(batch)",
         "values": "critic.compute_values(batch)",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.api.engine import TrainEngine
+from megarl.api.engine import PARTS, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
 Batch = dict[str, Tensor]
@@ -59,11 +59,11 @@ class Role:
     def get_version(self) -> int:
         return self.engine.get_version()
 
-    def onload(self) -> None:
-        self.engine.onload()
+    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        return self.engine.onload(parts)
 
-    def offload(self) -> None:
-        self.engine.offload()
+    def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        return self.engine.offload(parts)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         return self.engine.upload_weights(meta)

@@ -6,7 +6,7 @@ gathered bucket by bucket to rank 0, which streams them to disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,13 @@ def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
                 f"{files.file_of(t.name)}: tensor {t.name} has shape {list(found)}, config.json "
                 f"asks for {list(t.shape)}; use the config.json that belongs to these weights"
             )
+    if further := [n for n in files.names() if _predicts_further(n, table)]:
+        log.info(
+            "%s: %d tensors of the layers that predict further tokens (num_nextn_predict_layers) "
+            "are left out: neither trained nor saved",
+            files.path,
+            len(further),
+        )
     unknown = [n for n in files.names() if n not in table.by_name and not _ignorable(n, table)]
     if unknown:
         raise ValueError(
@@ -86,10 +93,17 @@ def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
 def _ignorable(name: str, table: PieceTable) -> bool:
     """Tensors that may be in the files without being read: rotary frequencies, which old
     checkpoints stored and the config determines, and the copy of a tied embedding. A value model
-    made from a language model has no use for its head."""
-    if name.endswith("rotary_emb.inv_freq"):
+    made from a language model has no use for its head. Layers that predict further tokens."""
+    if name.endswith("rotary_emb.inv_freq") or _predicts_further(name, table):
         return True
     return name == "lm_head.weight" and (table.model.tie_word_embeddings or table.model.new_head)
+
+
+def _predicts_further(name: str, table: PieceTable) -> bool:
+    """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): layers behind the last."""
+    m = table.model
+    layers = range(m.num_layers, m.num_layers + m.mtp_layers)
+    return name.startswith(tuple(f"model.layers.{i}." for i in layers))
 
 
 def _is_new(name: str, table: PieceTable) -> bool:
@@ -131,29 +145,52 @@ def save_hf(
     )
     gathered = ((bucket, gatherer.gather(bucket)) for bucket in buckets)
 
+    def write(staging: Path) -> None:
+        _write_weights(staging, gathered, buckets, max_shard_bytes)
+        write_sidecars(staging, base_model_path, tokenizer)
+        write_config(staging, table.model.raw, dtype)
+
+    write_directory(target, write, gathered, rank=rank, group=group, device=first.device)
+
+
+Gathered = Iterator[tuple[Bucket, Tensor | None]]
+
+
+def write_directory(
+    target: Path,
+    write: Callable[[Path], None],
+    gathered: Gathered,
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    marker: str = "config.json",
+) -> None:
+    """Rank 0 writes what is `gathered`, by `write(staging)`; the other ranks send it. Collective.
+
+    A directory without `marker` is none of ours, and not replaced.
+    """
     failure: Exception | None = None
     if rank == 0:
         try:
-            check_target(target)
+            check_target(target, marker)
         except (OSError, ValueError) as e:
             failure = e
-    _raise_if_failed(failure, group, first.device)
+    _raise_if_failed(failure, group, device)
     if rank == 0:
         try:
             with staged_directory(target) as staging:
-                _write_weights(staging, gathered, buckets, max_shard_bytes)
-                write_sidecars(staging, base_model_path, tokenizer)
-                write_config(staging, table.model.raw, dtype)
+                write(staging)
         except Exception as e:  # whatever it is, the other ranks must hear of it first
             failure = e
     for _ in gathered:  # other ranks send here; rank 0 takes what a failed save left to take
         pass
-    _raise_if_failed(failure, group, first.device)
+    _raise_if_failed(failure, group, device)
 
 
 def _write_weights(
     directory: Path,
-    gathered: Iterator[tuple[Bucket, Tensor | None]],
+    gathered: Gathered,
     buckets: Sequence[Bucket],
     max_shard_bytes: int,
 ) -> None:

@@ -16,12 +16,13 @@ from megarl.config.check_data import (
     model_path_problems,
     tokenizer_problems,
 )
+from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import generation_problems, rollout_problems, server_problems
-from megarl.config.engine import OptimizerConfig, TrainEngineConfig
+from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.recipes import BaseConfig, GRPOConfig, PPOConfig, SFTConfig
-from megarl.config.run import FrequencyConfig
+from megarl.config.run import FrequencyConfig, ProfilerConfig
 from megarl.config.schema import choice_problems
 
 FROZEN = {"ref": "the reference", "reward_model": "the reward model"}
@@ -82,10 +83,17 @@ def smallest_world_size(cfg: BaseConfig) -> int:
 
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
     yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
-    if cfg.mb_spec.max_tokens_per_mb < 1:
-        yield f"{name}.mb_spec.max_tokens_per_mb={cfg.mb_spec.max_tokens_per_mb}: must be > 0"
+    yield from precision_problems(name, cfg)
+    for budget in ("max_tokens_per_mb", "forward_max_tokens_per_mb"):
+        tokens = getattr(cfg.mb_spec, budget)
+        if tokens is not None and tokens < 1:
+            yield f"{name}.mb_spec.{budget}={tokens}: must be > 0"
     if cfg.lm_head_chunk_tokens < 1:
         yield f"{name}.lm_head_chunk_tokens={cfg.lm_head_chunk_tokens}: must be > 0"
+    if cfg.lm_head_keep_mb < 0:
+        yield f"{name}.lm_head_keep_mb={cfg.lm_head_keep_mb}: must be >= 0 (0 keeps none)"
+    if cfg.lm_head_topk < 1:
+        yield f"{name}.lm_head_topk={cfg.lm_head_topk}: must be > 0"
     if cfg.recompute_num_layers < 1:
         yield f"{name}.recompute_num_layers={cfg.recompute_num_layers}: must be > 0"
     for coef in ("aux_loss_coef", "z_loss_coef"):
@@ -93,29 +101,29 @@ def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) 
             yield f"{name}.moe.{coef}={getattr(cfg.moe, coef)}: must be >= 0 (0 turns it off)"
     if cfg.head == "value" and not isinstance(cfg, ValueModelConfig):
         yield f"{name}.head=value: only a critic or a reward model has one; leave it lm"
+    if cfg.moe.router_replay and name != "actor":
+        yield (
+            f"{name}.moe.router_replay=true: nothing records the routing of {name}; only the "
+            "actor's is (actor.recompute_logprob). Leave it false"
+        )
     if name in FROZEN:
         if cfg.optimizer is not None:
             yield f"{name}.optimizer: {FROZEN[name]} is frozen; leave it null"
     elif cfg.optimizer is None:
         yield f"{name}.optimizer=null: training needs one; set {name}.optimizer.lr"
     else:
-        yield from _optimizer_problems(f"{name}.optimizer", cfg.optimizer)
-
-
-def _optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
-    if not 0 < cfg.lr < math.inf:
-        yield f"{key}.lr={cfg.lr}: must be > 0"
-    for name in ("min_lr_ratio", "warmup_steps_proportion"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            yield f"{key}.{name}={getattr(cfg, name)}: a fraction from 0 to 1"
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(cfg, name) < 1:
-            yield f"{key}.{name}={getattr(cfg, name)}: must be in [0, 1)"
-    if not cfg.eps > 0:
-        yield f"{key}.eps={cfg.eps}: must be > 0"
-    for name in ("weight_decay", "gradient_clipping"):
-        if not getattr(cfg, name) >= 0:
-            yield f"{key}.{name}={getattr(cfg, name)}: must be >= 0 (0 turns it off)"
+        yield from optimizer_problems(f"{name}.optimizer", cfg.optimizer)
+    if cfg.lora is not None:
+        if name in FROZEN:
+            yield f"{name}.lora: {FROZEN[name]} is frozen; leave it null"
+        yield from lora_problems(f"{name}.lora", cfg.lora)
+        if cfg.moe.expert_bias_update_rate:
+            yield f"{name}.moe.expert_bias_update_rate: routers are frozen under lora; leave it 0"
+    if cfg.offload and name not in FROZEN:
+        yield (
+            f"{name}.offload=true: only frozen models ({', '.join(FROZEN)}) rest in host memory "
+            f"between passes; for a trained one see {name}.optimizer.cpu_offload"
+        )
 
 
 # the run
@@ -150,6 +158,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     if cfg.self_check.max_skips < 1:
         yield f"self_check.max_skips={cfg.self_check.max_skips}: must be > 0"
+    yield from _profiler_problems(cfg.profiler)
     if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:
         yield f"evaluator.max_samples={cfg.evaluator.max_samples}: must be > 0, or null for all"
     yield from dataset_problems("train_dataset", cfg.train_dataset)
@@ -163,6 +172,17 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             weights=not engines(cfg)[name].init_from_scratch,
         )
     yield from tokenizer_problems(cfg.tokenizer_path)
+
+
+def _profiler_problems(cfg: ProfilerConfig) -> Iterator[str]:
+    if cfg.start_step is not None and cfg.start_step < 1:
+        yield f"profiler.start_step={cfg.start_step}: steps count from 1; null never traces"
+    if cfg.steps < 1:
+        yield f"profiler.steps={cfg.steps}: must be > 0"
+    if cfg.start_step is not None and (not cfg.ranks or min(cfg.ranks) < 0):
+        yield f"profiler.ranks={cfg.ranks}: name ranks from 0"
+    if cfg.peak_tflops is not None and not cfg.peak_tflops > 0:
+        yield f"profiler.peak_tflops={cfg.peak_tflops}: must be > 0, or null"
 
 
 def _frequency_problems(key: str, cfg: FrequencyConfig) -> Iterator[str]:

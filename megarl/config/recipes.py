@@ -11,6 +11,7 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
+    ProfilerConfig,
     RecoverConfig,
     SaverConfig,
     SelfCheckConfig,
@@ -44,6 +45,7 @@ class BaseConfig:
     )
     evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
     stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where figures go")
+    profiler: ProfilerConfig = arg(factory=ProfilerConfig, help="traces and hardware utilisation")
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,10 @@ import torch
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.dist import load_sharded, open_checkpoint, save_sharded
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
+from megarl.config.engine import LoRAConfig
 from megarl.engine import optimizer as opt
 from megarl.models.hf_config import ModelConfig
+from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
@@ -29,7 +31,9 @@ _NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """The parts of an engine that a checkpoint is about; without optimizer, weights only."""
+    """The parts of an engine that a checkpoint is about; without optimizer, weights only. With
+    adapters it holds these alone: the weights below them are the model's that the engine starts
+    from."""
 
     model: ModelConfig
     dtype: torch.dtype
@@ -38,16 +42,24 @@ class Trainee:
     optimizer: Any
     schedule: Any
     seed: int
+    lora: LoRAConfig | None = None
 
 
-def check_meta(meta: SaveLoadMeta, *, trained: bool) -> None:
+def check_meta(meta: SaveLoadMeta, *, trained: bool, adapted: bool) -> None:
     """ValueError for a format that does not exist, or optimizer state where there is none."""
-    if meta.weight_format not in ("hf", "dist"):
-        raise ValueError(f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf' or 'dist'")
-    if meta.with_optim and meta.weight_format == "hf":
+    if meta.weight_format not in ("hf", "peft", "dist"):
         raise ValueError(
-            "SaveLoadMeta.with_optim=True: the 'hf' format has no place for optimizer state; use "
-            "weight_format='dist'"
+            f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist'"
+        )
+    if meta.weight_format == "peft" and not adapted:
+        raise ValueError(
+            "SaveLoadMeta.weight_format='peft': this engine has no adapters; set its `lora`, or "
+            "use 'hf'"
+        )
+    if meta.with_optim and meta.weight_format != "dist":
+        raise ValueError(
+            f"SaveLoadMeta.with_optim=True: the {meta.weight_format!r} format has no place for "
+            "optimizer state; use weight_format='dist'"
         )
     if meta.with_optim and not trained:
         raise ValueError(
@@ -101,7 +113,7 @@ def load(t: Trainee, path: str, with_optim: bool) -> dict[str, Any]:
             log.info("%s is of another layout (%s): random states start anew", path, info["layout"])
             reseed(t.seed + info["schedule_steps"])
     elif t.optimizer is not None:
-        t.optimizer.reload_model_params()
+        opt.reload_main_params(t.optimizer)
     return info
 
 
@@ -128,15 +140,20 @@ def _model_state(t: Trainee) -> dict[str, Any]:
     of the local layers has none."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(t)) for c in t.chunks]  # type: ignore[operator]
     return {
-        name: {k: v for k, v in state.items() if "_extra_state" not in k}
+        name: {k: v for k, v in state.items() if "_extra_state" not in k and _is_kept(k, t)}
         for name, state in zip(_chunk_names(t), states, strict=True)
     }
+
+
+def _is_kept(name: str, t: Trainee) -> bool:
+    return t.lora is None or is_trained(name, t.model)
 
 
 def _load_model(t: Trainee, loaded: dict[str, Any]) -> None:
     for name, chunk in zip(_chunk_names(t), t.chunks, strict=True):
         found = unwrap(chunk).load_state_dict(loaded[name], strict=False)
-        lost = [k for k in found.missing_keys if not k.endswith("_extra_state")]
+        missing = (k for k in found.missing_keys if not k.endswith("_extra_state"))
+        lost = [k for k in missing if _is_kept(k, t)]
         assert not lost and not found.unexpected_keys, (lost, found.unexpected_keys)
 
 
@@ -153,6 +170,7 @@ def _info(t: Trainee, with_optim: bool) -> dict[str, Any]:
         "device": mcore.device().type,
         "with_optim": with_optim,
         "optimizer": opt.kind(t.optimizer) if with_optim else None,
+        "lora": t.lora and meaning(t.model, t.lora),
         "versions": {
             "torch": torch.__version__,
             "megatron-core": megatron.core.__version__,
@@ -171,6 +189,11 @@ def _check(t: Trainee, path: str, found: dict[str, Any], with_optim: bool) -> No
                 f"{path} is of another model: {name}={found['model'].get(name)!r}, this engine's "
                 f"is {value!r}; set the engine's path to the model it was trained from"
             )
+    if found.get("lora") != mine["lora"]:
+        raise ValueError(
+            f"{path} was trained with lora={found.get('lora')}, this engine has {mine['lora']}: "
+            "set lora as it was (a merged model is had from weight_format='hf')"
+        )
     if not with_optim:
         return
     if not found["with_optim"]:

@@ -47,31 +47,57 @@ class MicroBatch:
         )
 
 
-def alignment(layout: Layout) -> Alignment:
+def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
     """Context-parallel ranks take two chunks of every sequence; tensor-parallel ranks share the
-    tokens of a rank under sequence parallelism.
+    tokens of a rank under sequence parallelism. Every share is a multiple of `token_unit`.
     """
     slot = 2 * layout.cp if layout.cp > 1 else 1
     share = layout.tp if layout.sequence_parallel else 1
-    return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share))
+    return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
 
 
-def plan(batch: Batch, layout: Layout, max_tokens: int, cost: Cost) -> list[list[list[int]]]:
+def plan(
+    batch: Batch,
+    layout: Layout,
+    max_tokens: int,
+    cost: Cost,
+    *,
+    whole_groups: bool = False,
+    token_unit: int = 1,
+) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows. `max_tokens` is what one device holds of a micro-batch. The
-    interleaved schedule wants a multiple of pp.
+    interleaved schedule wants a multiple of pp. `whole_groups` keeps the rows of a group together.
     """
     return plan_micro_batches(
         seqlens(batch),
         dp=layout.dp,
         max_tokens=max_tokens * layout.cp,
-        align=alignment(layout),
+        align=alignment(layout, token_unit),
         multiple_of=layout.pp if layout.vpp > 1 else 1,
         cost=cost,
+        groups=_groups(batch) if whole_groups else None,
     )
 
 
+def _groups(batch: Batch) -> list[list[int]]:
+    """Rows by their group_ids, in the order of first appearance."""
+    if "group_ids" not in batch:
+        raise ValueError(
+            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
+        )
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_ids"].tolist()):
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
+
+
 def build(
-    batch: Batch, micro_batches: Sequence[list[int]], layout: Layout, *, cp_rank: int
+    batch: Batch,
+    micro_batches: Sequence[list[int]],
+    layout: Layout,
+    *,
+    cp_rank: int,
+    token_unit: int = 1,
 ) -> list[MicroBatch]:
     """This rank's micro-batches, in the order of the plan."""
     out = []
@@ -79,8 +105,8 @@ def build(
         mine = select(batch, rows)
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
         packed = pack(
-            mine["input_ids"].long(), seqlens(mine), align=alignment(layout), cp=layout.cp,
-            cp_rank=cp_rank,
+            mine["input_ids"].long(), seqlens(mine), align=alignment(layout, token_unit),
+            cp=layout.cp, cp_rank=cp_rank,
         )  # fmt: skip
         out.append(MicroBatch(rows, mine, packed.to(mcore.device())))
     return out

@@ -44,6 +44,7 @@ class RouterTape:
 
     def __init__(self, router: TopKRouter) -> None:
         assert hasattr(router, "router_replay"), "megatron-core >= 0.16.1 calls router_replay"
+        self._model_choice = router.router_replay  # of a model that does not choose as usual
         router.router_replay = self
         self.layer: int = router.layer_number - 1  # megatron counts from 1
         self.router = router
@@ -65,7 +66,11 @@ class RouterTape:
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(scores of the chosen experts, their numbers), both [T,k]; called by the router."""
-        if self.given is None:
+        if self.given is None and self._model_choice is not None:
+            values, chosen = self._model_choice.get_replay_topk(
+                scores, topk, num_groups, group_topk, compute_topk
+            )
+        elif self.given is None:
             values, chosen = compute_topk(scores, topk, num_groups, group_topk)
         else:
             chosen = self._replayed(self.given)

@@ -24,6 +24,7 @@ from megarl.models.names import unwrap
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
+from megarl.parallel.vocab_parallel import TOP_IDS
 from megarl.utils.batch import Batch
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -163,7 +164,7 @@ def collect_outputs(
     for name in job.outputs:
         full = torch.zeros(
             *shape, *([extra[name]] if name in extra else []),
-            dtype=torch.float32, device=mcore.device(),
+            dtype=torch.long if name == TOP_IDS else torch.float32, device=mcore.device(),
         )  # fmt: skip
         if owner:
             for mb, outputs in zip(filled, job.outputs_of, strict=True):

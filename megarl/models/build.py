@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from megarl.config.engine import MoEConfig
 from megarl.models import rope
 from megarl.models.attention import SDPACoreAttention
+from megarl.models.families import SHARED_GATE
 from megarl.models.fill import fill_random
+from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
+from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.value_head import ValueHead
@@ -26,9 +29,10 @@ from megarl.parallel.layout import Layout
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def build_model(
         for i in range(layout.vpp)
     ]
     for chunk in chunks:
-        _settle_experts(chunk, device)
+        _settle_experts(chunk, model, device)
     if seed is not None:
         coords = layout.coords(torch.distributed.get_rank())
         fill_random(table, coords, named_params(chunks), seed=seed)
@@ -115,12 +119,14 @@ def transformer_config(
         **_parallel(layout),
         **_kernels(device, use_te),
         **_experts(model, moe or MoEConfig(), use_te),
+        **(mla_fields(model) if model.mla else {}),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
-    return TransformerConfig(**{**fields, **overrides})
+    kind = MLATransformerConfig if model.mla else TransformerConfig
+    return kind(**{**fields, **overrides})
 
 
 def _architecture(m: ModelConfig) -> dict[str, Any]:
@@ -155,6 +161,8 @@ def _leave(weight: torch.Tensor) -> None:
 def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
     if m.moe is None:
         return {}
+    family = m.declaration.moe
+    assert family is not None
     if cfg.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError(
             "moe.token_dispatcher='flex' needs DeepEP, which is not installed; use 'alltoall'"
@@ -167,8 +175,12 @@ def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
         # softmax over the chosen experts is softmax over all, made to sum to 1 over the chosen
         moe_router_pre_softmax=not m.moe.norm_topk_prob,
         moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid" if m.moe.sigmoid else "softmax",
+        moe_router_topk_scaling_factor=m.moe.scale if m.moe.scale != 1 else None,
+        moe_router_enable_expert_bias=family.bias is not None,
+        moe_router_bias_update_rate=cfg.expert_bias_update_rate,
         moe_shared_expert_intermediate_size=m.moe.shared_intermediate_size or None,
-        moe_shared_expert_gate=m.moe.shared_intermediate_size > 0,
+        moe_shared_expert_gate=SHARED_GATE in family.shared,
         moe_router_load_balancing_type="aux_loss" if cfg.aux_loss_coef else "none",
         moe_aux_loss_coeff=cfg.aux_loss_coef,
         moe_z_loss_coeff=cfg.z_loss_coef or None,
@@ -244,12 +256,15 @@ def _chunk(
     if model.head == "value" and chunk.post_process:
         group = ps.get_tensor_model_parallel_group()
         chunk.output_layer = ValueHead(config, bias=model.score_bias, tp_group=group)
-    frequencies = chunk.rotary_pos_emb
-    frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
+    if model.mla:
+        settle_mla(chunk)
+    else:
+        frequencies = chunk.rotary_pos_emb
+        frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
     return chunk
 
 
-def _settle_experts(chunk: GPTModel, device: torch.device) -> None:
+def _settle_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
     """Marks experts for the data-parallel wrapper and the optimizer. megatron-core does so
     for ep > 1 only: with etp unlike tp it would average an expert over the wrong ranks, and a
     checkpoint of another ep would have its optimizer state under other names.
@@ -258,6 +273,10 @@ def _settle_experts(chunk: GPTModel, device: torch.device) -> None:
         param.data = param.data.to(device)  # routers and their like are made on the host
         if ".mlp.experts." in name:
             param.allreduce = False
+    if model.moe is not None and model.moe.groups > 1:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.router_replay = GroupLimited(model.moe)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
@@ -275,7 +294,8 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = SDPACoreAttention
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = norm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) is not IdentityOp:
+                setattr(attention, name, norm)
     spec.layer_norm = norm
     return spec

@@ -26,6 +26,11 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
                 f"parallel.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
             )
         return asked
+    if model.mla is not None and asked != "p2p":
+        raise ValueError(
+            f"parallel.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
+            f"sizes ({model.family}'s) by 'p2p' only; use 'p2p'"
+        )
     if not is_te_min_version(_PACKED_SINCE[asked]):
         raise ValueError(
             f"parallel.cp_comm_type={asked!r} takes packed sequences from Transformer Engine "

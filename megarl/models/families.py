@@ -15,18 +15,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.models.ops import (
+    ColumnParallel,
     FusedQKV,
     GateUp,
     Op,
     Replicated,
     RowParallel,
     VocabParallel,
+    attended,
     expert_intermediate,
     head_dim,
     hidden,
     intermediate,
+    kv_down,
+    kv_rank,
+    kv_up,
     num_experts,
     one,
+    q_rank,
     query,
     shared_intermediate,
 )
@@ -40,6 +46,7 @@ class Param:
     """`stage`: "first" (beside the embedding), "layer", or "last" (beside the output layer).
     `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
     `expert`: the number of the expert it belongs to, which says who holds it.
+    `buffer`: not trained, and fp32 in whichever dtype the model is.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Param:
     stage: str = "layer"
     copy_on_last: str | None = None
     expert: int | None = None
+    buffer: bool = False
 
     def at_layer(self, i: int) -> Param:
         hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
@@ -82,7 +90,7 @@ QKV_BIAS = Param(
     FusedQKV(bias=True),
 )
 PROJ = Param(
-    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, query)
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, attended)
 )
 QK_NORMS = tuple(
     Param(
@@ -102,17 +110,47 @@ NORMS = (
 )
 
 
+def _latent(name: str, hf: str, op: Op) -> Param:
+    return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
+
+
+# --8<-- [start:mla]
+# multi-head latent attention; queries by way of a latent, or straight from the hidden state
+MLA_Q = (_latent("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
+MLA_Q_LATENT = (
+    _latent("linear_q_down_proj", "q_a_proj", Replicated(q_rank, hidden)),
+    _latent("q_layernorm", "q_a_layernorm", Replicated(q_rank)),
+    _latent("linear_q_up_proj", "q_b_proj", ColumnParallel(query, q_rank)),
+)
+MLA = (
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(kv_down, hidden)),
+    _latent("kv_layernorm", "kv_a_layernorm", Replicated(kv_rank)),
+    _latent("linear_kv_up_proj", "kv_b_proj", ColumnParallel(kv_up, kv_rank)),
+    PROJ,
+)
+# --8<-- [end:mla]
+
+
 @dataclass(frozen=True)
 class MoE:
     """What stands in place of MLP in a mixture-of-experts layer: the router, each expert, and what
-    every token meets (held like a dense MLP)."""
+    every token meets (held like a dense MLP). `bias`: added to a sigmoid router's scores when it
+    chooses; without one the router has a softmax."""
 
     router: Param
     expert: tuple[Param, ...]
     shared: tuple[Param, ...] = ()
+    bias: Param | None = None
 
 
-def moe(hf: str, gate: str, up: str, down: str, shared: tuple[Param, ...] = ()) -> MoE:
+def moe(
+    hf: str,
+    gate: str,
+    up: str,
+    down: str,
+    shared: tuple[Param, ...] = (),
+    bias: Param | None = None,
+) -> MoE:
     """`hf`: HF's name of the block; `gate`, `up`, `down`: its names of an expert's matrices."""
     fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
     gate, up, down = (f"{hf}.experts.#.{x}.weight" for x in (gate, up, down))
@@ -123,28 +161,42 @@ def moe(hf: str, gate: str, up: str, down: str, shared: tuple[Param, ...] = ()) 
             Param(fc2, (down,), RowParallel(hidden, expert_intermediate)),
         ),
         shared,
+        bias,
     )
 
 
-_SHARED, _GATE = "mlp.shared_expert", "mlp.shared_expert_gate.weight"
-SHARED_EXPERT = (
-    Param(
-        "mlp.shared_experts.linear_fc1.weight",
-        (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
-        GateUp(shared_intermediate),
-    ),
-    Param(
-        "mlp.shared_experts.linear_fc2.weight",
-        (f"{_SHARED}.down_proj.weight",),
-        RowParallel(hidden, shared_intermediate),
-    ),
-    Param("mlp.shared_experts.gate_weight", (_GATE,), Replicated(one, hidden)),
+def shared_expert(hf: str) -> tuple[Param, ...]:
+    """`hf`: HF's name of the expert that every token meets."""
+    return (
+        Param(
+            "mlp.shared_experts.linear_fc1.weight",
+            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+            GateUp(shared_intermediate),
+        ),
+        Param(
+            "mlp.shared_experts.linear_fc2.weight",
+            (f"{hf}.down_proj.weight",),
+            RowParallel(hidden, shared_intermediate),
+        ),
+    )
+
+
+SHARED_GATE = Param(
+    "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Replicated(one, hidden)
+)
+ROUTER_BIAS = Param(
+    "mlp.router.expert_bias",
+    ("mlp.gate.e_score_correction_bias",),
+    Replicated(num_experts),
+    buffer=True,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`attention`: a layer's parameters before its MLP. `moe`: its mixture-of-experts block.
+    `mla`: its queries have parameters of their own, before those of `attention`, and its config is
+    DeepSeek's.
     `expert_size_field`: the config field with an expert's intermediate size.
     `norm_topk_prob`: its experts' weights sum to 1, whatever the config says.
     `always_slides`: a config with `sliding_window` means it.
@@ -155,6 +207,7 @@ class Family:
     architecture: str
     attention: tuple[Param, ...]
     moe: MoE | None = None
+    mla: bool = False
     expert_size_field: str = "moe_intermediate_size"
     norm_topk_prob: bool = False
     always_slides: bool = False
@@ -173,7 +226,7 @@ class Family:
         """Every parameter of `m` in HF order, with the layer it belongs to."""
         yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
         for i in range(m.num_layers):
-            for p in (*self.attention, *self._mlp(m, i), *NORMS):
+            for p in (*self._queries(m), *self.attention, *self._mlp(m, i), *NORMS):
                 yield p.at_layer(i), i
         yield FINAL_NORM, None
         if m.head == "value":
@@ -183,12 +236,18 @@ class Family:
         elif not m.tie_word_embeddings:
             yield OUTPUT, None
 
+    def _queries(self, m: ModelConfig) -> tuple[Param, ...]:
+        if m.mla is None:
+            return ()
+        return MLA_Q if m.mla.q_rank is None else MLA_Q_LATENT
+
     def _mlp(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
         if m.moe is None or layer in m.moe.dense_layers:
             return MLP
         assert self.moe is not None
         each = (p.of_expert(e) for e in range(m.moe.num_experts) for p in self.moe.expert)
-        return (self.moe.router, *each, *self.moe.shared)
+        bias = () if self.moe.bias is None else (self.moe.bias,)
+        return (self.moe.router, *bias, *each, *self.moe.shared)
 
 
 LLAMA = Family(name="llama", architecture="LlamaForCausalLM", attention=(QKV, PROJ))
@@ -209,7 +268,13 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     attention=(QKV, QKV_BIAS, PROJ),
-    moe=moe("mlp", "gate_proj", "up_proj", "down_proj", SHARED_EXPERT),
+    moe=moe(
+        "mlp",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        (*shared_expert("mlp.shared_expert"), SHARED_GATE),
+    ),
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 QWEN3_MOE = Family(
@@ -229,4 +294,30 @@ MIXTRAL = Family(
     always_slides=True,
     ignored_fields=("attention_bias", "mlp_bias"),
 )
-FAMILIES = {f.name: f for f in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL)}
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    attention=MLA,
+    moe=moe("mlp", "gate_proj", "up_proj", "down_proj", shared_expert("mlp.shared_experts")),
+    mla=True,
+)
+# --8<-- [start:deepseek_v3]
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    attention=MLA,
+    moe=moe(
+        "mlp",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        shared_expert("mlp.shared_experts"),
+        ROUTER_BIAS,
+    ),
+    mla=True,
+)
+# --8<-- [end:deepseek_v3]
+FAMILIES = {
+    f.name: f
+    for f in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3)
+}

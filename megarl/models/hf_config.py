@@ -14,43 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.parallel import ParallelConfig
+from megarl.models import deepseek
 from megarl.models.families import FAMILIES, Family
+from megarl.models.shapes import MLAShape, MoEShape, RopeScaling
+from megarl.models.shapes import positive as _positive
 from megarl.models.value_model import language_model, value_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """type "linear" uses `factor` only; "llama3" uses all fields."""
-
-    type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEShape:
-    """Mixture-of-experts layers: a softmax router sends each token to `top_k` of `num_experts`.
-
-    norm_topk_prob: their weights sum to 1. dense_layers: numbers of the layers with a plain MLP.
-    shared_intermediate_size: of the expert that every token meets, weighed by a gate; 0: none.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    dense_layers: tuple[int, ...] = ()
-    shared_intermediate_size: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
 
+    head_dim: of queries and keys; values have `v_head_dim`, which is another in latent attention.
+    mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
     with `new_head` the directory is a language model's and has no score yet.
     """
@@ -71,6 +49,8 @@ class ModelConfig:
     initializer_range: float
     dtype: str
     moe: MoEShape | None = None
+    mla: MLAShape | None = None
+    mtp_layers: int = 0
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     head: str = "lm"
     score_bias: bool = False
@@ -79,6 +59,10 @@ class ModelConfig:
     @property
     def declaration(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim if self.mla is None else self.mla.v_dim
 
     @property
     def qkv_bias(self) -> bool:
@@ -116,8 +100,9 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     family = _family(raw, source)
     _refuse_unsupported(raw, family, source)
     hidden = _positive(raw, "hidden_size", source)
-    heads, kv_heads, head_dim = _heads(raw, family, hidden, source)
-    theta, scaling = _rope(raw, source)
+    mla = deepseek.mla_shape(raw, source) if family.mla else None
+    heads, kv_heads, head_dim = _heads(raw, family, mla, hidden, source)
+    theta, scaling = _rope(raw, family, source)
     return ModelConfig(
         family=family.name,
         num_layers=_positive(raw, "num_hidden_layers", source),
@@ -135,6 +120,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         initializer_range=float(raw.get("initializer_range", 0.02)),
         dtype=_dtype(raw, source),
         moe=_moe(raw, family, source),
+        mla=mla,
+        mtp_layers=int(raw.get("num_nextn_predict_layers") or 0) if family.mla else 0,
         raw=dict(raw),
     )
 
@@ -153,7 +140,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    sizes = {"qkv rows": (heads + 2 * kv) * m.head_dim}
+    sizes = {} if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
     if m.moe is None or m.moe.dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
@@ -216,7 +203,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
 
 
 def _heads(
-    raw: Mapping[str, Any], family: Family, hidden: int, source: str
+    raw: Mapping[str, Any], family: Family, mla: MLAShape | None, hidden: int, source: str
 ) -> tuple[int, int, int]:
     """(attention heads, key/value heads, head dimension)."""
     heads = _positive(raw, "num_attention_heads", source)
@@ -226,6 +213,8 @@ def _heads(
             f"{source}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={kv_heads}"
         )
+    if mla is not None:
+        return heads, kv_heads, mla.nope_dim + mla.rope_dim
     if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
         raise ValueError(
             f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
@@ -241,6 +230,8 @@ def _moe(raw: Mapping[str, Any], family: Family, source: str) -> MoEShape | None
     """Both names of the number of experts are read: transformers 4 and 5 differ."""
     if family.moe is None:
         return None
+    if family.mla:
+        return deepseek.moe_shape(raw, source, sigmoid=family.moe.bias is not None)
     key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
     experts, top_k = _positive(raw, key, source), _positive(raw, "num_experts_per_tok", source)
     if top_k > experts:
@@ -324,7 +315,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, source: str) 
         )
 
 
-def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], family: Family, source: str) -> tuple[float, RopeScaling | None]:
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(params, Mapping):
         raise ValueError(f"{source}: rope settings {params!r}; expected an object")
@@ -351,10 +342,13 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
             "original_max_position_embeddings",
         ),
     }
-    if kind not in needed:
+    if family.mla and kind == "yarn":
+        return theta, deepseek.yarn(params, source)
+    if kind not in needed or family.mla:
+        supported = ("yarn",) if family.mla else needed
         raise ValueError(
             f"{source}: rope scaling type {kind!r} is not supported; supported: default, "
-            f"{', '.join(needed)}"
+            f"{', '.join(supported)}"
         )
     missing = [k for k in needed[kind] if params.get(k) is None]
     if missing:
@@ -367,17 +361,6 @@ def _dtype(raw: Mapping[str, Any], source: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"{source}: dtype {name!r} is not supported; supported: {DTYPES}")
     return name
-
-
-def _positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{source}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
-    return value
 
 
 def _divisors(n: int) -> list[int]:

@@ -56,6 +56,33 @@ def query(m: ModelConfig) -> int:
     return m.num_attention_heads * m.head_dim
 
 
+def q_rank(m: ModelConfig) -> int:
+    assert m.mla is not None and m.mla.q_rank is not None
+    return m.mla.q_rank
+
+
+def kv_rank(m: ModelConfig) -> int:
+    assert m.mla is not None
+    return m.mla.kv_rank
+
+
+def kv_down(m: ModelConfig) -> int:
+    """The latent of keys and values, and the rotated part of the key."""
+    assert m.mla is not None
+    return m.mla.kv_rank + m.mla.rope_dim
+
+
+def kv_up(m: ModelConfig) -> int:
+    """Of every head, the part of its key without position and its value."""
+    assert m.mla is not None
+    return m.num_attention_heads * (m.mla.nope_dim + m.mla.v_dim)
+
+
+def attended(m: ModelConfig) -> int:
+    """What all heads have to say: their values' sizes."""
+    return m.num_attention_heads * m.v_head_dim
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Rows [row, row + rows) of the parameter on tensor-parallel rank `tp`, all its columns, are
@@ -127,6 +154,25 @@ class RowParallel(Op):
         rows, cols = self.rows(m), self.cols(m) // tp
         for rank in range(tp):
             yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
+
+
+@dataclass(frozen=True)
+class ColumnParallel(Op):
+    """A matrix [rows, cols] cut along its output dimension (rows)."""
+
+    rows: Dim
+    cols: Dim
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((self.rows(m), self.cols(m)),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (self.rows(m) // tp, self.cols(m))
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        per = self.rows(m) // tp
+        for rank in range(tp):
+            yield Segment(rank, 0, 0, rank * per, per, 0, self.cols(m))
 
 
 @dataclass(frozen=True)

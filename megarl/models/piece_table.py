@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -100,10 +100,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
+    """`buffer`: not trained, and fp32 in every model, file and message."""
+
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
+    buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -136,6 +139,16 @@ class PieceTable:
     def by_name(self) -> Mapping[str, HfTensor]:
         return {t.name: t for t in self.tensors}
 
+    @cached_property
+    def trained(self) -> PieceTable:
+        """Without the buffers."""
+        return replace(self, tensors=tuple(t for t in self.tensors if not t.buffer))
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names of the parameters that are buffers."""
+        return frozenset(p.param for t in self.tensors if t.buffer for p in t.pieces)
+
     def local_params(self, c: Coords) -> dict[str, LocalParam]:
         """The parameters the rank at `c` must have."""
         return {p.name: p for p in self.params if p.place.holds(c)}
@@ -150,12 +163,17 @@ class PieceTable:
 
 
 def build_piece_table(
-    model: ModelConfig, layout: Layout, *, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
+    params: Iterable[tuple[Param, int | None]] | None = None,
 ) -> PieceTable:
-    """The table of `model` cut as `layout` says, its coverage checked."""
+    """The table of `model` cut as `layout` says, its coverage checked. `params` with the layers
+    they belong to stand in for those of its family."""
     vocab = padded_vocab_size(model.vocab_size, layout.tp, vocab_divisible_by)
     tensors: list[HfTensor] = []
-    params: list[LocalParam] = []
+    local: list[LocalParam] = []
     chunk_of = {
         i: (pp, vpp)
         for pp in range(layout.pp)
@@ -163,7 +181,7 @@ def build_piece_table(
         for i in layout.layers(model.num_layers, pp, vpp)
     }
     last = (layout.pp - 1, layout.vpp - 1)
-    for param, layer in model.declaration.params(model):
+    for param, layer in model.declaration.params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
         else:
@@ -172,8 +190,8 @@ def build_piece_table(
         if param.copy_on_last and layout.pp > 1:
             homes.append((last, param.copy_on_last))
         tensors.extend(_tensors(model, layout, vocab, param, homes))
-        params.extend(_local_params(model, layout, vocab, param, homes))
-    table = PieceTable(model, layout, vocab, tuple(tensors), tuple(params))
+        local.extend(_local_params(model, layout, vocab, param, homes))
+    table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
     return table
 
@@ -214,7 +232,7 @@ def _tensors(
                 place = _place(model, layout, param, chunk, rank)
                 piece = _piece(place, local_name, run, len(shape))
                 (owners if owned else replicas).append(piece)
-        yield HfTensor(name, shape, tuple(owners), tuple(replicas))
+        yield HfTensor(name, shape, tuple(owners), tuple(replicas), param.buffer)
 
 
 def _merge(segments: list[Segment]) -> Iterator[list[Segment]]:

@@ -100,7 +100,7 @@ def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[
 
 def plan_micro_batches(
     seqlens: Sequence[int], *, dp: int, max_tokens: int, align: Alignment = UNALIGNED,
-    multiple_of: int = 1, cost: Cost = TOKENS,
+    multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
 ) -> Plan:  # fmt: skip
     """Every sequence once, over dp ranks and micro-batches of at most `max_tokens` padded tokens.
 
@@ -108,13 +108,16 @@ def plan_micro_batches(
     there are too few sequences. Work by `cost` is balanced over ranks and over a rank's
     micro-batches, and these run from heavy to light so that the ranks stay in step. A sequence
     longer than the budget is alone in its micro-batch. The same input gives the same plan on every
-    rank.
+    rank. The rows of each of `groups` (a partition; None takes every row by itself) share a
+    micro-batch, and all this is said of groups in place of sequences.
     """
     if max_tokens < 1:
         raise ValueError(f"mb_spec.max_tokens_per_mb={max_tokens}: a micro-batch needs a token")
     budget = max_tokens // align.row * align.row  # filling up the row stays within
-    sizes = [padded_length(n, align.slot) for n in seqlens]
-    costs = [cost(n) for n in sizes]
+    units = groups if groups is not None else [[i] for i in range(len(seqlens))]
+    slots = [padded_length(n, align.slot) for n in seqlens]
+    sizes = [sum(slots[i] for i in unit) for unit in units]
+    costs = [sum(cost(slots[i]) for i in unit) for unit in units]
     ranks = _spread(range(len(sizes)), costs, dp)
     fitted = [_first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
@@ -126,7 +129,7 @@ def plan_micro_batches(
         if mbs is None:
             mbs = fallback + [[] for _ in range(count - len(fallback))]
         mbs.sort(key=lambda mb: (-sum(costs[i] for i in mb), sorted(mb)))
-        plan.append([sorted(mb) for mb in mbs])
+        plan.append([sorted(i for unit in mb for i in units[unit]) for mb in mbs])
     return plan
 
 

@@ -11,12 +11,13 @@ from megarl.observability.bootstrap import bootstrap_ci
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
-from megarl.trainer.figures import batch_figures
+from megarl.trainer.figures import batch_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
+from megarl.utils.batch import Batch
 
 log = get_logger(__name__)
 
@@ -54,7 +55,14 @@ class SFTTrainer:
         self.check.watch(self.model)
         self.saver = Saver(
             cfg.saver,
-            models=[Saved(model=self.model, base_model_path=cfg.model.path, home=ctx.run_dir)],
+            models=[
+                Saved(
+                    model=self.model,
+                    base_model_path=cfg.model.path,
+                    home=ctx.run_dir,
+                    lora=cfg.model.lora,
+                )
+            ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
@@ -77,10 +85,8 @@ class SFTTrainer:
             for rows in self.loader:
                 step += 1
                 self.check.begin_step(step)
-                with self.timers.phase("step"), self.timers.phase("train"):
-                    batch = collate_sft(rows)
-                    stats = self.model.train(batch) | batch_figures(batch)
-                    self.model.step_lr_scheduler()
+                with self.ctx.profiler.step(step):
+                    stats = self._step(collate_sft(rows))
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 done = step >= total or self._out_of_time()
                 due = self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended)
@@ -97,6 +103,17 @@ class SFTTrainer:
                     break
         if total:
             self.saver.save_final()
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        with self.timers.phase("step"), self.timers.phase("train"):
+            stats = self.model.train(batch) | batch_figures(batch)
+            self.model.step_lr_scheduler()
+        return stats | update_speed(
+            self.model.engine,
+            batch,
+            seconds=self.timers.seconds()["train"],
+            peak_tflops=self.cfg.profiler.peak_tflops,
+        )
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:

@@ -66,6 +66,7 @@ class PPOTrainer(rl.RLTrainer):
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
+            stats |= self.speed(batch)
             stats |= self.ctx.zero(self._account, batch)
             with self.timers.phase("update_weights"):
                 stats |= self.update_weights(step + 1)

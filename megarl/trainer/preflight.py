@@ -12,6 +12,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
+from megarl.models.lora import check_lora
 
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
@@ -67,6 +68,8 @@ def check_models(cfg: BaseConfig) -> None:
         try:
             model = read_hf_config(model_path(cfg, name), head=engine.head)
             check_layout(model, engine.parallel)
+            if engine.lora is not None:
+                check_lora(model, engine.parallel.tp, engine.lora)
         except ValueError as e:
             problems.append(f"{name}: {e}")
             continue

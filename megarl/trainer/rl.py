@@ -10,7 +10,7 @@ from megarl.algos import Role
 from megarl.api.inference import Batch, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
-from megarl.config.check import model_path
+from megarl.config.check import engines, model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -20,7 +20,7 @@ from megarl.observability.timers import Timers
 from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import Evaluator
-from megarl.trainer.figures import rollout_figures
+from megarl.trainer.figures import rollout_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronRef
@@ -163,6 +163,7 @@ class RLTrainer:
                     model=role,
                     base_model_path=model_path(cfg, name),
                     home=ctx.run_dir if name == "actor" else ctx.run_dir / name,
+                    lora=engines(cfg)[name].lora,
                 )
                 for name, role in trained.items()
             ],
@@ -204,7 +205,8 @@ class RLTrainer:
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total)
         while step < total and not self._out_of_time():
-            stats = self.step(step)
+            with self.ctx.profiler.step(step + 1):
+                stats = self.step(step)
             step += 1
             epoch, ended = -(-step // per_epoch), step % per_epoch == 0
             with self.timers.phase("save"):
@@ -241,10 +243,20 @@ class RLTrainer:
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
+            stats |= self.speed(batch)
             stats |= self.ctx.zero(self._account, batch)
             with self.timers.phase("update_weights"):
                 stats |= self.update_weights(step + 1)
         return stats
+
+    def speed(self, batch: Batch) -> dict[str, float]:
+        """Of the phase "train" of this step, which was the actor's."""
+        return update_speed(
+            self.actor.engine,
+            batch,
+            seconds=self.timers.seconds()["train"],
+            peak_tflops=self.cfg.profiler.peak_tflops,
+        )
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Streams the new weights to every server and bumps the version everywhere."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import LoRAConfig
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import get_logger
 from megarl.trainer.frequency import Frequency
@@ -27,6 +28,11 @@ class Saved:
     model: Saves
     base_model_path: str
     home: Path
+    lora: LoRAConfig | None = None
+
+    @property
+    def weight_format(self) -> str:
+        return "peft" if self.lora is not None and self.lora.save == "adapter" else "hf"
 
 
 class Saver:
@@ -64,7 +70,9 @@ class Saver:
     def _save(self, saved: Saved, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         meta = SaveLoadMeta(
-            path=str(path), weight_format="hf", base_model_path=saved.base_model_path
+            path=str(path),
+            weight_format=saved.weight_format,
+            base_model_path=saved.base_model_path,
         )
         saved.model.save(meta)
         log.info("saved %s", path)

@@ -78,7 +78,7 @@ class SelfCheck:
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
             return
         dtypes = {actor.engine.dtype, ref.engine.dtype}
-        bounds = checks.ROUNDING[torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32]
+        bounds = checks.ROUNDING[min(dtypes, key=lambda d: torch.finfo(d).bits)]
         if dtypes == {torch.float32} and same_shapes(actor.config, ref.config):
             bounds = checks.SAME_SHAPES
         finding = checks.same_policy(

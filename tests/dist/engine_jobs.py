@@ -45,7 +45,10 @@ def make_engine(path: str, parallel: dict[str, Any], *, trained: bool = True, **
     optimizer = OptimizerConfig(**{**OPTIMIZER, **over.pop("optimizer", {})}) if trained else None
     cfg = TrainEngineConfig(
         path=path, parallel=ParallelConfig(**parallel), optimizer=optimizer,
-        mb_spec=MicroBatchSpec(max_tokens_per_mb=over.pop("max_tokens", 40)),
+        mb_spec=MicroBatchSpec(
+            max_tokens_per_mb=over.pop("max_tokens", 40),
+            forward_max_tokens_per_mb=over.pop("forward_max_tokens", None),
+        ),
         **{"lm_head_chunk_tokens": 16, **over},
     )  # fmt: skip
     engine = MegatronEngine(cfg)

@@ -1,5 +1,5 @@
-"""Mixture-of-experts models: the engine equals Hugging Face with experts spread over ranks in every
-way; routing is recorded and replayed; auxiliary losses are what the papers say.
+"""Mixture-of-experts models: routing is recorded and replayed, auxiliary losses are what the papers
+say, experts keep their names. (That they equal Hugging Face's is in invariance.py's table.)
 """
 
 from __future__ import annotations
@@ -26,40 +26,6 @@ ZERO: dict[str, Any] = dict(optimizer={})
 PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
 REPLAY: dict[str, Any] = dict(moe={"router_replay": True})
 RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
-# (processes, family, layout, engine settings); without ep the ranks of one copy share all experts
-CASES: list[tuple[int, str, Parallel, dict[str, Any]]] = [
-    (2, "qwen3_moe", dict(ep=2), PLAIN),
-    (2, "mixtral", dict(ep=2), ZERO),
-    (2, "qwen3_moe", dict(**SP, ep=2), PLAIN),
-    (2, "qwen2_moe", dict(**SP, ep=2), PLAIN),
-    (4, "mixtral", dict(pp=2, ep=2), PLAIN),
-    (4, "qwen3_moe", dict(**SP, ep=2, etp=2), PLAIN | RECOMPUTE),
-]
-FULL: list[tuple[int, str, Parallel, dict[str, Any]]] = [
-    (1, "mixtral", dict(), PLAIN),
-    (1, "qwen3_moe", dict(), ZERO | RECOMPUTE),
-    (2, "qwen2_moe", dict(ep=2), ZERO),
-    (2, "qwen2_moe", dict(pp=2), PLAIN | RECOMPUTE),
-    (4, "qwen2_moe", dict(**SP, ep=4), ZERO),
-    (2, "qwen3_moe", dict(), PLAIN),  # dp2
-    (2, "mixtral", dict(), ZERO),
-    (2, "mixtral", dict(etp=2), PLAIN),
-    (2, "qwen3_moe", dict(etp=2), ZERO),
-    (2, "mixtral", SP, PLAIN),  # whole experts beside cut attention
-    (2, "qwen3_moe", SP, ZERO),
-    (2, "qwen3_moe", dict(**SP, etp=2), PLAIN),
-    (2, "mixtral", dict(**SP, ep=2), ZERO),
-    (2, "qwen3_moe", dict(pp=2), PLAIN),
-    (2, "mixtral", dict(pp=2, vpp=2), PLAIN),
-    (2, "qwen3_moe", dict(cp=2, ep=2), PLAIN),
-    (4, "qwen3_moe", dict(ep=4), PLAIN),
-    (4, "mixtral", dict(ep=2), PLAIN),  # and dp2
-    (4, "qwen3_moe", dict(**SP, ep=2), ZERO),
-    (4, "mixtral", dict(**SP, ep=4), PLAIN),
-    (4, "qwen3_moe", dict(pp=2, vpp=2, ep=2), ZERO | RECOMPUTE),
-    (4, "mixtral", dict(**SP, pp=2, ep=2), PLAIN),
-    (4, "mixtral", dict(cp=2, ep=2), ZERO),
-]
 
 
 def name(case: tuple[int, str, Parallel, dict[str, Any]]) -> str:
@@ -81,11 +47,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    return {}
-
-
 def check_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     for key, value in want["outputs"].items():
         torch.testing.assert_close(got["outputs"][key], value, rtol=0, atol=1e-4, msg=key)
@@ -99,27 +60,6 @@ def check_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
     for when, atol in (("weights", 2e-6), ("weights after 3 steps", 1e-5)):
         for key, value in want[when].items():
             torch.testing.assert_close(got[when][key], value, rtol=0, atol=atol, msg=key)
-
-
-def check_parity(case: Any, worlds: Any, models: Path, references: dict[str, Any]) -> None:
-    n, kind, parallel, over = case
-    if kind not in references:
-        references[kind] = hf_reference(tiny_hf(kind))
-    ranks = worlds(n).run(run_all, save_model(models, kind, False), parallel, **over)
-    check_equal(ranks[0], references[kind])
-    assert all(r["stats"] == ranks[0]["stats"] for r in ranks)
-    assert 1 <= ranks[0]["stats"]["moe/load_max_over_mean"] <= 2
-
-
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_engine_equals_hugging_face(case: Any, worlds: Any, models: Path, references: Any) -> None:
-    check_parity(case, worlds, models, references)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", FULL, ids=name)
-def test_more_layouts(case: Any, worlds: Any, models: Path, references: Any) -> None:
-    check_parity(case, worlds, models, references)
 
 
 # ---- recorded and replayed routing
@@ -209,6 +149,8 @@ def run_record(path: str, parallel: Parallel) -> list[torch.Tensor]:
     b = engine_jobs.batch()
     found = engine.forward(b, outputs=("logprobs", "routed_experts"))
     again = engine.forward({**b, "routed_experts": found["routed_experts"]})
+    with pytest.raises(ValueError, match=r"the batch has no 'routed_experts' to replay"):
+        engine.train_batch(b, engine_jobs.loss_fn, engine_jobs.weight_fn)
     engine.destroy()
     return [found["logprobs"], found["routed_experts"], again]
 

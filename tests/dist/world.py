@@ -15,6 +15,7 @@ and the world is torn down (ranks may be stuck in a collective).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -48,6 +49,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     )
     while (job := pipe.recv()) is not None:
         fn, args, kw = job
+        gc.freeze()  # engines collect garbage as they go: it need not look through every library
         try:
             pipe.send((True, fn(*args, **kw)))
         except BaseException:

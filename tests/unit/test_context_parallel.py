@@ -10,7 +10,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models import context_parallel
 from megarl.models.context_parallel import resolve_cp_comm_type
 
-MODEL = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4)
+MODEL = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, mla=None)
 
 
 def resolve(attention: str, **parallel):
@@ -57,3 +57,12 @@ def test_heads_must_be_shared_out(installed):
     assert resolve("te", cp_comm_type="a2a", tp=2) == "a2a"
     with pytest.raises(ValueError, match=r"tp\*cp = 4\*2 must divide num_attention_heads=16"):
         resolve("te", cp_comm_type="a2a", tp=4)
+
+
+def test_latent_attention_goes_by_p2p(installed):
+    installed("2.19")
+    latent = SimpleNamespace(**vars(MODEL) | {"mla": object(), "family": "deepseek_v3"})
+    for asked in ("a2a", "all_gather"):
+        with pytest.raises(ValueError, match=f"'{asked}'.*deepseek_v3.*use 'p2p'"):
+            resolve_cp_comm_type(latent, ParallelConfig(cp=2, cp_comm_type=asked), "te")
+    assert resolve_cp_comm_type(latent, ParallelConfig(cp=2), "te") == "p2p"

@@ -99,3 +99,15 @@ def test_batches_that_are_not_right_padded_are_refused():
         check_right_padded({"input_ids": ids})
     with pytest.raises(ValueError, match="empty"):
         check_right_padded({"input_ids": ids[:0], "attention_mask": mask[:0]})
+
+
+def test_groups_stay_in_one_micro_batch() -> None:
+    lens, groups = [9, 3, 4, 8, 2, 5, 7, 6], [[0, 7], [1, 4], [2, 6], [3, 5]]
+    for budget in (1, 12, 20, 1000):
+        plan = plan_micro_batches(lens, dp=2, max_tokens=budget, groups=groups)
+        mbs = [mb for rank in plan for mb in rank]
+        assert sorted(row for mb in mbs for row in mb) == list(range(8))
+        for group in groups:
+            assert sum(set(group) <= set(mb) for mb in mbs) == 1
+        for mb in mbs:
+            assert len(mb) <= 2 or sum(lens[row] for row in mb) <= budget

@@ -61,6 +61,26 @@ def work(rows, lens, kw):
     return sum(kw["cost"](padded_length(lens[i], kw["align"].slot)) for i in rows)
 
 
+@given(LENGTHS, parameters(), st.data())
+def test_groups_stay_whole_and_are_spread_like_long_sequences(lens, kw, data):
+    names = [data.draw(st.integers(0, 2 * len(lens))) for _ in lens]
+    groups = [[i for i, g in enumerate(names) if g == name] for name in dict.fromkeys(names)]
+    plan = plan_micro_batches(lens, groups=groups, **kw)
+    assert len({len(mbs) for mbs in plan}) == 1 and len(plan[0]) % kw["multiple_of"] == 0
+    bins = [mb for mbs in plan for mb in mbs]
+    assert sorted(i for mb in bins for i in mb) == list(range(len(lens)))
+    for group in groups:
+        assert sum(set(group) <= set(mb) for mb in bins) == 1
+    for mb in bins:
+        assert mb == sorted(mb)  # so that rows of a pair keep their order
+        total = sum(slot_lengths([lens[i] for i in mb], kw["align"]))
+        assert total <= kw["max_tokens"] or len({names[i] for i in mb}) <= 1
+    loads = [sum(work(mb, lens, kw) for mb in mbs) for mbs in plan]
+    assert max(loads) - min(loads) <= max(work(group, lens, kw) for group in groups)
+    alone = [[i] for i in range(len(lens))]
+    assert plan_micro_batches(lens, groups=alone, **kw) == plan_micro_batches(lens, **kw)
+
+
 @given(LENGTHS, parameters())
 def test_no_rank_has_more_than_the_mean_and_one_sequence(lens, kw):
     dp = kw["dp"]

@@ -39,7 +39,7 @@ class WeightStore:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tensors = dict(_hf_tensors(model))
+        self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
         self._parameters = dict(model.named_parameters())
         self.tied: dict[str, str] = {}
         head: Any = model.get_output_embeddings()
@@ -106,8 +106,10 @@ class WeightStore:
             self._parameters[name].data = self.tensors[name] = tensor
 
     def checksums(self) -> dict[str, str]:
-        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head."""
-        return {name: tensor_checksum(t) for name, t in self.tensors.items()}
+        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head. What
+        transformers keeps in float32 is cast as well: it is what can be said of every tensor.
+        """
+        return {name: tensor_checksum(t.to(self.dtype)) for name, t in self.tensors.items()}
 
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
