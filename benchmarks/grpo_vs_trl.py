@@ -55,16 +55,17 @@ SAME_WORK = "actor.recompute_logprob=false"
 
 @dataclass(frozen=True)
 class Contender:
-    """`overrides` None is TRL. One process with all threads, or a process for every core."""
+    """`overrides` None is TRL. One process with all threads, or (`split`) several of one."""
 
     name: str
     overrides: tuple[str, ...] | None
     split: bool = False
+    trainers: int = CORES
     rows: list[Row] = field(default_factory=list)
 
     @property
     def processes(self) -> int:
-        return CORES if self.split else 1
+        return self.trainers if self.split else 1
 
     @property
     def threads(self) -> int:
@@ -72,20 +73,25 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
+    """In an asynchronous run trainers and servers compute at the same time and divide the cores:
+    one thread for each process, half of the processes servers.
+    """
+    server = f"server.threads={CORES}"
     asynchronous = ("rollout.max_head_offpolicyness=1", "actor.use_decoupled_loss=true")
-    servers = (f"server.count={CORES}", "server.threads=1")
     found = []
     for split, layout in ((False, f"1x{CORES}"), (True, f"{CORES}x1")):
-        more = servers if split else (f"server.threads={CORES}",)
         found += [
             Contender(f"TRL {layout}", None, split),
-            Contender(f"megarl {layout} sync, TRL's work", (*more, SAME_WORK), split),
-            Contender(f"megarl {layout} sync", more, split),
-            Contender(f"megarl {layout} async 1", (*more, *asynchronous), split),
-            Contender(
-                f"megarl {layout} async 1, TRL's work", (*more, asynchronous[0], SAME_WORK), split
-            ),
+            Contender(f"megarl {layout} sync, TRL's work", (server, SAME_WORK), split),
+            Contender(f"megarl {layout} sync", (server,), split),
         ]
+    half = max(1, CORES // 2)
+    beside = (f"server.count={CORES - half or 1}", "server.threads=1")
+    name = f"megarl {half}x1 async 1"
+    found += [
+        Contender(name, (*beside, *asynchronous), True, half),
+        Contender(f"{name}, TRL's work", (*beside, asynchronous[0], SAME_WORK), True, half),
+    ]
     return found if CORES > 1 else [c for c in found if not c.split]
 
 

@@ -6,8 +6,8 @@ Same weights, prompts, sampling (temperature 1) and threads, float32. The server
 request for every prompt, all at once, and answers with logprobs, as in RL; `generate` gets one
 left-padded batch, without logprobs. "ragged": every request has its own max_new_tokens, and
 `generate` runs until the longest; only wanted tokens count. The two take turns, and the ratio is
-the median over the turns of server / generate. The last column is the batch-invariant mode beside
-the normal one.
+the median over the turns of server / generate. The last column is the batch-invariant mode, once,
+beside the normal one.
 """
 
 from __future__ import annotations
@@ -129,13 +129,17 @@ def tokens_per_second(side: Server | Generate, requests: list[Request], repeats:
 
 def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: int) -> list[str]:
     """Cells: server tok/s, generate tok/s, their ratio, that of deterministic to server."""
-    for side in sides.values():
-        side.seconds(requests)  # warm-up
+    for name, side in sides.items():
+        if name != "deterministic":
+            side.seconds(requests)  # warm-up
     repeats = max(1, round(MIN_SECONDS / sides["generate"].seconds(requests)))
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(reps):
+    for rep in range(reps):
         for name, side in sides.items():
-            rates[name].append(tokens_per_second(side, requests, repeats))
+            if name != "deterministic":
+                rates[name].append(tokens_per_second(side, requests, repeats))
+            elif rep == 0:  # many times slower, by far more than turns differ
+                rates[name].append(tokens_per_second(side, requests, 1))
     middle = {name: statistics.median(r) for name, r in rates.items()}
 
     def ratio(a: str, b: str) -> float:

@@ -38,7 +38,11 @@ class ServerConfig:
     max_running_requests: int = arg(256, help="sequences decoded at once by one server")
     deterministic: bool = arg(False, help="batch-invariant mode: same request, same bits")
     tp: int = arg(1, help="tensor-parallel degree of one server (sglang)")
-    threads: int = arg(0, help="CPU threads of one server; 0 shares the cores among the servers")
+    threads: int = arg(
+        0,
+        help="CPU threads of one server; 0 shares the cores among the servers, and in an "
+        "asynchronous run with the trainers",
+    )
     python: str = arg("", help="interpreter that runs the sglang server; empty is this one")
     extra_args: list[str] = arg(factory=list, help="more command-line arguments for the server")
     start_timeout: float = arg(600.0, help="seconds until a started server must be healthy")

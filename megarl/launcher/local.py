@@ -50,7 +50,7 @@ from megarl.launcher.processes import (
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, start_server
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
-from megarl.utils.env import set_loopback_default, set_trainer_defaults
+from megarl.utils.env import set_loopback_default, set_threads_default, set_trainer_defaults
 from megarl.utils.http import in_thread
 
 log = get_logger("launcher")
@@ -135,6 +135,9 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 def launch(job: Job) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; the exit status."""
     restarts = job.cfg.recover.restarts
+    if isinstance(job.cfg, GRPOConfig) and job.cfg.rollout.max_head_offpolicyness > 0:
+        # servers and trainers compute side by side: their threads divide the cores
+        set_threads_default(os.environ, processes=job.nproc + job.servers)
     with Signals() as signals:
         while (status := run_once(job, signals)) not in (0, EXIT_CODE):
             if signals.received or not restarts:

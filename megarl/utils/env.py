@@ -25,8 +25,8 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
 
 
 def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> None:
-    """Shares this host's cores among `processes` of a kind. Trainers and servers do not divide them
-    further: in a synchronous run they take turns, so whoever works has all cores.
+    """Shares this host's cores among `processes` that compute at the same time: those of a kind in
+    a synchronous run, where trainers and servers take turns, and all of an asynchronous one.
     """
     if processes > 1:  # one process gets them all without being told
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))

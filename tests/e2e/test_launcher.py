@@ -69,11 +69,13 @@ class Stage:
         (self.path / "server").write_text(SERVER.format(python=sys.executable, act=act))
         (self.path / "server").chmod(0o755)
 
-    def start(self, body: str, *args: str) -> subprocess.Popen[str]:
+    def start(self, body: str, *args: str, without: str = "") -> subprocess.Popen[str]:
+        """`without`: a variable that our environment may have and the launcher's has not."""
         self.script.write_text(TRAINER + body)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.launcher.local", str(self.script), *args],
-            env=os.environ | {"OUT": str(self.path), "MEGARL_DEVICE": "cpu"},
+            env={k: v for k, v in os.environ.items() if k != without}
+            | {"OUT": str(self.path), "MEGARL_DEVICE": "cpu"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         return self.process
@@ -165,6 +167,17 @@ def test_servers_run_before_trainers_and_end_after_them(stage: Stage) -> None:
     logs = [stage.path / "runs" / "e" / "t" / f"server_{i}.log" for i in range(2)]
     assert all("the server speaks" in log.read_text() for log in logs)
     stage.all_gone()
+
+
+@pytest.mark.parametrize(("staleness", "threads"), [(0, None), (1, str(max(1, cores() // 2)))])
+def test_who_computes_at_the_same_time_divides_the_cores(
+    stage: Stage, staleness: int, threads: str | None
+) -> None:
+    asynchronous = f"rollout.max_head_offpolicyness={staleness}"
+    stage.start("", *stage.grpo, asynchronous, without="OMP_NUM_THREADS")
+    status, output = stage.finish()
+    assert status == 0, output
+    assert stage.trainers(1)[0]["env"].get("OMP_NUM_THREADS") == threads  # and one server
 
 
 def test_trainers_generate_with_the_embedded_server(stage: Stage) -> None:

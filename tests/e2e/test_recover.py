@@ -46,6 +46,7 @@ LAYOUTS = {
     "pp2": ["actor.parallel.pp=2"],
     "dp2": ["weight_sync.type=disk"],
 }
+VERIFIED = "tensors agree with server"
 
 
 @dataclass
@@ -170,9 +171,11 @@ def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     for kill in ("update:4", "checkpoint:4"):
         status, output = run.start(kill=kill)
         assert status in SIGKILLED, output
+        assert output.count(VERIFIED) == 1
     assert run.leftovers()
     output = run.finish()
     assert re.search(r"continuing \S+ from step 2 of 5 \(version 2\)", output), output
+    assert output.count(VERIFIED) == 1  # after a resume as at the start
     check_same(run, whole, model)
     assert run.rows("samples") == whole.rows("samples")
     assert [r["step"] for r in run.rows("stats.superseded")] == [3, 3, 4]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from megarl.rollout.server.args import ServerArgs
 from megarl.rollout.server.errors import ServerError
@@ -22,6 +23,10 @@ class ServerCore:
 
     def __init__(self, args: ServerArgs, *, on_death: Callable[[], None]) -> None:
         self.args = args
+        # OpenMP gives each thread that computes workers of its own, and lets them sleep between
+        # operations once there are more than cores. So the scheduler's thread alone has any.
+        threads = args.threads or torch.get_num_threads()
+        torch.set_num_threads(1)
         self.runner = ModelRunner(args)
         self.text = TextTools(args.tokenizer_path or args.model_path)
         self.model_path, self.name = args.model_path, args.served_model_name or args.model_path
@@ -37,7 +42,7 @@ class ServerCore:
             rng=np.random.default_rng(args.random_seed),
         )
         self.scheduler = Scheduler(
-            self.runner, self.text, notify=self._notify, on_death=on_death, threads=args.threads
+            self.runner, self.text, notify=self._notify, on_death=on_death, threads=threads
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -52,7 +52,7 @@ class Scheduler:
         *,
         notify: Callable[[list[Delivery]], None],
         on_death: Callable[[], None],
-        threads: int = 0,
+        threads: int | None = None,
     ) -> None:
         """`notify` and `on_death` are called in the scheduler's thread."""
         self.runner, self.text = runner, text
