@@ -23,8 +23,12 @@ _CLS = {
 }  # fmt: skip
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=2,
-        shared_expert_intermediate_size=40, norm_topk_prob=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=2,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
     ),
     # layer 1 is dense; the weights of a token's experts do not sum to 1
     "qwen3_moe": dict(
@@ -32,18 +36,35 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v2": dict(
-        n_routed_experts=6, num_experts_per_tok=3, n_group=3, topk_group=2, q_lora_rank=24,
-        topk_method="group_limited_greedy", routed_scaling_factor=1.6,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.6,
     ),
     "deepseek_v2_lite": dict(n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=None),
     "deepseek_v3": dict(
-        n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, q_lora_rank=24,
-        routed_scaling_factor=2.5, num_nextn_predict_layers=1, rms_norm_eps=1e-5,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=24,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
     ),
 }
 YARN = dict(
-    rope_type="yarn", factor=8.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.7,
-    original_max_position_embeddings=32, rope_theta=10000.0,
+    rope_type="yarn",
+    factor=8.0,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    original_max_position_embeddings=32,
+    rope_theta=10000.0,
 )
 _MLA: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.config.engine import ALL_LINEAR, LoRAConfig
 from megarl.models.families import VALUE_HEAD, Param
@@ -192,7 +193,7 @@ def is_trained(name: str, m: ModelConfig) -> bool:
     return is_adapter(name) or (m.head == "value" and name.startswith(_HEAD))
 
 
-def lora_fields(m: ModelConfig, cfg: LoRAConfig | None) -> dict[str, object]:
+def lora_fields(m: ModelConfig, cfg: LoRAConfig | None) -> dict[str, Any]:
     """Of the TransformerConfig: experts with adapters run one by one, as Transformer Engine's
     grouped product has no place for them; frozen routers leave their biases alone too."""
     if cfg is None or m.moe is None:
