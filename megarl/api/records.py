@@ -35,6 +35,9 @@ class WeightUpdateMeta:
     type: "distributed" ("nccl" is an alias) | "disk" | "colocated"; path: shared directory (disk);
     addresses: host:port of every server; alloc_mode: optional text for the log;
     comm_backend: "nccl" | "gloo", None picks by device.
+    delta: send only what changed since the last update the servers hold (distributed).
+    delta_on_host: the copy this needs lies in host memory, not beside the parameters.
+    quantization: "none" | "fp8_block": the layers' linear maps as block-wise FP8 (distributed).
     """
 
     type: str
@@ -46,6 +49,9 @@ class WeightUpdateMeta:
     bucket_bytes: int = 512 << 20
     flattened: bool = True
     verify: bool = False
+    delta: bool = False
+    delta_on_host: bool = True
+    quantization: str = "none"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -57,6 +63,17 @@ class WeightUpdateMeta:
             )
         if self.type == "disk" and not self.path:
             raise ValueError("WeightUpdateMeta.type='disk' needs a path on shared storage")
+        if self.quantization not in ("none", "fp8_block"):
+            raise ValueError(
+                f"WeightUpdateMeta.quantization={self.quantization!r}: use 'none' or 'fp8_block'"
+            )
+        if self.delta and self.quantization != "none":
+            raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
+        if self.type != "distributed" and (self.delta or self.quantization != "none"):
+            raise ValueError(
+                f"WeightUpdateMeta.type={self.type!r} sends whole weights as they are: leave delta "
+                "and quantization, or use type='distributed'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

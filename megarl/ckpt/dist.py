@@ -16,6 +16,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.utils.staging import put_in_place, stage
 
@@ -44,6 +46,8 @@ warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", mod
 
 MARKER = "megarl.json"
 FORMAT = 1
+# fields of ModelConfig that do not change what the weights mean
+_NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 T = TypeVar("T")
 
@@ -120,11 +124,28 @@ def _finish(staging: Path, info: Mapping[str, Any], target: Path) -> None:
     """Rank 0 completes the directory and puts it in place."""
     if dist.get_rank() != 0:
         return
+    complete(staging, info)
+    put_in_place(staging, target)
+
+
+def complete(staging: Path, info: Mapping[str, Any]) -> None:
+    """Writes what says that the directory's files are a whole checkpoint, and which."""
     save_config(CheckpointingConfig("torch_dist", 1), str(staging))
-    files = {f.name: f.stat().st_size for f in sorted(staging.iterdir())}
+    files = {
+        f.relative_to(staging).as_posix(): f.stat().st_size
+        for f in sorted(staging.rglob("*"))
+        if f.is_file() and f.name != MARKER
+    }
     marker = {"format": FORMAT, "id": uuid.uuid4().hex, "info": dict(info), "files": files}
     (staging / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    put_in_place(staging, target)
+
+
+def describe_model(model: ModelConfig) -> dict[str, Any]:
+    """What `info` says of the model: "model", by which an engine tells whether the checkpoint is
+    its own, and "hf_config", from which the model directory can be made again."""
+    fields = {k: v for k, v in asdict(model).items() if k not in _NOT_THE_MODEL}
+    found: dict[str, Any] = json.loads(json.dumps({"model": fields}))  # lists for tuples
+    return found | {"hf_config": dict(model.raw)}
 
 
 def read_info(path: str | Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def load_hf(
     at zero, or, with `head_seed`, random by it.
     """
     with SafetensorsDir(path) as files:
-        _check_tensors(files, table)
+        check_tensors(files, table)
         if any(t.name not in files for t in table.tensors):
             start = "zero" if head_seed is None else f"random numbers (seed {head_seed})"
             log.info("%s has no value head: it starts as %s", path, start)
@@ -60,7 +60,8 @@ def load_hf(
         fill_params(table, layout.coords(rank), params, read)
 
 
-def _check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
+def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
+    """ValueError unless the files hold the table's tensors in their shapes, and no others."""
     for t in table.tensors:
         if t.name not in files:
             if _is_new(t.name, table):

@@ -63,7 +63,7 @@ def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer:
         for name in SIDECARS:
             source = Path(base_model_path) / name
             if source.is_dir():
-                shutil.copytree(source, staging / name)
+                shutil.copytree(source, staging / name, dirs_exist_ok=True)
             elif source.is_file():
                 shutil.copyfile(source, staging / name)
     if tokenizer is not None:

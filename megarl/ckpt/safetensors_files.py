@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from megarl.models.gather import Member
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsDir:
@@ -144,7 +145,7 @@ class ShardWriter:
         if file != self._name:
             self._close_file()
             self._name, self._file = file, (self.directory / file).open("wb")
-            self._file.write(_header(self.shards[file]))
+            self._file.write(shard_header(self.shards[file]))
         self._file.write(_bytes(tensor))
         self._at += 1
 
@@ -160,10 +161,7 @@ class ShardWriter:
         """Writes the index, where there are several shards."""
         assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
         if len(self.shards) > 1:
-            total = sum(m.nbytes for _, m in self._plan)
-            weight_map = {m.name: file for file, m in self._plan}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(self.directory, self.shards)
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -171,7 +169,15 @@ class ShardWriter:
             self._file = None
 
 
-def _header(members: Sequence[Member]) -> bytes:
+def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None:
+    total = sum(m.nbytes for members in shards.values() for m in members)
+    weight_map = {m.name: file for file, members in shards.items() for m in members}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def shard_header(members: Sequence[Member]) -> bytes:
+    """What stands in a safetensors file before the bytes of `members`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for m in members:

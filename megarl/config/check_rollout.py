@@ -52,6 +52,27 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield f"weight_sync.bucket_mb={sync.bucket_mb}: must be > 0"
     if not sync.timeout > 0:
         yield f"weight_sync.timeout={sync.timeout}: seconds, must be > 0"
+    yield from _less_to_send_problems(cfg)
+
+
+def _less_to_send_problems(cfg: GRPOConfig) -> Iterator[str]:
+    sync, sglang = cfg.weight_sync, cfg.server.type == "sglang" and cfg.server.count > 0
+    fp8 = sync.quantization != "none"
+    if sync.type == "disk" and (sync.delta or fp8):
+        key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
+        yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with disk"
+    if sync.delta and fp8:
+        yield f"weight_sync.delta=true: cannot go with weight_sync.quantization={sync.quantization}"
+    if sync.delta and sglang:
+        yield (
+            "weight_sync.delta=true: a stock SGLang server cannot apply changes; use "
+            "server.type=embedded or weight_sync.delta=false"
+        )
+    if fp8 and sglang and not cfg.server.path:
+        yield (
+            f"weight_sync.quantization={sync.quantization}: SGLang must start from weights of that "
+            "layout; set server.path to the model's FP8 checkpoint"
+        )
 
 
 def is_address(text: str) -> bool:

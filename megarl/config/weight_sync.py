@@ -16,6 +16,18 @@ class WeightSyncConfig:
     )
     bucket_mb: int = arg(512, help="size of one streamed bucket in MiB; two exist at a time")
     flattened: bool = arg(True, help="one broadcast per bucket instead of one per tensor")
+    delta: bool = arg(
+        False,
+        help="send only what changed since the servers' version; costs a copy of the weights in "
+        "the sender's memory; embedded servers can apply it",
+    )
+    delta_on_host: bool = arg(True, help="that copy lies in host memory, not on the GPU")
+    quantization: str = arg(
+        "none",
+        help="what streamed linear weights become: none, or fp8_block: e4m3 in blocks of 128x128 "
+        "with scales, for servers of an FP8 checkpoint",
+        choices=("none", "fp8_block"),
+    )
     pause_mode: str = arg(
         "abort",
         help="what happens to requests in flight: abort (resumed by the client) or retract",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import SaveLoadMeta
-from megarl.ckpt.dist import load_sharded, open_checkpoint, save_sharded
+from megarl.ckpt.dist import describe_model, load_sharded, open_checkpoint, save_sharded
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.config.engine import LoRAConfig
 from megarl.engine import optimizer as opt
@@ -24,9 +24,6 @@ import megatron.core  # isort: skip
 from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
 
 log = get_logger(__name__)
-
-# fields of ModelConfig that do not change what the weights mean
-_NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +159,8 @@ def _rng_object(t: Trainee, data: Any) -> ShardedObject:
 
 
 def _info(t: Trainee, with_optim: bool) -> dict[str, Any]:
-    model = {k: v for k, v in asdict(t.model).items() if k not in _NOT_THE_MODEL}
     info = {
-        "model": model,
+        **describe_model(t.model),
         "dtype": str(t.dtype).removeprefix("torch."),
         "layout": asdict(t.groups.layout),
         "device": mcore.device().type,

@@ -46,6 +46,19 @@ def named_params(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     return out
 
 
+def checkpoint_keys(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Where megatron-core's checkpoints keep the parameter of canonical `name`: the keys it may
+    have, and its index into their leading dimensions (a layer's experts are one tensor)."""
+    index, rest = "", name
+    if name.startswith(_LAYERS):
+        index, rest = name.removeprefix(_LAYERS).split(".", 1)
+        index = f"{_LAYERS}{index}."
+    if expert := _EXPERT.fullmatch(rest):
+        return (f"{index}mlp.experts.experts.{expert['fc']}",), (int(expert["e"]),)
+    fused = tuple(f"{index}{te}" for te, local in _ALIASES.items() if local == rest)
+    return (*fused, name), ()
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The model inside DDP and precision wrappers, which keep it as `.module`."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):

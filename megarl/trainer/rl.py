@@ -268,6 +268,9 @@ class RLTrainer:
             path=str(self.ctx.run_dir / "weights"),
             bucket_bytes=sync.bucket_mb << 20,
             flattened=sync.flattened,
+            delta=sync.delta,
+            delta_on_host=sync.delta_on_host,
+            quantization=sync.quantization,
             timeout=sync.timeout,
             verify=sync.verify == "every" or (sync.verify == "first" and not self._synced),
         )

@@ -2,13 +2,17 @@
 
 Every bucket is gathered while the one before it is on its way and being loaded; a server gets
 bucket k+1 only after it has answered for bucket k. Memory beyond the parameters: two buckets on the
-owner, and one bucket of messages there where the ranks share no host memory.
+owner, and one bucket of messages there where the ranks share no host memory. To send changes alone
+also takes a copy of all buckets (see `Acknowledged`) and up to two buckets of changes; to send FP8,
+two buckets of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +21,14 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import Bucket, BucketGatherer
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
+from megarl.weight_sync import fp8
+from megarl.weight_sync.acknowledged import PAYS, Acknowledged
 from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import Exchange, UpdateChannel
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, SyncPlan, check_digests, plan_sync, update_body
+from megarl.weight_sync.quantize import quantize_bucket
 from megarl.weight_sync.servers import Servers
 from megarl.weight_sync.verify import Verifier
 
@@ -51,6 +58,7 @@ class DistributedTransport:
         self._channel: UpdateChannel | None = None
         self._buffers = BucketBuffers(agreement, owner, device)
         self._connected_to: tuple[tuple[str, ...], str] | None = None
+        self._acknowledged = Acknowledged()
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         together = self.agreement.together
@@ -72,15 +80,11 @@ class DistributedTransport:
             raise
         if self.device.type == "cuda":
             self._buffers.drop()  # training needs the memory
-        tensors = sum(len(b.members) for b in plan.buckets)
-        phases.figures |= {
-            "bytes": float(plan.nbytes),
-            "buckets": float(len(plan.buckets)),
-            "broadcasts": float(len(plan.buckets) if meta.flattened else tensors),
-        }
+        phases.figures |= stream.figures()
 
     def close(self) -> None:
         self._buffers.drop()
+        self._acknowledged.forget()
         self._leave(abort=False)
 
     def _plan(self, bucket_bytes: int) -> tuple[SyncPlan, BucketGatherer]:
@@ -102,10 +106,45 @@ class DistributedTransport:
         phases: Phases,
     ) -> _Stream:
         with phases.time("connect"):
+            self._check_acknowledged(plan, meta, deadline)
             self._connect(meta, deadline)
-        stream = _Stream(plan, gatherer, self._channel, self._buffers, meta, deadline, phases)
+        stream = _Stream(
+            plan, gatherer, self._channel, self._buffers, self._remembered(meta), meta, deadline,
+            phases,
+        )  # fmt: skip
         stream.begin()
         return stream
+
+    def _check_acknowledged(
+        self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> None:
+        """Forgets what was sent where changes to it are of no use. A server that does not hold it
+        may be a new process at an old address, in no group: then everybody is connected anew.
+        """
+        last = self._acknowledged
+        if not meta.delta or last.plan != plan.digest:
+            last.forget()
+        if last.id is None:
+            return
+        infos = Servers(meta.addresses).info(deadline)
+        other = [f"{s} (version {i.weight_version})" for s, i in infos.items()
+                 if i.weights_id != last.id]  # fmt: skip
+        if other:
+            log.info("all weights are sent: %s not at update %s", ", ".join(other), last.id)
+            last.forget()
+            self._leave(abort=True)
+
+    def _remembered(self, meta: WeightUpdateMeta) -> Acknowledged | None:
+        """What changes are made against, on the owner, where all servers can apply them."""
+        if self._channel is None or not meta.delta:
+            return None
+        unable = [s for s, i in self._channel.info.items() if not i.applies_delta]
+        if unable:
+            log.warning(
+                "weight_sync.delta: all weights are sent, for %s cannot apply changes (a stock "
+                "SGLang server cannot, megarl's embedded server can)", ", ".join(unable),
+            )  # fmt: skip
+        return None if unable else self._acknowledged
 
     def _connect(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
         """Lazily, and again after a failure or when the servers have changed."""
@@ -123,6 +162,7 @@ class DistributedTransport:
         that no broadcast under way still reads.
         """
         self._buffers.drop()
+        self._acknowledged.forget()
         self._leave(abort=True)
 
     def _leave(self, *, abort: bool) -> None:
@@ -142,6 +182,7 @@ class _Stream:
         gatherer: BucketGatherer,
         channel: UpdateChannel | None,
         buffers: BucketBuffers,
+        remembered: Acknowledged | None,
         meta: WeightUpdateMeta,
         deadline: Deadline,
         phases: Phases,
@@ -150,6 +191,12 @@ class _Stream:
         self.meta, self.deadline, self.phases = meta, deadline, phases
         self.verifier = Verifier(channel.info) if channel and meta.verify else None
         self._in_flight: Exchange[float] | None = None
+        self.sent_bytes, self.broadcasts, self.changed, self.compared = 0, 0, 0, 0
+        self.remembered = remembered
+        self._base = self._id = None
+        if remembered is not None:
+            self._base = remembered.begin(plan.digest)
+            self._id = f"v{meta.version}-{uuid.uuid4().hex[:12]}"
 
     def begin(self) -> None:
         if self.channel is not None:
@@ -164,17 +211,38 @@ class _Stream:
         if self.channel is None:
             return
         assert flat is not None
+        with self.phases.time("encode"):
+            if self.meta.quantization == "fp8_block":
+                bucket, flat = quantize_bucket(bucket, flat)
+            tensors, changes = self._encode(bucket, flat)
         self._settle()
-        self._in_flight = self._send(self.channel, bucket, flat)
+        if tensors:
+            self._in_flight = self._send(self.channel, bucket, tensors, changes)
         if self.verifier is not None:
             with self.phases.time("checksum"):
-                self.verifier.add(bucket.views(flat))
+                self.verifier.add(fp8.dequantized(bucket.views(flat)))
 
     def end(self) -> None:
         """Returns when the servers hold the whole version."""
         if self.channel is not None:
             self._settle()
             self.channel.end(self.deadline)
+        if self.remembered is not None:
+            self.remembered.id = self._id
+
+    def figures(self) -> dict[str, float]:
+        """changed: the part of the numbers that differ from the version before, where versions were
+        compared; then bytes_whole is what all of them would have been.
+        """
+        figures = {
+            "bytes": float(self.sent_bytes),
+            "buckets": float(len(self.plan.buckets)),
+            "broadcasts": float(self.broadcasts),
+        }
+        if self.compared:
+            figures["changed"] = self.changed / self.compared
+            figures["bytes_whole"] = float(self.plan.nbytes)
+        return figures
 
     def verify(self) -> None:
         if self.channel is not None and self.verifier is not None:
@@ -190,16 +258,46 @@ class _Stream:
             self.phases.add("broadcast", sent - exchange.begun)
             self.phases.add("load_wait", max(0.0, answered - sent))
 
-    def _send(self, channel: UpdateChannel, bucket: Bucket, flat: torch.Tensor) -> Exchange[float]:
-        last = bucket.index == len(self.plan.buckets) - 1
+    def _encode(
+        self, bucket: Bucket, flat: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], dict[str, Any] | None]:
+        """What to broadcast of a bucket, nothing where nothing changed, and how it is encoded."""
+        tensors = [flat] if self.meta.flattened else [fp8.as_sent(t) for _, t in bucket.views(flat)]
+        changes = None
+        if self.remembered is None:
+            return tensors, None
+        if self._base is not None:
+            delta = self.remembered.changes(bucket, flat)
+            self.changed, self.compared = self.changed + delta.changed, self.compared + delta.count
+            if not delta.changed and not self._is_last(bucket):
+                return [], None
+            if delta.payload.numel() < PAYS * bucket.nbytes:
+                tensors = [delta.payload]
+                changes = {"base": self._base, "chunks": delta.body()}
+        self.remembered.keep(bucket, flat, on_host=self.meta.delta_on_host)
+        return tensors, changes
+
+    def _is_last(self, bucket: Bucket) -> bool:
+        return bucket.index == len(self.plan.buckets) - 1
+
+    def _send(
+        self,
+        channel: UpdateChannel,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        changes: dict[str, Any] | None,
+    ) -> Exchange[float]:
+        self.sent_bytes += sum(t.nbytes for t in tensors)
+        self.broadcasts += len(tensors)
         body = update_body(
             bucket,
             group_name=channel.group_name,
             flattened=self.meta.flattened,
             version=self.meta.version,
-            last=last,
+            last=self._is_last(bucket),
+            weights_id=self._id,
+            changes=changes,
         )
-        tensors = [flat] if self.meta.flattened else [t for _, t in bucket.views(flat)]
         first, final = bucket.members[0].name, bucket.members[-1].name
         what = (
             f"weights of version {self.meta.version}, bucket {bucket.index + 1} of "

@@ -69,10 +69,20 @@ def uniform_dtype(params: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def update_body(
-    bucket: Bucket, *, group_name: str, flattened: bool, version: int, last: bool
+    bucket: Bucket,
+    *,
+    group_name: str,
+    flattened: bool,
+    version: int,
+    last: bool,
+    weights_id: str | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """POST /update_weights_from_distributed. Only the last bucket flushes the cache and bumps the
     version: before it, the server's weights are no version at all.
+
+    weights_id: what a server that applies changes is to call these weights; changes: what it is to
+    do with a bucket of changes.
     """
     body: dict[str, Any] = {
         "names": [m.name for m in bucket.members],
@@ -83,8 +93,12 @@ def update_body(
     }
     if flattened:
         body["load_format"] = "flattened_bucket"
+    if changes is not None:
+        body |= {"load_format": "delta", "delta": changes}
     if last:
         body["weight_version"] = str(version)
+        if weights_id is not None:
+            body["weights_id"] = weights_id
     return body
 
 

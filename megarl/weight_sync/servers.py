@@ -30,11 +30,16 @@ class Answer:
 class ServerInfo:
     """tp: workers that receive; dtype: that of the weights held, None where only the server knows;
     hf_checksums: whether checksums there are of HF tensors, as ours are (the embedded server).
+    applies_delta: whether it takes changes; then `weights_id` is the id of the update it holds,
+    None where its weights are of another origin. weight_version: for messages.
     """
 
     tp: int
     dtype: torch.dtype | None
     hf_checksums: bool
+    applies_delta: bool = False
+    weights_id: str | None = None
+    weight_version: str = ""
 
     @classmethod
     def parse(cls, server: str, answer: Mapping[str, Any]) -> ServerInfo:
@@ -53,6 +58,9 @@ class ServerInfo:
             tp=int(answer.get("tp_size") or 1),
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             hf_checksums=str(answer.get("version", "")).endswith("+megarl"),
+            applies_delta="weights_id" in answer,
+            weights_id=answer.get("weights_id"),
+            weight_version=str(answer.get("weight_version", "")),
         )
 
 

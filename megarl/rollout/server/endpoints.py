@@ -88,6 +88,7 @@ class Endpoints:
                 "status": "ready",
                 "version": VERSION,
                 "weight_version": scheduler.version,
+                "weights_id": self.core.updates.weights_id,
                 "max_total_num_tokens": runner.max_total_tokens,
                 "internal_states": [launch | state],
             }

@@ -23,11 +23,15 @@ import torch.distributed as dist
 
 from megarl.rollout.server.errors import ControlError
 from megarl.rollout.server.weights import Spec, WeightStore
+from megarl.weight_sync import delta, fp8
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
 
 logger = logging.getLogger(__name__)
 DEFAULT_GROUP = "weight_update_group"
-_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class TensorList:
     ) -> dict[str, torch.Tensor]:
         """One broadcast for each tensor, in order, into what `place` gives for it."""
         out = {name: place(name, spec) for name, spec in self.specs.items()}
-        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in out.values()]
+        wires = [fp8.as_sent(t) for t in out.values()]
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in wires]
         for work in works:
             work.wait()
         return out
@@ -92,16 +97,39 @@ class TensorList:
         return out
 
 
+@dataclass(frozen=True)
+class Changes:
+    """A bucket of which only what changed since the update `base` is sent (`delta` has how)."""
+
+    base: str
+    chunks: tuple[delta.Chunk, ...]
+
+    @classmethod
+    def parse(cls, body: Any, tensors: TensorList) -> Changes:
+        if not isinstance(body, dict) or not isinstance(body.get("base"), str):
+            raise ControlError("load_format='delta' needs delta={'base': id, 'chunks': [...]}")
+        try:
+            return cls(body["base"], delta.parse(body.get("chunks"), sum(tensors.sizes)))
+        except ValueError as e:
+            raise ControlError(f"delta: {e}") from e
+
+
 class WeightUpdates:
+    """weights_id: the sender's id of the update whose weights these are; None where they came
+    another way, or are torn. `_base` is what it was when the session began.
+    """
+
     def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
         self.store, self.device, self._timeout = store, device, timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._session = False
+        self.weights_id: str | None = None
+        self._base: str | None = None
         self._room: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
-        self._session, self._room = True, None
+        self._session, self._room, self._base = True, None, self.weights_id
 
     def end(self) -> None:
         if not self._session:
@@ -156,23 +184,64 @@ class WeightUpdates:
             raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
         tensors = TensorList.parse(body)
         load_format = body.get("load_format")
-        if load_format not in (None, "flattened_bucket"):
-            raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
-        refusal = self._refusal(tensors, check)
-        receive = self._flattened if load_format else self._one_by_one
+        if load_format not in (None, "flattened_bucket", "delta"):
+            raise ControlError(
+                f"load_format={load_format!r}: use null, 'flattened_bucket' or 'delta'"
+            )
+        changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
+        refusal = self._refusal(tensors, changes, check)
+        if refusal is None:
+            self.weights_id = None  # torn until the last bucket is in
         with self._failures(tensors):
-            received = receive(tensors, group, accepted=refusal is None)
+            if changes is not None:
+                self._patch(tensors, changes, group, accepted=refusal is None)
+            else:
+                receive = self._flattened if load_format else self._one_by_one
+                received = receive(tensors, group, accepted=refusal is None)
         if refusal is not None:
             raise refusal
-        self.store.load(received.items())
+        if changes is None:
+            self.store.load(fp8.dequantized(received.items()))
+        self.weights_id = body.get("weights_id")
 
-    def _refusal(self, tensors: TensorList, check: Callable[[], None]) -> ControlError | None:
+    def from_disk(self, path: str, check: Callable[[], None]) -> None:
+        """Loads an HF directory, or nothing where `check` refuses."""
+        check()
+        self.weights_id = None
+        self.store.load_directory(path)
+
+    def _refusal(
+        self, tensors: TensorList, changes: Changes | None, check: Callable[[], None]
+    ) -> ControlError | None:
         try:
             check()
-            self.store.check(tensors.specs)
+            plain = fp8.plain_specs(tensors.specs)
+            self.store.check(plain)
+            if changes is not None and len(plain) < len(tensors.specs):
+                raise ControlError(
+                    "changes of FP8 weights: this server keeps none, send them whole"
+                )
+            if changes is not None and changes.base != self._base:
+                raise ControlError(
+                    f"changes since update {changes.base!r}, but this server holds "
+                    + (f"update {self._base!r}" if self._base else "weights of another origin")
+                )
         except ControlError as e:
             return e
+        except ValueError as e:
+            return ControlError(str(e))
         return None
+
+    def _patch(
+        self, tensors: TensorList, changes: Changes, group: dist.ProcessGroup, *, accepted: bool
+    ) -> None:
+        payload = self._bucket(delta.payload_bytes(changes.chunks))
+        dist.broadcast(payload, src=0, group=group)
+        specs = list(tensors.specs.items())
+        patches = delta.patches(changes.chunks, payload, tensors.sizes) if accepted else ()
+        for i, positions, bits in patches:
+            name, (_, dtype) = specs[i]
+            self.store.patch(name, dtype, positions, bits)
 
     def _one_by_one(
         self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
@@ -213,7 +282,7 @@ class WeightUpdates:
         """A lost sender is the trainer's trouble, not the end of this server."""
         try:
             yield
-        except RuntimeError as e:
+        except (RuntimeError, ValueError) as e:
             first = next(iter(tensors.specs), "(no tensors)")
             raise ControlError(
                 f"Failed to receive {first} and {max(0, len(tensors.specs) - 1)} more: {e}"

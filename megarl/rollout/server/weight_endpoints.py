@@ -49,19 +49,16 @@ class WeightEndpoints:
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         body = await read_json(request)
+        updates = self.core.updates
         try:
             path = _disk_path(body)
-            suffix = await self._update(body, lambda check: self._load_directory(path, check))
+            suffix = await self._update(body, lambda check: updates.from_disk(path, check))
         except ControlError as e:
             e.extra.setdefault("num_paused_requests", 0)
             raise
         self.core.model_path = self.core.name = path  # SGLang renames itself, too
         done = _success("Succeeded to update model weights." + suffix)
         return answer(done | {"num_paused_requests": 0})
-
-    def _load_directory(self, path: str, check: Callable[[], None]) -> None:
-        check()
-        self.core.updates.store.load_directory(path)
 
     async def _update(
         self, body: dict[str, Any], load: Callable[[Callable[[], None]], None]

@@ -69,6 +69,16 @@ class WeightStore:
             if name not in self.tied and self.tensors[name].data_ptr() != tensor.data_ptr():
                 self.tensors[name].copy_(tensor)
 
+    def patch(
+        self, name: str, dtype: torch.dtype, positions: torch.Tensor, bits: torch.Tensor
+    ) -> None:
+        """Puts `bits`, which are numbers of `dtype`, at `positions` of a checked tensor, as `load`
+        would have.
+        """
+        if name not in self.tied:
+            own = self.tensors[name]
+            own.put_(positions, bits.view(dtype).to(own.dtype))
+
     def place(self, name: str, spec: Spec) -> torch.Tensor | None:
         """The tensor itself, where a checked one of `spec` can be received straight into it."""
         own = self.tensors.get(name)

@@ -1,0 +1,298 @@
+"""Weights on disk under their Hugging Face names, from either kind of directory.
+
+On one rank every fused parameter is a permutation of rows of its HF tensors, and the tensors of a
+dist checkpoint are the parameters of one rank. So the piece table of `Layout()` says for every row
+of one side which row of the other it is; nothing else is known about names or shapes here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.ckpt.convert_files import (
+    Block,
+    matrix,
+    read_rows,
+    safetensors_blocks,
+    saved_tensor,
+)
+from megarl.ckpt.dist import MARKER, describe_model, read_info
+from megarl.ckpt.hf import check_tensors
+from megarl.ckpt.safetensors_files import SafetensorsDir
+from megarl.models.hf_config import ModelConfig, parse_hf_config, read_hf_config
+from megarl.models.names import checkpoint_keys
+from megarl.models.piece_table import LocalParam, PieceTable, build_piece_table
+from megarl.models.value_model import SEQUENCE, TOKEN, language_model, value_model
+from megarl.parallel.layout import Layout
+
+HF, DIST = "hf", "dist"
+COMPANIONS = "hf"  # folder of a dist checkpoint: tokenizer, chat template, generation config
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [row, row + rows) of `param` are rows [hf_row, hf_row + rows) of HF tensor `name`."""
+
+    name: str
+    hf_row: int
+    param: str
+    row: int
+    rows: int
+
+
+def row_runs(table: PieceTable) -> list[Run]:
+    """Every row of every HF tensor, in HF order. The table is of one rank."""
+    assert table.layout.world_size == 1
+    runs = []
+    for t in table.tensors:
+        _, width = matrix(t.shape)
+        for piece in t.pieces:
+            hf_row = piece.start[0]
+            for start, stop in piece.view.runs():
+                row, rows = start // width, (stop - start) // width
+                runs.append(Run(t.name, hf_row, piece.param, row, rows))
+                hf_row += rows
+    return runs
+
+
+class Source(ABC):
+    """A model's weights in a directory; threads may share it.
+
+    `dtypes`: of every HF tensor as it is stored. `companions`: where the tokenizer is.
+    """
+
+    kind: str
+    companions: Path
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        self.path, self.model = path, model
+        self.table = build_piece_table(model, Layout())
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.info: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def read(self, name: str, row: int, out: Tensor) -> None:
+        """Rows [row, row + n) of an HF tensor into `out` [n, columns], cast to its dtype."""
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Sizes and times of its files: the same while the directory is."""
+        files = sorted(f for f in self.path.rglob("*") if f.is_file())
+        return {
+            f.relative_to(self.path).as_posix(): [f.stat().st_size, f.stat().st_mtime_ns]
+            for f in files
+        }
+
+
+class HfSource(Source):
+    """A Hugging Face model directory; a token or sequence classifier is a value model."""
+
+    kind = HF
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, read_hf_config(path, head=_head(path)))
+        self.companions = path
+        with SafetensorsDir(path) as files:
+            check_tensors(files, self.table)
+            found = {files.file_of(n) for n in files.names()}
+        stored = {n: b for file in sorted(found) for n, b in safetensors_blocks(file).items()}
+        self._blocks = {t.name: stored[t.name] for t in self.table.tensors}
+        self.dtypes = {n: b.dtype for n, b in self._blocks.items()}
+        if self.model.tie_word_embeddings and "lm_head.weight" in stored:
+            self._check_tied(self._blocks["model.embed_tokens.weight"], stored["lm_head.weight"])
+
+    def read(self, name: str, row: int, out: Tensor) -> None:
+        read_rows((self._blocks[name],), row, out)
+
+    def _check_tied(self, embedding: Block, head: Block) -> None:
+        step = max(1, _CHUNK // (embedding.cols * embedding.dtype.itemsize))
+        for row in range(0, embedding.rows, step):
+            n = min(step, embedding.rows - row)
+            a, b = (torch.empty((n, x.cols), dtype=embedding.dtype) for x in (embedding, head))
+            read_rows((embedding,), row, a)
+            read_rows((head,), row, b)
+            if not torch.equal(a, b):
+                raise ValueError(
+                    f"{self.path}: config.json says tie_word_embeddings=true, but lm_head.weight "
+                    "is not the embedding; set it to false"
+                )
+
+
+def _head(path: Path) -> str:
+    """ "value" for a classifier; read_hf_config says what is wrong with other files."""
+    try:
+        names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return "value" if names[0].endswith((TOKEN, SEQUENCE)) else "lm"
+    except (OSError, ValueError, LookupError, TypeError):
+        return "lm"
+
+
+class DistSource(Source):
+    """A whole dist checkpoint, of any layout, with or without optimizer state.
+
+    `base`: the model directory it was trained from, for one that does not hold its config.
+    """
+
+    kind = DIST
+
+    def __init__(self, path: Path, base: Path | None = None) -> None:
+        info = read_info(path)
+        super().__init__(path, _model_of(path, info, base))
+        self.info = info
+        self.companions = base or path / COMPANIONS
+        self._blocks = self._find_blocks()
+        self._runs: dict[str, list[Run]] = {}
+        for run in row_runs(self.table):
+            self._runs.setdefault(run.name, []).append(run)
+            self.dtypes[run.name] = self._blocks[run.param][0].dtype
+
+    def read(self, name: str, row: int, out: Tensor) -> None:
+        for run in self._runs[name]:
+            low, high = max(row, run.hf_row), min(row + len(out), run.hf_row + run.rows)
+            if low < high:
+                start = run.row + low - run.hf_row
+                read_rows(self._blocks[run.param], start, out[low - row : high - row])
+
+    def _find_blocks(self) -> dict[str, list[Block]]:
+        """Parameter -> where its rows are. ValueError if the checkpoint is of another shape."""
+        metadata = read_metadata(self.path)
+        wanted = {p.name: checkpoint_keys(p.name) for p in self.table.params}
+        stored = {
+            name: next((k for k in keys if k in metadata.state_dict_metadata), keys[0])
+            for name, (keys, _) in wanted.items()
+        }
+        self._check_keys(metadata, {k for keys, _ in wanted.values() for k in keys})
+        by_key: dict[str, dict[tuple[int, ...], list[Any]]] = {}
+        index = {(i.fqn, tuple(i.offset)): s for i, s in metadata.storage_data.items() if i.offset}
+        blocks = {}
+        for p in self.table.params:
+            key, (_, lead) = stored[p.name], wanted[p.name]
+            entry = metadata.state_dict_metadata.get(key)
+            _check_shape(self.path, key, entry, p, len(lead), self.table)
+            if key not in by_key:
+                by_key[key] = _group(entry.chunks, len(lead))
+            if lead not in by_key[key]:
+                raise ValueError(f"{self.path}: {key} has no part {list(lead)}; save it again")
+            blocks[p.name] = [
+                _locate(self.path, key, entry, c, index[key, tuple(c.offsets)], len(lead))
+                for c in by_key[key][lead]
+            ]
+        return blocks
+
+    def _check_keys(self, metadata: Any, known: set[str]) -> None:
+        """Optimizer state, random states and Transformer Engine's extra state are no weights."""
+        rest = [
+            k
+            for k in metadata.state_dict_metadata
+            if not (k in known or k.startswith(("optimizer.", "rng")) or "_extra_state" in k)
+        ]
+        if rest:
+            raise ValueError(
+                f"{self.path}: {len(rest)} tensors are not part of a {self.model.family} model "
+                f"with this config, the first is {rest[0]}; give the config that belongs to them"
+            )
+
+
+def _group(chunks: Sequence[Any], leading: int) -> dict[tuple[int, ...], list[Any]]:
+    """Chunks by their index into the leading dimensions, where each has one."""
+    grouped: dict[tuple[int, ...], list[Any]] = {}
+    for c in chunks:
+        assert all(n == 1 for n in c.sizes[:leading]), c
+        grouped.setdefault(tuple(c.offsets[:leading]), []).append(c)
+    return grouped
+
+
+def _locate(path: Path, key: str, entry: Any, chunk: Any, stored: Any, leading: int) -> Block:
+    """Where the bytes of a chunk are; `stored` is torch's note of it."""
+    if getattr(stored, "transform_descriptors", None):
+        raise ValueError(f"{path}: {key} is compressed, which is not supported")
+    file = path / stored.relative_path
+    with file.open("rb") as f:
+        at = saved_tensor(f, stored.offset, stored.length, chunk.sizes)
+    offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
+    rows, cols = matrix(sizes)
+    col = offsets[1] if len(sizes) > 1 else 0
+    return Block(file, at, entry.properties.dtype, offsets[0], rows, col, cols)
+
+
+def _check_shape(
+    path: Path, key: str, entry: Any, p: LocalParam, leading: int, table: PieceTable
+) -> None:
+    """The vocabulary may be padded to another size; rows beyond it are not read."""
+    found = None if entry is None else tuple(entry.size)[leading:]
+    if found == p.shape:
+        return
+    vocabulary = p.shape[0] == table.padded_vocab_size
+    if found and vocabulary and found[1:] == p.shape[1:] and found[0] >= table.model.vocab_size:
+        return
+    what = "is missing" if found is None else f"has shape {list(found)}"
+    raise ValueError(
+        f"{path}: tensor {key} {what}, the config asks for {list(p.shape)}; the checkpoint is of "
+        "another model than its config"
+    )
+
+
+def read_metadata(path: Path) -> Any:
+    """What torch.distributed.checkpoint says is where."""
+    try:
+        with (path / ".metadata").open("rb") as f:
+            return pickle.load(f)
+    except (OSError, pickle.UnpicklingError, EOFError) as e:
+        raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
+
+
+def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelConfig:
+    if info.get("lora"):
+        raise ValueError(
+            f"{path} holds adapters, without the weights below them: load it into an engine with "
+            "its lora, and save that with weight_format='peft', or 'hf' for the merged model"
+        )
+    head = info["model"].get("head", "lm")
+    if base is not None:
+        model = read_hf_config(base, head=head)
+        for name, value in describe_model(model)["model"].items():
+            if info["model"].get(name) != value:
+                raise ValueError(
+                    f"{path} is of another model than {base}: {name}={info['model'].get(name)!r} "
+                    f"and {value!r}; name the one it was trained from"
+                )
+        return model
+    raw = info.get("hf_config")
+    if raw is None:
+        raise ValueError(
+            f"{path}: its {MARKER} has no config; name the model directory it was trained from "
+            "(--base)"
+        )
+    if head == "value":
+        return value_model(parse_hf_config(language_model(raw), MARKER), raw, MARKER)
+    return parse_hf_config(raw, str(path / MARKER))
+
+
+def open_source(path: str | Path, base: Path | None = None) -> Source:
+    """The weights in `path`. ValueError, naming the fix, if it holds none or not all of them."""
+    path = Path(path)
+    if (path / ".metadata").exists() or (path / MARKER).exists():
+        return DistSource(path, base)
+    return HfSource(path)
+
+
+def nbytes(source: Source, dtypes: Mapping[str, torch.dtype]) -> int:
+    return sum(math.prod(t.shape) * dtypes[t.name].itemsize for t in source.table.tensors)
+
+
+def main_dtype(dtypes: Mapping[str, torch.dtype], source: Source) -> torch.dtype:
+    """The one that most numbers have."""
+    counts: dict[torch.dtype, int] = {}
+    for t in source.table.tensors:
+        counts[dtypes[t.name]] = counts.get(dtypes[t.name], 0) + t.numel
+    return max(counts, key=lambda d: counts[d])

@@ -1,0 +1,226 @@
+"""Bytes per GPU of training and of serving, from a config and a layout alone.
+
+Weights are counted from the family's declaration, equal layers once. Activations follow
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
+arXiv 2205.05198), sections 4 and 5, term by term, for a layer with a gated MLP, no dropout and a
+fused attention that keeps no scores; numbers are of two bytes (bf16). Left out: what kernels,
+libraries and the allocator's gaps take (`Cluster.reserve`).
+
+T tokens of a micro-batch on a rank's share of the sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megarl.models.hf_config import ModelConfig
+from megarl.models.ops import Op
+from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, padded_vocab_size
+from megarl.parallel.layout import Layout
+
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step of `batch_tokens` in packed micro-batches of `micro_batch_tokens`, made of
+    sequences of `sequence` tokens. `reference`: a frozen copy of the model beside it."""
+
+    batch_tokens: int = 1 << 22
+    micro_batch_tokens: int = 16384
+    sequence: int = 8192
+    recompute: str = "none"  # or "full": every layer
+    head_chunk_tokens: int = 4096
+    head_keep_bytes: int = 1 << 30
+    distributed_optimizer: bool = True
+    reference: bool = False
+
+    def micro_batches(self, layout: Layout) -> int:
+        return max(1, -(-self.batch_tokens // (layout.dp * self.micro_batch_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of a GPU of one pipeline stage."""
+
+    weights: int
+    grads: int
+    optimizer: int
+    activations: int
+    head: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Numel:
+    """Numbers a rank holds: replicated over dp * cp ranks, and over edp ranks."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def parameters(m: ModelConfig) -> tuple[int, int]:
+    """(all, those a token meets), without buffers and layers that predict further tokens."""
+    total = active = 0
+    for (_, _, op, expert, _, buffer), count in _census(m).items():
+        n = 0 if buffer else count * sum(math.prod(s) for s in op.hf_shapes(m))
+        total += n
+        active += n * m.moe.top_k // m.moe.num_experts if expert and m.moe else n
+    return total, active
+
+
+def stage_numel(
+    m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
+) -> list[Numel]:
+    """What a rank of every pipeline stage holds. Ranks of a stage hold equally much."""
+    vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
+    stage_of = {
+        i: pp
+        for pp in range(layout.pp)
+        for vpp in range(layout.vpp)
+        for i in layout.layers(m.num_layers, pp, vpp)
+    }
+    local: dict[tuple[Op, bool], int] = {}
+    dense, expert = [0] * layout.pp, [0] * layout.pp
+    for (layer, stage, op, is_expert, tied, _), count in _census(m).items():
+        if (op, is_expert) not in local:
+            tp = layout.etp if is_expert else layout.tp
+            local[op, is_expert] = math.prod(op.local_shape(m, tp, vocab))
+        n = local[op, is_expert]
+        pp = stage_of[layer] if layer is not None else 0 if stage == "first" else layout.pp - 1
+        if is_expert:
+            expert[pp] += n * count // layout.ep
+        else:
+            dense[pp] += n * count
+            if tied and layout.pp > 1:
+                dense[-1] += n
+    return [Numel(*x) for x in zip(dense, expert, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bool]]:
+    """How many parameters there are of each (layer, stage, op, of an expert?, tied?, buffer?)."""
+    return Counter(
+        (layer, p.stage, p.op, p.expert is not None, p.copy_on_last is not None, p.buffer)
+        for p, layer in m.declaration.params(m)
+    )
+
+
+def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[StageMemory]:
+    """By pipeline stage. bf16 weights, fp32 gradients, Adam in fp32 with fp32 main weights: the
+    18, or 6 + 12/d, bytes per parameter of megatron-core's distributed optimizer."""
+    stages = []
+    for pp, numel in enumerate(stage_numel(m, layout)):
+        shares = (layout.dp * layout.cp, layout.edp) if work.distributed_optimizer else (1, 1)
+        states = -(-numel.dense // shares[0]) + -(-numel.expert // shares[1])
+        stages.append(
+            StageMemory(
+                weights=BF16 * numel.total,
+                grads=FP32 * numel.total,
+                optimizer=3 * FP32 * states,
+                activations=stage_activations(m, layout, work, pp),
+                head=head_bytes(m, layout, work) if pp == layout.pp - 1 else 0,
+                reference=BF16 * numel.total if work.reference else 0,
+            )
+        )
+    return stages
+
+
+def chunks_in_flight(layout: Layout, pp: int, micro_batches: int) -> int:
+    """Forward passes of a chunk whose backward is still to come, at most: 1F1B, or interleaved
+    with its longer warm-up, which makes L (1 + (pp - 1) / (pp vpp)) layers on the first stage."""
+    after = layout.pp - pp - 1
+    if layout.vpp == 1:
+        return min(micro_batches, after + 1)
+    return min(micro_batches * layout.vpp, 2 * after + (layout.vpp - 1) * layout.pp + 1)
+
+
+def stage_activations(m: ModelConfig, layout: Layout, work: Workload, pp: int) -> int:
+    """The most a rank of the stage keeps for backward, in its layers."""
+    tokens = -(-work.micro_batch_tokens // layout.cp)
+    chunks = [layout.layers(m.num_layers, pp, v) for v in range(layout.vpp)]
+    kept = [sum(layer_activations(m, layout, i, tokens) for i in chunk) for chunk in chunks]
+    largest = 0
+    if work.recompute == "full":  # every layer's input, and all of the layer that is being redone
+        inputs = BF16 * tokens * m.hidden_size // (layout.tp if layout.sequence_parallel else 1)
+        largest = max(layer_activations(m, layout, i, tokens) for c in chunks for i in c)
+        kept = [len(chunk) * inputs for chunk in chunks]
+    in_flight = chunks_in_flight(layout, pp, work.micro_batches(layout))
+    return in_flight * sum(kept) // layout.vpp + largest
+
+
+def layer_activations(m: ModelConfig, layout: Layout, layer: int, tokens: int) -> int:
+    """Bytes that backward needs of layer `layer`, per rank."""
+    per_token = _attention(m, layout) + _mlp(m, layout, layer)
+    return int(per_token * tokens)
+
+
+def _attention(m: ModelConfig, layout: Layout) -> float:
+    """Both norms' inputs and all of attention. What tensor parallelism leaves whole, sequence
+    parallelism cuts. Queries and keys are rotated into memory of their own; the values are a view
+    of the projection's output, which stays for it (of keys and values, in latent attention)."""
+    tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
+    heads, v_dim = m.num_attention_heads / tp, m.v_head_dim
+    kv = max(1.0, m.num_key_value_heads / tp)
+    shared = 3 * m.hidden_size  # inputs of two norms and of the projection
+    if m.mla is None:
+        own = (heads + kv) * m.head_dim + (heads + 2 * kv) * m.head_dim
+    else:  # latents before and after their norms
+        shared += 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_dim
+        own = heads * (2 * m.head_dim + m.mla.nope_dim + v_dim)
+    log_sums = FP32 * heads
+    return BF16 * (shared / whole + own + heads * v_dim) + log_sums
+
+
+def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
+    tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
+    if m.moe is None or layer in m.moe.dense_layers:
+        return BF16 * (m.hidden_size / whole + 3 * m.intermediate_size / tp)
+    e = m.moe
+    shared = m.hidden_size / whole + 3 * e.shared_intermediate_size / tp
+    routed = e.top_k * (m.hidden_size * layout.etp + 3 * e.intermediate_size) / whole
+    return BF16 * (shared + routed) + FP32 * e.num_experts / whole
+
+
+def head_bytes(m: ModelConfig, layout: Layout, work: Workload) -> int:
+    """The LM head in backward: gathered hidden states and their gradient, the weight's gradient in
+    fp32, one chunk's logits in fp32 with a temporary of their size and in bf16, and the logits of
+    the whole micro-batch where they are few enough to be kept."""
+    tokens = -(-work.micro_batch_tokens // layout.cp)
+    rows = padded_vocab_size(m.vocab_size, layout.tp) // layout.tp
+    logits = FP32 * tokens * rows
+    chunk = min(tokens, work.head_chunk_tokens) * rows * (2 * FP32 + BF16)
+    hidden = 2 * BF16 * tokens * m.hidden_size
+    kept = logits if logits <= work.head_keep_bytes else 0
+    return hidden + FP32 * rows * m.hidden_size + chunk + kept
+
+
+def server_weights(m: ModelConfig, tp: int) -> int:
+    """Bytes per GPU of a bf16 server; key/value heads are repeated where tp is more than they."""
+    layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
+    if m.moe and layout.etp == 1:
+        layout = Layout(tp=tp, ep=tp)
+    repeated = 0
+    if m.mla is None and tp > m.num_key_value_heads:
+        extra = 1 - m.num_key_value_heads / tp
+        repeated = int(2 * m.num_layers * m.hidden_size * m.head_dim * extra)
+    return BF16 * (stage_numel(m, layout)[0].total + repeated)
+
+
+def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
+    """Of one token on one GPU of a server; latent attention's cache is the same on all."""
+    if m.mla is not None:
+        return BF16 * m.num_layers * (m.mla.kv_rank + m.mla.rope_dim)
+    heads = max(1, m.num_key_value_heads // tp)
+    return BF16 * m.num_layers * heads * (m.head_dim + m.v_head_dim)

@@ -1,0 +1,279 @@
+"""What changed since the last sync reaches servers, and nothing but bits decides what that is.
+
+Every sync is verified by the servers' checksums. One sender lives on the ranks throughout a test;
+the versions it sends are HF directories.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tests.embedded_server as embedded
+from megarl.api.records import WeightUpdateMeta
+from megarl.ckpt.hf import load_hf
+from megarl.utils.checksum import tensor_checksum
+from megarl.weight_sync import WeightSender, distributed, fp8
+from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.servers import ServerInfo
+from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
+from tests.dist.world import World
+from tests.embedded_server import Server, embedded_server
+from tests.tiny import save_tiny
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2, timeout=120) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("delta_sync")
+
+
+@pytest.fixture(scope="module")
+def versions(home: Path) -> list[Path]:
+    """Of a bf16 model: one, then with 1 % of its numbers changed, then with a tensor more."""
+    first = save_tiny(home / "v0", "qwen2", dtype=torch.bfloat16, layers=4)
+    return [first, changed(first, home / "v1", 0.01), changed(first, home / "v2", 0.01, whole=True)]
+
+
+@pytest.fixture(scope="module")
+def servers(versions: list[Path], home: Path) -> Iterator[list[Server]]:
+    with (
+        embedded_server(versions[0], log=home / "one.log") as one,
+        embedded_server(versions[0], log=home / "two.log") as two,
+    ):
+        yield [one, two]
+
+
+def changed(source: Path, target: Path, part: float, *, whole: bool = False) -> Path:
+    """`source` with bits flipped in `part` of its numbers, a zero's sign among them."""
+    torch.manual_seed(1)
+    tensors = load_file(source / "model.safetensors")
+    for t in tensors.values():
+        t.view(torch.int16)[torch.rand(t.shape) < part] ^= 1
+    tensors["model.norm.weight"][:2] = torch.tensor([0.0, -0.0])
+    if whole:
+        tensors["model.layers.1.mlp.up_proj.weight"].neg_()
+        tensors["model.norm.weight"][:2] = torch.tensor([-0.0, -0.0])
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+# ---- on the ranks
+
+SENDER: dict[str, Any] = {}
+
+
+def open_sender(source: Path, parallel: dict[str, Any], owner: int = 0) -> None:
+    shards = sharded(source, parallel, torch.bfloat16)
+    SENDER.update(shards=shards, sender=WeightSender(*shards, owner=owner))
+
+
+def send(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
+    """The figures, or the error."""
+    load_hf(source, *SENDER["shards"])
+    try:
+        stats: dict[str, float] = SENDER["sender"].upload(meta)
+        return stats
+    except RuntimeError as e:
+        return str(e)
+
+
+def close_sender() -> None:
+    if "sender" in SENDER:
+        SENDER.pop("sender").close()
+
+
+def send_believing(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
+    """Without asking the servers what they hold."""
+    with mock.patch.object(distributed.DistributedTransport, "_check_acknowledged"):
+        return send(source, meta)
+
+
+def send_corrupted(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
+    """A bit of the second bucket's changes arrives as another."""
+    deliver = UpdateChannel.deliver
+
+    def flip(self: UpdateChannel, what: str, tensors: Any, body: Any, *rest: Any) -> Any:
+        if "bucket 2 of" in what:
+            assert body["load_format"] == "delta"
+            tensors[0][0] ^= 1
+        return deliver(self, what, tensors, body, *rest)
+
+    with mock.patch.object(UpdateChannel, "deliver", flip):
+        return send(source, meta)
+
+
+def send_to_stock(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
+    """To servers that say nothing of changes."""
+    parse = ServerInfo.parse
+    with mock.patch.object(
+        ServerInfo, "parse", lambda *a: replace(parse(*a), applies_delta=False, weights_id=None)
+    ):
+        return send(source, meta)
+
+
+class Sending:
+    """A sender on the ranks; `to` sends with it and gives bytes and what changed."""
+
+    def __init__(self, world: World, source: Path, parallel: dict[str, Any], owner: int = 0):
+        self.world, self.version = world, 0
+        world.run(open_sender, source, parallel, owner)
+
+    def to(
+        self, servers: list[Server], source: Path, job: Callable[..., Any] = send, **kw: Any
+    ) -> tuple[float, float | None]:
+        stats = self.try_to(servers, source, job, **kw)
+        assert isinstance(stats, dict), stats
+        assert stats["weight_sync/verified"] == 1
+        assert [version(s) for s in servers] == [str(self.version)] * len(servers)
+        return stats["weight_sync/bytes"], stats.get("weight_sync/changed")
+
+    def try_to(
+        self, servers: list[Server], source: Path, job: Callable[..., Any] = send, **kw: Any
+    ) -> dict[str, float] | str:
+        self.version += 1
+        kw = {"bucket_bytes": SOME, "timeout": 60.0, "verify": True, "delta": True} | kw
+        meta = WeightUpdateMeta(
+            type="distributed", version=self.version, addresses=addresses(servers), **kw
+        )
+        results = self.world.run(job, source, meta)
+        assert type(results[0]) is type(results[1])
+        result: dict[str, float] | str = results[0]
+        return result
+
+
+@pytest.fixture
+def sending(world: World, versions: list[Path]) -> Iterator[Callable[..., Sending]]:
+    with ExitStack() as stack:
+
+        def begin(parallel: dict[str, Any], owner: int = 0) -> Sending:
+            sender = Sending(world, versions[0], parallel, owner)
+            stack.callback(world.run, close_sender)
+            return sender
+
+        yield begin
+
+
+def test_fp8_weights_are_held_as_their_products(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
+) -> None:
+    """The embedded server computes in its own dtype, so it multiplies what it receives."""
+    sender = sending(dict(tp=2))
+    for i in (1, 2):
+        nbytes, part = sender.to(
+            servers, versions[i], delta=False, quantization="fp8_block", flattened=i == 1
+        )
+        assert part is None and nbytes < 0.7 * size(versions[i])
+        for name, t in load_file(versions[i] / "model.safetensors").items():
+            if fp8.is_linear(name):
+                t = fp8.dequantize(*fp8.quantize(t)).bfloat16()
+            assert checksums(servers[0])[name] == tensor_checksum(t), name
+
+
+def size(path: Path) -> float:
+    return float(sum(t.nbytes for t in load_file(path / "model.safetensors").values()))
+
+
+@pytest.mark.parametrize("i", range(len(LAYOUTS)), ids=LAYOUTS)
+def test_only_what_changed_is_sent(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path], i: int
+) -> None:
+    """Several layouts and owners; flattened or not makes a difference to whole buckets alone."""
+    sender, whole = sending(list(LAYOUTS.values())[i], owner=i % 2), size(versions[0])
+    assert sender.to(servers, versions[0]) == (whole, None)
+    nbytes, part = sender.to(servers, versions[1], flattened=bool(i))
+    assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
+    nbytes, part = sender.to(servers, versions[2])
+    assert part is not None and nbytes < 0.2 * whole
+    streamed = [checksums(s) for s in servers]
+    assert sender.to(servers, versions[2])[1] == 0.0  # again, and nothing changed
+    load(servers[0], versions[2])
+    assert streamed == [checksums(servers[0])] * 2
+
+
+def test_what_does_not_pay_is_sent_whole(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path], tmp_path: Path
+) -> None:
+    sender, whole = sending(dict(tp=2)), size(versions[0])
+    sender.to(servers, versions[0])
+    other = save_tiny(tmp_path / "other", "qwen2", dtype=torch.bfloat16, seed=9)
+    nbytes, part = sender.to(servers, other)
+    assert part is not None and part > 0.9 and 0.9 * whole < nbytes <= whole
+    assert sender.to(servers, changed(other, tmp_path / "next", 0.01))[0] < 0.02 * whole
+    # other buckets than those kept
+    assert sender.to(servers, versions[1], bucket_bytes=2 * SOME) == (whole, None)
+    assert sender.to(servers, versions[2], delta=False) == (whole, None)
+    assert sender.to(servers, versions[1]) == (whole, None)
+
+
+def test_servers_that_hold_something_else_get_everything(
+    world: World, sending: Callable[..., Sending], servers: list[Server], versions: list[Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """New ones, restarted ones, ones that others have loaded; and whoever resumes knows nothing."""
+    one = servers[0]
+    sender, whole = sending(dict(tp=2)), size(versions[0])
+    sender.to([one], versions[0])
+    assert sender.to([one], versions[1])[0] < 0.02 * whole
+    with embedded_server(versions[0], log=tmp_path / "new.log") as new:
+        assert sender.to([one, new], versions[0]) == (whole, None)  # a new server
+        assert sender.to([one, new], versions[1])[0] < 0.02 * whole
+        new.process.kill()
+        new.process.wait()
+        with (
+            mock.patch.object(embedded, "free_port", lambda: new.port),
+            embedded_server(versions[0], log=tmp_path / "again.log") as again,
+        ):  # another process at its address, which has left no group
+            assert sender.to([one, again], versions[0]) == (whole, None)
+            assert sender.to([one, again], versions[1])[0] < 0.02 * whole
+    assert sender.to([one], versions[2])[0] < 0.2 * whole  # with the server that is left
+    load(one, versions[0])
+    assert sender.to([one], versions[1]) == (whole, None)
+    world.run(close_sender)
+    resumed = sending(dict(tp=2))
+    resumed.version = sender.version
+    assert resumed.to([one], versions[2]) == (whole, None)
+
+
+def test_after_a_failure_everything_is_sent(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
+) -> None:
+    sender, whole = sending(dict(pp=2)), size(versions[0])
+    sender.to(servers, versions[0])
+    said = sender.try_to(servers, versions[1], send_corrupted)
+    assert isinstance(said, str) and re.search("does not hold .* different: ", said)
+    assert sender.to(servers, versions[1]) == (whole, None)
+    load(servers[1], versions[0])
+    said = sender.try_to(servers, versions[2], send_believing)
+    assert isinstance(said, str) and f"127.0.0.1:{servers[1].port}" in said
+    assert re.search(r"changes since update 'v\d+-.*', but this server holds weights of", said)
+    assert sender.to(servers, versions[2]) == (whole, None)
+
+
+def test_servers_that_apply_no_changes_get_everything(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
+) -> None:
+    sender, whole = sending(dict(tp=2)), size(versions[0])
+    for path in versions:
+        assert sender.to(servers, path, send_to_stock) == (whole, None)

@@ -1,0 +1,44 @@
+"""Changes and FP8 blocks are the same bits on a GPU as on a host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.models.gather import Bucket, Member
+from megarl.weight_sync import delta, fp8
+from megarl.weight_sync.acknowledged import Acknowledged
+
+NAME, SHAPE = "model.layers.0.mlp.up_proj.weight", (3000, 3000)
+
+
+@pytest.mark.parametrize("on_host", (True, False))
+@pytest.mark.parametrize("part", (0.0, 0.01, 0.3, 1.0))
+def test_changes_against_what_was_kept(part: float, on_host: bool) -> None:
+    torch.manual_seed(0)
+    old = torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda")
+    new = torch.where(torch.rand(SHAPE, device="cuda") < part, -old, old)
+    bucket = Bucket(0, (Member(NAME, SHAPE, torch.bfloat16, 0, old.nbytes),), old.nbytes)
+    kept = Acknowledged()
+    kept.keep(bucket, old.flatten().view(torch.uint8), on_host=on_host)
+    d = kept.changes(bucket, new.flatten().view(torch.uint8))
+    on_cpu = delta.encode(
+        new.cpu().flatten().view(torch.uint8), old.cpu().flatten().view(torch.uint8),
+        [(2, old.nbytes)],
+    )  # fmt: skip
+    assert d.chunks == on_cpu.chunks and d.changed == on_cpu.changed
+    assert d.payload.is_cuda and torch.equal(d.payload.cpu(), on_cpu.payload)
+    for _, positions, bits in delta.patches(d.chunks, d.payload, [old.nbytes]):
+        old.put_(positions, bits.view(torch.bfloat16))
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_blocks_are_a_hosts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(SHAPE) * torch.logspace(-6, 3, SHAPE[1])).to(dtype)
+    q, s = fp8.quantize(weight)
+    on_gpu_q, on_gpu_s = fp8.quantize(weight.cuda())
+    assert torch.equal(on_gpu_s.cpu(), s)
+    assert torch.equal(on_gpu_q.cpu().view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(fp8.dequantize(on_gpu_q, on_gpu_s).cpu(), fp8.dequantize(q, s))

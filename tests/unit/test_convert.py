@@ -1,0 +1,349 @@
+"""The converter: HF -> dist -> HF is bit-exact, bounded in memory, checked first and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megarl.ckpt import convert as module
+from megarl.ckpt.convert import dist2hf, hf2dist
+from megarl.ckpt.convert_logits import check_logits
+from megarl.ckpt.convert_report import inspect, verify
+from megarl.ckpt.convert_source import read_metadata
+from megarl.ckpt.convert_work import chunk_bytes, resident_bytes
+from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
+
+ROOT = Path(__file__).parents[2]
+QUIET: dict[str, Any] = dict(quiet=True)
+SMALL: dict[str, Any] = dict(part_bytes=60_000, **QUIET)  # several files even of a tiny model
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def same(a: Path, b: Path) -> None:
+    want, have = tensors(a), tensors(b)
+    assert want.keys() == have.keys()
+    for name, t in want.items():
+        assert t.dtype == have[name].dtype and torch.equal(t, have[name]), name
+
+
+CASES = [(k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS)] + [("llama", True), ("qwen3", True)]
+
+
+@pytest.mark.parametrize("i, kind, tie", [(i, *c) for i, c in enumerate(CASES)])
+def test_there_and_back_is_bit_exact(tmp_path: Path, i: int, kind: str, tie: bool) -> None:
+    a, ck, b = tmp_path / "a", tmp_path / "ck", tmp_path / "b"
+    bf16 = i % 2 == 1 and kind != "deepseek_v3"  # whose router biases stay fp32
+    save_tiny(a, kind, tie=tie, dtype=torch.bfloat16 if bf16 else torch.float32)
+    (a / "tokenizer.json").write_text("{}")
+    # chunks of one row of some tensors, and of several tensors
+    with patch("megarl.ckpt.convert_work._MAX_CHUNK", 5000):
+        hf2dist(a, ck, workers=1 + i % 3, **SMALL)
+        dist2hf(ck, b, workers=1 + i % 3, max_shard_bytes=100_000, **QUIET)
+    same(a, b)
+    assert verify(a, ck, **QUIET) == verify(ck, b, **QUIET) == []
+    assert len(list(ck.glob("*.distcp"))) > 3 and len(list(b.glob("model-*"))) > 2
+    assert (b / "tokenizer.json").read_text() == "{}"
+    configs = [json.loads((d / "config.json").read_text()) for d in (a, b)]
+    assert configs[0] == configs[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "ck"]
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForTokenClassification", "LlamaForSequenceClassification"])
+def test_value_models(tmp_path: Path, name: str) -> None:
+    a, ck, b = tmp_path / "a", tmp_path / "ck", tmp_path / "b"
+    config = tiny_hf(name[:5].lower()).config
+    config.num_labels = 1
+    getattr(transformers, name)(config).save_pretrained(a)
+    hf2dist(a, ck, **QUIET)
+    assert "value model" in inspect(ck)["family"]
+    dist2hf(ck, b, **QUIET)
+    same(a, b)
+    assert json.loads((b / "config.json").read_text())["architectures"] == [name]
+    with pytest.raises(ValueError, match="no logits"):
+        check_logits(a, ck)
+
+
+def test_another_dtype_casts_all_but_buffers(tmp_path: Path) -> None:
+    a = save_tiny(tmp_path / "a", "deepseek_v3")
+    hf2dist(a, tmp_path / "ck", dtype=torch.bfloat16, **QUIET)
+    dist2hf(tmp_path / "ck", tmp_path / "b", **QUIET)
+    got = tensors(tmp_path / "b")
+    for name, t in tensors(a).items():
+        want = t if name.endswith("e_score_correction_bias") else t.bfloat16()
+        assert got[name].dtype == want.dtype and torch.equal(got[name], want), name
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    worst = verify(a, tmp_path / "b", **QUIET)
+    assert worst[0].worst > 0 and "torch.bfloat16" in str(worst[0])
+
+
+def test_norms_stand_under_both_names_of_one_place(tmp_path: Path) -> None:
+    hf2dist(save_tiny(tmp_path / "a", "qwen3"), tmp_path / "ck", **QUIET)
+    metadata = read_metadata(tmp_path / "ck")
+    where = {i.fqn: (s.relative_path, s.offset) for i, s in metadata.storage_data.items()}
+    layer = "decoder.layers.2."
+    fused, local = f"{layer}mlp.linear_fc1.layer_norm_weight", f"{layer}pre_mlp_layernorm.weight"
+    assert where[fused] == where[local]
+
+
+def test_verify_names_the_worst(tmp_path: Path) -> None:
+    a, b = (save_tiny(tmp_path / x, "llama") for x in "ab")
+    stored = load_file(b / "model.safetensors")
+    stored["model.norm.weight"][3] += 0.5
+    stored["model.layers.1.mlp.up_proj.weight"][1, 2] += 2.0
+    stored["model.layers.2.mlp.up_proj.weight"][0, 0] = -0.0
+    stored["lm_head.weight"][0, 0] = float("nan")
+    save_file(stored, b / "model.safetensors", {"format": "pt"})
+    hf2dist(b, tmp_path / "ck", **QUIET)
+    found = verify(a, tmp_path / "ck", **QUIET)
+    assert [d.name for d in found][:3] == [
+        "lm_head.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+    ]
+    assert found[1].worst == pytest.approx(2.0) and "1 of 6144 numbers" in str(found[1])
+    tied = save_tiny(tmp_path / "tied", "llama", tie=True)
+    assert verify(a, tied, **QUIET)[0].name == "lm_head.weight"
+
+
+def change_config(path: Path, **values: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(tie_word_embeddings=True), "lm_head.weight is not the embedding"),
+        (dict(num_hidden_layers=3), "are not part of"),
+        (dict(num_hidden_layers=5), "model.layers.4"),
+        (dict(intermediate_size=100), "has shape"),
+        (dict(vocab_size=131), "has shape"),
+    ],
+    ids=lambda v: str(v) if isinstance(v, dict) else "",
+)
+def test_a_config_of_other_weights_is_refused_before_anything_is_written(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    a = save_tiny(tmp_path / "a", "llama")
+    hf2dist(a, tmp_path / "ck", **QUIET)
+    change_config(a, **values)
+    with pytest.raises(ValueError, match=words):
+        hf2dist(a, tmp_path / "out", **QUIET)
+    with pytest.raises(ValueError, match="is of another model than"):
+        dist2hf(tmp_path / "ck", tmp_path / "out", base=a, **QUIET)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "ck"]
+
+
+def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
+    a, ck = save_tiny(tmp_path / "a", "llama"), tmp_path / "ck"
+    hf2dist(a, ck, **SMALL)
+    with pytest.raises(ValueError, match="there already"):
+        hf2dist(a, ck, **QUIET)
+    marker = json.loads((ck / "megarl.json").read_text())
+    for change, words in (({"lora": {"r": 8}}, "adapters"), ({"hf_config": None}, "--base")):
+        text = json.dumps({**marker, "info": {**marker["info"], **change}})
+        (ck / "megarl.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            dist2hf(ck, tmp_path / "b", **QUIET)
+    dist2hf(ck, tmp_path / "b", base=a, **QUIET)
+    same(a, tmp_path / "b")
+    part = ck / "__0_1.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="damaged"):
+        dist2hf(ck, tmp_path / "c", base=a, **QUIET)
+    stored = load_file(a / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    save_file(stored | {name: stored[name].half()}, a / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="--dtype"):
+        hf2dist(a, tmp_path / "d", **QUIET)
+
+
+def test_a_failing_part_stops_the_others_and_is_resumed(tmp_path: Path) -> None:
+    a, ck = save_tiny(tmp_path / "a", "qwen2"), tmp_path / "ck"
+    written: list[str] = []
+    real = module._write_part
+
+    def failing(*args: Any) -> Any:
+        written.append(args[4].name)
+        if len(written) == 4:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    with patch.object(module, "_write_part", failing), pytest.raises(OSError, match="No space"):
+        hf2dist(a, ck, **SMALL)
+    assert not ck.exists()
+    with patch.object(module, "_write_part", failing):
+        hf2dist(a, ck, **SMALL)
+    assert verify(a, ck, **QUIET) == []
+    assert max(written.count(name) for name in written) <= 2 and written.count(written[0]) == 1
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from megarl.ckpt import convert, convert_work
+real, calls = convert_work.Progress.add, []
+def add(self, n):
+    calls.append(n)
+    if len(calls) == int(sys.argv[4]):
+        os.kill(os.getpid(), 9)
+    real(self, n)
+convert_work.Progress.add = add
+if sys.argv[1] == "hf2dist":
+    convert.hf2dist(sys.argv[2], sys.argv[3], workers=1, part_bytes=60_000, quiet=True)
+else:
+    convert.dist2hf(sys.argv[2], sys.argv[3], workers=1, max_shard_bytes=60_000, quiet=True)
+"""
+
+
+def child(script: str, *args: Any) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MEGARL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["hf2dist", "dist2hf"])
+def test_a_killed_conversion_goes_on_where_it_was(tmp_path: Path, way: str) -> None:
+    a, ck, out = save_tiny(tmp_path / "a", "qwen3"), tmp_path / "ck", tmp_path / "out"
+    hf2dist(a, ck, **SMALL)
+    source = a if way == "hf2dist" else ck
+    killed = child(KILLED, way, source, out, 30)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists() and inspect(out)["files done"] > 1
+    staged = tmp_path / ".out.converting" / "files"
+    before = {f.name: f.stat().st_mtime_ns for f in staged.iterdir()}
+    kept = inspect(out)["files done"]
+    if way == "hf2dist":
+        hf2dist(a, out, **SMALL)
+    else:
+        dist2hf(ck, out, max_shard_bytes=60_000, **QUIET)
+    after = {f.name: f.stat().st_mtime_ns for f in out.iterdir()}
+    assert sum(after[name] == time for name, time in before.items()) == kept
+    assert verify(a, out, **QUIET) == [] and inspect(out)["complete"] == "yes"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "ck", "out"]
+
+
+def test_work_of_another_input_is_not_taken_up(tmp_path: Path) -> None:
+    a, out = save_tiny(tmp_path / "a", "qwen3"), tmp_path / "out"
+    with (
+        patch.object(module, "complete", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(OSError, match="No space"),
+    ):
+        hf2dist(a, out, **SMALL)
+    shutil.rmtree(a)
+    save_tiny(a, "qwen3", seed=1)
+    with patch.object(module, "_write_part", wraps=module._write_part) as write:
+        hf2dist(a, out, **SMALL)
+    assert write.call_count == len(list(out.glob("*.distcp")))
+    assert verify(a, out, **QUIET) == []
+
+
+def test_two_do_not_write_one_directory(tmp_path: Path) -> None:
+    a, out = save_tiny(tmp_path / "a", "llama", layers=1), tmp_path / "out"
+    real = module._write_part
+
+    def meanwhile(*args: Any) -> Any:
+        with pytest.raises(ValueError, match="another process"):
+            hf2dist(a, out, **QUIET)
+        return real(*args)
+
+    with patch.object(module, "_write_part", meanwhile):
+        hf2dist(a, out, **QUIET)
+    assert verify(a, out, **QUIET) == []
+
+
+LARGE = """
+import sys
+from megarl.ckpt import convert
+from megarl.ckpt.convert_work import resident_bytes
+limit = resident_bytes() + (12 << 20)
+kw = dict(workers=2, max_memory=limit, quiet=True)
+if sys.argv[1] == "hf2dist":
+    convert.hf2dist(sys.argv[2], sys.argv[3], **kw)
+else:
+    convert.dist2hf(sys.argv[2], sys.argv[3], **kw)
+status = dict(l.split(":", 1) for l in open("/proc/self/status"))
+print(limit, int(status["VmHWM"].split()[0]) * 1024)
+"""
+
+
+def test_memory_stays_below_the_limit(tmp_path: Path) -> None:
+    """An embedding of 48 MiB goes through 12."""
+    a = save_tiny(tmp_path / "a", "llama", layers=1, vocab_size=96 << 10, hidden_size=128,
+                  intermediate_size=1024, tie=True, num_attention_heads=8)  # fmt: skip
+    for way, source, out in (("hf2dist", a, "ck"), ("dist2hf", tmp_path / "ck", "b")):
+        ran = child(LARGE, way, source, tmp_path / out)
+        assert ran.returncode == 0, ran.stderr
+        limit, peak = map(int, ran.stdout.split())
+        assert peak < limit + (4 << 20), (way, limit, peak)
+    same(a, tmp_path / "b")
+
+
+def test_the_limit_counts_what_is_there_already() -> None:
+    with pytest.raises(ValueError, match="give at least"):
+        chunk_bytes(resident_bytes() + (1 << 20), 2)
+    assert chunk_bytes(resident_bytes() + (40 << 20), 1) < 14 << 20
+    with pytest.raises(ValueError, match="--workers 0"):
+        chunk_bytes(1 << 40, 0)
+
+
+def test_inspect_says_what_it_is(tmp_path: Path) -> None:
+    a = save_tiny(tmp_path / "a", "mixtral")
+    found = inspect(a)
+    assert (found["what"], found["family"], found["complete"]) == (
+        "a Hugging Face model", "mixtral", "yes",
+    )  # fmt: skip
+    hf2dist(a, tmp_path / "ck", **SMALL)
+    found = inspect(tmp_path / "ck")
+    assert (found["what"], found["layout"], found["optimizer state"]) == (
+        "a dist checkpoint", "one rank", "no",
+    )  # fmt: skip
+    (tmp_path / "ck" / "__0_2.distcp").unlink()
+    assert inspect(tmp_path / "ck")["complete"].startswith("no: ")
+    (a / "model.safetensors").write_bytes(b"")
+    assert inspect(a)["complete"].startswith("no: ")
+    assert inspect(tmp_path)["what"].startswith("neither")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, ck, b = (str(tmp_path / x) for x in ("a", "ck", "b"))
+    save_tiny(Path(a), "qwen2", layers=2)
+    main = runpy.run_path(str(ROOT / "tools" / "convert_ckpt.py"))["main"]
+    assert main(["hf2dist", "--hf", a, "--out", ck, "--check-logits", "--max-memory", "64G"]) == 0
+    said = capsys.readouterr()
+    assert "logits: at most" in said.out and "100%" in said.err and "/s" in said.err
+    assert not torch.distributed.is_initialized()
+    assert main(["dist2hf", "--dist", ck, "--out", b, "--max-shard-size", "100K"]) == 0
+    assert len(list(Path(b).glob("model-*.safetensors"))) > 2
+    assert main(["verify", a, b]) == 0 and main(["inspect", b]) == 0
+    save_tiny(tmp_path / "other", "qwen2", layers=2, seed=1)
+    assert main(["verify", str(tmp_path / "other"), b]) == 1
+    with pytest.raises(ValueError, match="differ in their logits"):
+        check_logits(tmp_path / "other", ck)
+    assert main(["hf2dist", "--hf", str(tmp_path), "--out", f"{tmp_path}/c"]) == 2
+    assert "error: no config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["hf2dist", "--hf", a, "--out", b, "--max-memory", "much"])

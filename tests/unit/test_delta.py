@@ -1,0 +1,201 @@
+"""A delta applied to what it was made from gives the new bits, whatever they mean as numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.config.check_rollout import rollout_problems
+from megarl.config.loader import load_config
+from megarl.rollout.server.weights import WeightStore
+from megarl.weight_sync import delta
+from tests.tiny import tiny_hf
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+Sizes = list[tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks() -> Iterator[None]:
+    """So that tensors span chunks and chunks span tensors."""
+    with mock.patch.object(delta, "CHUNK", 700):
+        yield
+
+
+def apply(d: delta.Delta, old: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """As a server does: tensor by tensor, from what went over the wire."""
+    nbytes = [n for _, n in sizes]
+    chunks = delta.parse(json.loads(json.dumps(d.body())), sum(nbytes))
+    assert d.payload.numel() == delta.payload_bytes(chunks)
+    out = old.clone()
+    parts = out.split(nbytes)
+    for i, positions, bits in delta.patches(chunks, d.payload, nbytes):
+        parts[i].view(BITS[sizes[i][0]]).put_(positions, bits)
+    return out
+
+
+def changed_at(old: torch.Tensor, sizes: Sizes, which: torch.Tensor) -> torch.Tensor:
+    """`old` with one bit flipped in each element of `which` [elements] bool."""
+    new, first, byte = old.clone(), 0, 0
+    for itemsize, nbytes in sizes:
+        mask = which[first : first + nbytes // itemsize]
+        new[byte : byte + nbytes].view(BITS[itemsize])[mask] ^= 1
+        first, byte = first + mask.numel(), byte + nbytes
+    return new
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fp32=st.lists(st.integers(1, 900), max_size=2),
+    bf16=st.lists(st.integers(1, 900), max_size=4),
+    fp8=st.lists(st.integers(1, 900), max_size=2),
+    share=st.sampled_from((0.0, 0.001, 0.01, 0.1, 0.3, 0.9, 1.0)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_change_of_any_tensors(
+    fp32: list[int], bf16: list[int], fp8: list[int], share: float, seed: int
+) -> None:
+    counts = [(4, n) for n in fp32] + [(2, n) for n in bf16] + [(1, n) for n in fp8]
+    if not counts:
+        return
+    torch.manual_seed(seed)
+    sizes = [(i, i * n) for i, n in counts]
+    old = torch.randint(0, 256, (sum(n for _, n in sizes),), dtype=torch.uint8)
+    which = torch.rand(sum(n for _, n in counts)) < share
+    new = changed_at(old, sizes, which)
+    d = delta.encode(new, old, sizes)
+    assert torch.equal(apply(d, old, sizes), new)
+    assert d.count == which.numel() and d.changed == int(which.sum())
+    assert d.payload.numel() <= max(1, new.numel())  # never longer than what it stands for
+
+
+def test_bits_that_compare_as_numbers_do_not() -> None:
+    """-0.0 equals 0.0 and must be sent; a NaN differs from itself and must not."""
+    nan, other = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    old = torch.tensor([0.0, float(nan), 1.0, 2.0], dtype=torch.bfloat16).repeat(100)
+    new = old.clone()
+    new[0], new[5] = -0.0, other
+    flat_old, flat_new = old.view(torch.uint8), new.view(torch.uint8)
+    sizes = [(2, flat_old.numel())]
+    d = delta.encode(flat_new, flat_old, sizes)
+    assert d.changed == 2
+    assert torch.equal(apply(d, flat_old, sizes), flat_new)
+
+
+@pytest.mark.parametrize(
+    "every, kind, nbytes",
+    (
+        (0, "gaps", 1),  # nothing changed: one byte stands for it
+        (600, "gaps", 2 * 2 + 4),  # two changes; 599 unchanged between: two skips and two bytes
+        (100, "gaps", 7 * 3),
+        (4, "bitmap", 175 * 2 + 88),
+        (1, "dense", 1400),
+    ),
+)
+def test_the_shortest_words_are_found(every: int, kind: str, nbytes: int) -> None:
+    old = torch.zeros(1400, dtype=torch.uint8)
+    which = torch.zeros(700, dtype=torch.bool)
+    if every:
+        which[::every] = True
+    d = delta.encode(changed_at(old, [(2, 1400)], which), old, [(2, 1400)])
+    assert [c.kind for c in d.chunks] == [kind] and d.payload.numel() == nbytes
+
+
+@pytest.mark.parametrize("gap", (0, 1, 254, 255, 256, 509, 510, 511))
+def test_gaps_around_the_longest_a_byte_can_say(gap: int) -> None:
+    old = torch.zeros(2 * 700, dtype=torch.uint8)
+    which = torch.zeros(700, dtype=torch.bool)
+    which[[3, 3 + gap + 1]] = True
+    new = changed_at(old, [(2, 1400)], which)
+    d = delta.encode(new, old, [(2, 1400)])
+    assert d.chunks[0].kind == "gaps" and d.chunks[0].where == 2 + gap // 255
+    assert torch.equal(apply(d, old, [(2, 1400)]), new)
+
+
+@pytest.mark.parametrize(
+    "chunks, said",
+    (
+        ("gaps", "must be a list"),
+        ([["gaps", 2, 10]], "must be a list"),
+        ([["zip", 2, 10, 1, 1]], r"'zip'.* not a part of a delta"),
+        ([["gaps", 3, 10, 1, 1]], "not a part of a delta"),
+        ([["gaps", 2, 10, 11, 1]], "not a part of a delta"),
+        ([["gaps", 2, 10, -1, 1]], "not a part of a delta"),
+        ([["gaps", 2, 9, 1, 1]], "18 bytes for tensors of 20 bytes"),
+    ),
+)
+def test_what_is_no_delta_is_refused(chunks: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        delta.parse(chunks, 20)
+
+
+def test_a_server_patches_what_it_holds() -> None:
+    """Experts, which it holds fused; a tied head, which is its embedding; fp32, which it rounds."""
+    kinds = ("qwen3_moe", dict(tie=False)), ("qwen3", dict(tie=True))
+    for kind, options in kinds:
+        model = tiny_hf(kind, layers=2, dtype=torch.bfloat16, **options)
+        store = WeightStore(model.eval())
+        names = [*store.tensors, *store.tied]
+        old = {n: t.float() for n in names if (t := store.get(n)) is not None}
+        new = {n: torch.where(torch.rand(t.shape) < 0.1, t + 1.001, t) for n, t in old.items()}
+        for tied, embedding in store.tied.items():
+            new[tied] = new[embedding]
+        sizes = [(4, t.nbytes) for t in new.values()]
+        flats = [torch.cat([t.flatten() for t in v.values()]).view(torch.uint8) for v in (new, old)]
+        d = delta.encode(*flats, sizes)
+        for i, positions, bits in delta.patches(d.chunks, d.payload, [n for _, n in sizes]):
+            store.patch(names[i], torch.float32, positions, bits)
+        for name, t in new.items():
+            held = store.get(name)
+            assert held is not None and torch.equal(held, t.bfloat16()), name
+            assert not torch.equal(held, old[name].bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    (
+        (dict(type="disk", path="/x", delta=True), "type='disk' sends whole weights"),
+        (dict(type="disk", path="/x", quantization="fp8_block"), "type='disk' sends whole"),
+        (dict(type="nccl", delta=True, quantization="fp8_block"), "of quantized weights"),
+        (dict(type="nccl", quantization="int4"), "'int4': use 'none' or 'fp8_block'"),
+    ),
+)
+def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        WeightUpdateMeta(version=1, **fields)
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    (
+        (
+            ["weight_sync.delta=true", "weight_sync.type=disk"],
+            "goes with .*distributed",
+        ),
+        (["weight_sync.quantization=fp8_block", "weight_sync.type=disk"], "goes with"),
+        (["weight_sync.delta=true", "weight_sync.quantization=fp8_block"], "cannot go with"),
+        (["weight_sync.delta=true", "server.type=sglang"], "stock SGLang .* server.type=embedded"),
+        (["weight_sync.quantization=fp8_block", "server.type=sglang"], "set server.path to"),
+    ),
+)
+def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:
+    (found,) = rollout_problems(load_config(None, ["actor.path=m", *overrides]))
+    assert re.search(rf"^weight_sync\.(delta|quantization).*{said}", found)
+
+
+@pytest.mark.parametrize("where", ([200, 0], [9, 1], [255, 3]))
+def test_positions_beyond_the_chunk_are_refused(where: list[int]) -> None:
+    chunks = delta.parse([["gaps", 2, 10, 2, 2]], 20)
+    payload = torch.tensor([0, 0, 0, 0, *where], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="do not fit"):
+        list(delta.patches(chunks, payload, [20]))

@@ -1,0 +1,125 @@
+"""Converts checkpoints between Hugging Face directories and megatron-core's dist format, on CPU.
+
+    python tools/convert_ckpt.py hf2dist --hf MODEL --out CKPT [--dtype bfloat16] [--check-logits]
+    python tools/convert_ckpt.py dist2hf --dist CKPT --out MODEL [--max-shard-size 5GiB]
+    python tools/convert_ckpt.py inspect DIR
+    python tools/convert_ckpt.py verify A B
+
+One process, bounded memory, no GPU. A conversion that was killed goes on where it was when it is
+run again. docs/checkpoints.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["MEGARL_DEVICE"] = "cpu"  # before torch and megatron-core are imported
+
+_UNITS = {"": 1, "K": 10, "M": 20, "G": 30, "T": 40}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def size(text: str) -> int:
+    """Bytes of "4GiB", "500M", "123"; units are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB or 500M")
+    unit = match[2].upper()
+    return int(float(match[1]) * (2 ** _UNITS[unit] if unit else 1))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    hf2dist = commands.add_parser("hf2dist", help="Hugging Face directory -> dist checkpoint")
+    hf2dist.add_argument("--hf", required=True, type=Path, metavar="DIR")
+    dist2hf = commands.add_parser("dist2hf", help="dist checkpoint -> Hugging Face directory")
+    dist2hf.add_argument("--dist", required=True, type=Path, metavar="DIR")
+    dist2hf.add_argument(
+        "--base", type=Path, metavar="DIR", help="model directory with the tokenizer and config"
+    )
+    dist2hf.add_argument("--max-shard-size", type=size, default="5GiB", metavar="SIZE")
+    inspect = commands.add_parser("inspect", help="what a directory is, and whether it is whole")
+    inspect.add_argument("dir", type=Path)
+    verify = commands.add_parser("verify", help="compare any two, bit by bit")
+    verify.add_argument("a", type=Path)
+    verify.add_argument("b", type=Path)
+    for convert in (hf2dist, dist2hf):
+        convert.add_argument("--out", required=True, type=Path, metavar="DIR")
+        convert.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+        convert.add_argument("--workers", type=int, default=2, metavar="N", help="threads")
+        convert.add_argument(
+            "--check-logits", nargs="?", const="", metavar="PROMPT",
+            help="compare both models' logits at the end (both in memory, in fp32)",
+        )  # fmt: skip
+    for limited in (hf2dist, dist2hf, verify):
+        limited.add_argument("--max-memory", type=size, default="4GiB", metavar="SIZE")
+    return top
+
+
+def convert(args: argparse.Namespace) -> int:
+    import torch
+
+    from megarl.ckpt.convert import dist2hf, hf2dist
+
+    common = dict(
+        dtype=args.dtype and getattr(torch, args.dtype),
+        workers=args.workers,
+        max_memory=args.max_memory,
+    )
+    if args.command == "hf2dist":
+        hf2dist(args.hf, args.out, **common)
+        hf, checkpoint = args.hf, args.out
+    else:
+        shard = args.max_shard_size
+        dist2hf(args.dist, args.out, base=args.base, max_shard_bytes=shard, **common)
+        hf, checkpoint = args.out, args.dist
+    if args.check_logits is not None:
+        from megarl.ckpt.convert_logits import check_logits
+
+        worst = check_logits(hf, checkpoint, args.check_logits or None)
+        print(f"logits: at most {worst:.1e} of the largest apart")
+    print(args.out)
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    from megarl.ckpt.convert_report import inspect
+
+    found = inspect(args.dir)
+    for name, value in found.items():
+        print(f"{name:16} {value}")
+    return 0 if found["complete"] == "yes" else 1
+
+
+def verify(args: argparse.Namespace) -> int:
+    from megarl.ckpt.convert_report import verify
+
+    differences = verify(args.a, args.b, max_memory=args.max_memory)
+    for difference in differences[:20]:
+        print(difference)
+    if differences:
+        print(f"{len(differences)} tensors differ; the worst is {differences[0].name}")
+        return 1
+    print("the same, bit by bit")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    run = {"inspect": inspect, "verify": verify}.get(args.command, convert)
+    try:
+        return run(args)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""What a model costs on a cluster you do not have: memory per GPU, weight sync, layouts that fit.
+
+    python tools/plan.py qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8
+
+MODEL is a directory with a config.json, such a file, or the name of a file in configs/models/.
+Nothing is loaded, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # as a file it finds the package beside it
+
+from megarl.config.parallel import ParallelConfig  # noqa: E402
+from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
+from megarl.parallel.layout import Layout  # noqa: E402
+from megarl.weight_sync.planner_advice import (  # noqa: E402
+    Candidate,
+    best,
+    candidates,
+    estimate_step,
+    make_layout,
+)
+from megarl.weight_sync.planner_memory import (  # noqa: E402
+    StageMemory,
+    Workload,
+    kv_bytes_per_token,
+    parameters,
+    server_weights,
+    training_memory,
+)
+from megarl.weight_sync.planner_traffic import (  # noqa: E402
+    Cluster,
+    Receivers,
+    SyncEstimate,
+    estimate_sync,
+    holdings,
+    plan_gather,
+    spread_owners,
+)
+
+GIB = 1 << 30
+# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: NVIDIA's data sheets
+GPUS = {
+    "a100": (80, 312.0, 300),
+    "h100": (80, 989.4, 450),
+    "h800": (80, 989.4, 200),
+    "h200": (141e9 / GIB, 989.4, 450),
+    "b200": (180e9 / GIB, 2250.0, 900),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    started = time.perf_counter()
+    try:
+        for line in report(args):
+            print(line)
+    except ValueError as e:
+        raise SystemExit(f"plan: {e}") from None
+    print(f"\nplanned in {time.perf_counter() - started:.1f} s")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL")
+    add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        add(f"--{name}", type=int, default=1, help=f"{name} of training")
+    add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
+    add("--server-tp", type=int, default=8, help="GPUs of one server (default %(default)s)")
+    add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
+    add("--nic-gbps", type=float, default=400, help="network per GPU, Gbit/s (%(default)g)")
+    add("--batch-tokens", type=int, default=1 << 22, help="of a step (default %(default)s)")
+    add("--micro-batch-tokens", type=int, default=16384, help="packed (default %(default)s)")
+    add("--sequence", type=int, default=8192, help="tokens of a sequence (default %(default)s)")
+    add("--recompute", choices=("none", "full"), default="none", help="activations")
+    add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
+    add("--bucket-mb", type=int, default=512, help="weight_sync.bucket_mb (default %(default)s)")
+    add("--senders", type=int, default=1, help="ranks that own buckets (default %(default)s)")
+    add("--server-memory", type=float, default=0.85, help="mem_fraction_static of the servers")
+    add("--top", type=int, default=5, help="layouts in the advice (default %(default)s)")
+    return parser.parse_args(argv)
+
+
+def report(args: argparse.Namespace) -> Iterator[str]:
+    m = read_model(args.model)
+    nodes, per_node = _grid("--train", args.train)
+    memory, tflops, nvlink = GPUS[args.gpu]
+    cluster = Cluster(
+        gpus_per_node=per_node, gpu_bytes=int(memory * GIB), peak_flops=tflops * 1e12,
+        nvlink=nvlink * 1e9, nic=args.nic_gbps / 8 * 1e9,
+    )  # fmt: skip
+    work = Workload(
+        batch_tokens=args.batch_tokens, micro_batch_tokens=args.micro_batch_tokens,
+        sequence=args.sequence, recompute=args.recompute, reference=args.reference,
+    )  # fmt: skip
+    parallel = ParallelConfig(
+        tp=args.tp, pp=args.pp, vpp=args.vpp, cp=args.cp, ep=args.ep, etp=args.etp,
+        sequence_parallel=args.tp > 1,
+    )  # fmt: skip
+    gpus = nodes * per_node
+    layout = make_layout(m, gpus, parallel)
+    total, active = parameters(m)
+    yield f"{m.family}: {total / 1e9:.1f}B parameters, {active / 1e9:.1f}B of them per token"
+    yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}"
+    yield from _memory(training_memory(m, layout, work), cluster)
+    step = estimate_step(m, layout, cluster, work)
+    parts = ", ".join(f"{name} {x:.1f}" for name, x in vars(step).items())
+    yield f"  a step of {work.batch_tokens:,} tokens: {step.seconds:.1f} s ({parts})"
+    if args.serve:
+        yield from _serving(m, layout, cluster, args)
+    yield from _advice(m, gpus, cluster, work, layout, args.top)
+
+
+def read_model(name: str) -> ModelConfig:
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.is_file():
+        path = ROOT / "configs" / "models" / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in (ROOT / "configs" / "models").glob("*.json")))
+        raise ValueError(f"no config.json at {name!r}; give a directory, a file or one of: {known}")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw.pop("quantization_config", None)  # of the published files; the plan is in bf16
+    return parse_hf_config(raw, str(path))
+
+
+def _grid(option: str, value: str) -> tuple[int, int]:
+    parts = value.split("x")
+    if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise ValueError(f"{option} {value}: give nodes and GPUs of a node, such as 64x8")
+    return int(parts[0]), int(parts[1])
+
+
+def _describe(layout: Layout) -> str:
+    degrees = {n: getattr(layout, n) for n in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")}
+    said = " ".join(f"{n}{v}" for n, v in degrees.items() if v > 1) or "one GPU"
+    if layout.split:
+        said += f", pipeline_split {list(layout.split)}"
+    return said
+
+
+def _memory(stages: Sequence[StageMemory], cluster: Cluster) -> Iterator[str]:
+    names = list(vars(stages[0]))
+    yield "\nGiB per GPU  " + "".join(f"{n:>13}" for n in (*names, "total"))
+    shown = {0, len(stages) - 1, max(range(len(stages)), key=lambda i: stages[i].total)}
+    for i in sorted(shown):
+        values = (*(getattr(stages[i], n) for n in names), stages[i].total)
+        yield f"  stage {i:<5}" + "".join(f"{v / GIB:13.1f}" for v in values)
+    need = max(s.total for s in stages) + cluster.reserve
+    verdict = "fits" if need <= cluster.gpu_bytes else "does NOT fit"
+    yield (
+        f"  {need / GIB:.1f} GiB with {cluster.reserve / GIB:.0f} GiB for CUDA, NCCL and gaps: "
+        f"{verdict} {cluster.gpu_bytes / GIB:.0f} GiB"
+    )
+
+
+def _serving(
+    m: ModelConfig, layout: Layout, cluster: Cluster, args: argparse.Namespace
+) -> Iterator[str]:
+    nodes, per_node = _grid("--serve", args.serve)
+    receivers = Receivers(gpus=nodes * per_node, tp=args.server_tp)
+    if receivers.gpus % receivers.tp:
+        raise ValueError(f"--server-tp {receivers.tp} does not divide {receivers.gpus} GPUs")
+    if not 1 <= args.senders <= layout.world_size:
+        raise ValueError(f"--senders {args.senders}: use 1 to {layout.world_size}")
+    weights, per_token = server_weights(m, args.server_tp), kv_bytes_per_token(m, args.server_tp)
+    room = args.server_memory * cluster.gpu_bytes - weights
+    yield f"\nserving on {receivers.gpus} GPUs, {receivers.servers} servers of tp{receivers.tp}"
+    kv = f"{room / GIB:.1f} GiB of KV cache, {room / per_token:,.0f} tokens of a server"
+    if room <= 0:
+        kv = "which does NOT fit: raise --server-tp or take larger GPUs"
+    yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
+    buckets = plan_gather(
+        list(holdings(m, layout)), layout, bucket_bytes=args.bucket_mb << 20,
+        owners=spread_owners(layout, args.senders),
+    )  # fmt: skip
+    yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
+
+
+def _sync(e: SyncEstimate, layout: Layout) -> Iterator[str]:
+    def gb(n: float) -> str:
+        return f"{n / 1e9:,.1f} GB"
+
+    yield f"\none weight sync: {gb(e.nbytes)} in {e.buckets} buckets (largest {gb(e.largest)})"
+    yield f"  gather to the owner    NVLink {gb(e.gather_nvlink)}, network {gb(e.gather_nic)}"
+    yield f"  broadcast to servers   NVLink {gb(e.broadcast_nvlink)}, network {gb(e.broadcast_nic)}"
+    yield (
+        f"  busy                   gather {e.gather_seconds:.1f} s, broadcast "
+        f"{e.broadcast_seconds:.1f} s, servers' loading {e.load_seconds:.1f} s"
+    )
+    yield f"  estimate {e.seconds:.1f} s, bound by the {e.bottleneck.removeprefix('the ')}"
+    yield (
+        f"  no less than {e.bound:.1f} s by the links; {e.sharded_bound:.1f} s if every server GPU "
+        f"fetched its own slice from {layout.world_size} GPUs"
+    )
+
+
+def _advice(
+    m: ModelConfig, gpus: int, cluster: Cluster, work: Workload, layout: Layout, top: int
+) -> Iterator[str]:
+    found = list(candidates(m, gpus, cluster, work, cp=layout.cp))
+    fit = best(found, cluster)
+    yield f"\nadvice: of {len(found)} layouts tried, {len(fit)} fit"
+    if not fit and found:
+        least = min(found, key=lambda c: c.bytes)
+        yield f"  the smallest takes {least.bytes / GIB:.0f} GiB per GPU: {_line(least)}"
+        yield "  use more GPUs, larger ones, or smaller micro-batches (--micro-batch-tokens)"
+    for c in fit[:top]:
+        yield f"  {c.step.seconds:8.1f} s a step, {c.bytes / GIB:5.0f} GiB: {_line(c)}"
+
+
+def _line(c: Candidate) -> str:
+    plain = replace(c.layout, split=None)
+    return _describe(plain) + (", recomputing" if c.recompute == "full" else "")
+
+
+if __name__ == "__main__":
+    main()
