@@ -14,12 +14,13 @@ import transformers as T
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3")
 MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral")
+GLM_KINDS = ("glm", "glm4")
 # latent attention, with and without a latent of queries
 MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 _CLS = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
-    "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3",
+    "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
 }  # fmt: skip
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": dict(
@@ -103,6 +104,8 @@ def tiny_hf(
     base.update(_EXPERTS.get(kind, {}))
     if kind.startswith("qwen3"):
         base["head_dim"] = 32  # != hidden / heads on purpose
+    if kind in GLM_KINDS:  # the default of both is to rotate half of a head
+        base |= dict(head_dim=24, attention_bias=kind == "glm", rms_norm_eps=1e-5)
     base.update(over)
     torch.manual_seed(seed)
     config = getattr(T, _CLS[kind] + "Config")(**base)

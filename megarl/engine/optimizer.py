@@ -85,6 +85,13 @@ def gather_params(chunks: Sequence[Any]) -> None:
                 group.start_param_sync(force_sync=True)
 
 
+def zero_grad(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """The wrappers' gradient buffers, and what the optimizer keeps of them."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
 def build_optimizer(
     cfg: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> Any:

@@ -113,12 +113,9 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
 def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, float]]:
     """Collective: the sums over all micro-batches and data-parallel ranks, on every rank.
 
-    One rank of each data-parallel replica speaks: the last stage's first tensor- and
-    context-parallel one. Numbers are added in rank order, in fp64.
+    Numbers are added in rank order, in fp64.
     """
-    c = groups.coords
-    speaks = groups.is_last_stage and c.tp == 0 and c.cp == 0
-    mine = _add_up(job.sums) if speaks else {}
+    mine = _add_up(job.sums) if _speaks(groups) else {}
     if groups.layout.world_size == 1:
         return mine
     said: list[Any] = [None] * groups.layout.world_size
@@ -127,6 +124,13 @@ def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, floa
     for sums in said:
         _accumulate(total, sums)
     return total
+
+
+def _speaks(groups: ProcessGroups) -> bool:
+    """One rank of each data-parallel replica does: the last stage's first tensor- and
+    context-parallel one."""
+    c = groups.coords
+    return groups.is_last_stage and c.tp == 0 and c.cp == 0
 
 
 def _add_up(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
@@ -157,8 +161,6 @@ def collect_outputs(
     """Collective: every rank's outputs as [B,S] (and [B,S,extra[name]]) on the host, in the order
     of the global batch. Each number has one owner; the others add zero.
     """
-    c = groups.coords
-    owner = groups.is_last_stage and c.tp == 0 and c.cp == 0
     filled = [mb for mb in micro_batches if mb.rows]
     result = {}
     for name in job.outputs:
@@ -166,7 +168,7 @@ def collect_outputs(
             *shape, *([extra[name]] if name in extra else []),
             dtype=torch.long if name == TOP_IDS else torch.float32, device=mcore.device(),
         )  # fmt: skip
-        if owner:
+        if _speaks(groups):
             for mb, outputs in zip(filled, job.outputs_of, strict=True):
                 values = outputs[name]
                 full[torch.tensor(mb.rows, device=full.device), : values.shape[1]] = values

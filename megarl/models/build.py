@@ -22,6 +22,7 @@ from megarl.models.layers import RMSNorm
 from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
+from megarl.models.sandwich import SandwichLayer
 from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
@@ -117,7 +118,7 @@ def transformer_config(
     fields = {
         **_architecture(model),
         **_parallel(layout),
-        **_kernels(device, use_te),
+        **_kernels(model, device, use_te),
         **_experts(model, moe or MoEConfig(), use_te),
         **(mla_fields(model) if model.mla else {}),
         "params_dtype": dtype,
@@ -144,6 +145,7 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
         qk_layernorm=m.qk_norm,
+        rotary_interleaved=m.declaration.glm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights are filled from the piece table. megatron's own initialisation still has to run,
@@ -218,12 +220,13 @@ def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
+def _kernels(m: ModelConfig, device: torch.device, use_te: bool) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
     return dict(
         use_cpu_initialization=not on_gpu,
-        apply_rope_fusion=use_te or not on_gpu,
+        # for packed sequences megatron-core does not tell the kernel to turn pairs of neighbours
+        apply_rope_fusion=(use_te or not on_gpu) and not m.declaration.glm,
         bias_activation_fusion=True,
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=on_gpu and wgrad,
@@ -242,7 +245,7 @@ def _chunk(
     ignore_virtual = vp_stage is None
     chunk = GPTModel(
         config,
-        _block_spec(config, vp_stage, use_te),
+        _block_spec(model, config, vp_stage, use_te),
         vocab_size=vocab_rows,
         max_sequence_length=model.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
@@ -279,7 +282,9 @@ def _settle_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
                 module.router_replay = GroupLimited(model.moe)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
+def _block_spec(
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, use_te: bool
+) -> Any:
     """megatron-core's spec; the local one with our norm and attention in place of its own."""
     spec = get_gpt_decoder_block_spec(
         config,
@@ -287,8 +292,15 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -
         normalization=config.normalization,
         vp_stage=vp_stage,
     )
-    if use_te:
-        return spec
+    if not use_te:
+        _use_own_parts(spec)
+    if model.declaration.post_norms:
+        for layer in spec.layer_specs:
+            layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+    return spec
+
+
+def _use_own_parts(spec: Any) -> None:
     norm: Callable[..., Any] = RMSNorm
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
@@ -298,4 +310,3 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -
             if getattr(attention, name, IdentityOp) is not IdentityOp:
                 setattr(attention, name, norm)
     spec.layer_norm = norm
-    return spec

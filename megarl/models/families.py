@@ -104,9 +104,18 @@ MLP = (
     Param("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
     Param("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel(hidden, intermediate)),
 )
+FUSED_MLP = (
+    Param("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), GateUp(fused=True)),
+    MLP[1],
+)
 NORMS = (
     Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(hidden)),
     Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(hidden)),
+)
+# of what attention and MLP add to the residual stream; HF has the same names
+POST_NORMS = tuple(
+    Param(name, (name,), Replicated(hidden))
+    for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 )
 
 
@@ -194,24 +203,32 @@ ROUTER_BIAS = Param(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`attention`: a layer's parameters before its MLP. `moe`: its mixture-of-experts block.
+    """`attention`: a layer's parameters before its MLP. `mlp`: of a dense layer's MLP. `norms`: of
+    its norms. `moe`: its mixture-of-experts block.
     `mla`: its queries have parameters of their own, before those of `attention`, and its config is
     DeepSeek's.
+    `glm`: rotary embeddings turn pairs of neighbours, and its config, GLM's, says how many of them
+    and whether queries, keys and values have biases.
     `expert_size_field`: the config field with an expert's intermediate size.
     `norm_topk_prob`: its experts' weights sum to 1, whatever the config says.
     `always_slides`: a config with `sliding_window` means it.
-    `ignored_fields`: config fields that HF's own implementation of the family does not read.
+    `ignored_fields`: config fields that HF's own implementation of the family does not read, or
+    that are read for what they say.
     """
 
     name: str
     architecture: str
     attention: tuple[Param, ...]
+    mlp: tuple[Param, ...] = MLP
+    norms: tuple[Param, ...] = NORMS
     moe: MoE | None = None
     mla: bool = False
+    glm: bool = False
     expert_size_field: str = "moe_intermediate_size"
     norm_topk_prob: bool = False
     always_slides: bool = False
     default_head_dim: int | None = None
+    default_rms_norm_eps: float = 1e-6
     ignored_fields: tuple[str, ...] = ()
 
     @property
@@ -222,11 +239,15 @@ class Family:
     def qk_norm(self) -> bool:
         return QK_NORMS[0] in self.attention
 
+    @property
+    def post_norms(self) -> bool:
+        return POST_NORMS[0] in self.norms
+
     def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
         """Every parameter of `m` in HF order, with the layer it belongs to."""
         yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
         for i in range(m.num_layers):
-            for p in (*self._queries(m), *self.attention, *self._mlp(m, i), *NORMS):
+            for p in (*self._attention(m), *self._mlp(m, i), *self.norms):
                 yield p.at_layer(i), i
         yield FINAL_NORM, None
         if m.head == "value":
@@ -236,14 +257,15 @@ class Family:
         elif not m.tie_word_embeddings:
             yield OUTPUT, None
 
-    def _queries(self, m: ModelConfig) -> tuple[Param, ...]:
-        if m.mla is None:
-            return ()
-        return MLA_Q if m.mla.q_rank is None else MLA_Q_LATENT
+    def _attention(self, m: ModelConfig) -> tuple[Param, ...]:
+        if m.mla is not None:
+            queries = MLA_Q if m.mla.q_rank is None else MLA_Q_LATENT
+            return (*queries, *self.attention)
+        return tuple(p for p in self.attention if p != QKV_BIAS or m.qkv_bias)
 
     def _mlp(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
         if m.moe is None or layer in m.moe.dense_layers:
-            return MLP
+            return self.mlp
         assert self.moe is not None
         each = (p.of_expert(e) for e in range(m.moe.num_experts) for p in self.moe.expert)
         bias = () if self.moe.bias is None else (self.moe.bias,)
@@ -317,7 +339,29 @@ DEEPSEEK_V3 = Family(
     mla=True,
 )
 # --8<-- [end:deepseek_v3]
+GLM = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    attention=(QKV, QKV_BIAS, PROJ),
+    mlp=FUSED_MLP,
+    glm=True,
+    default_head_dim=128,
+    default_rms_norm_eps=1.5625e-7,
+    ignored_fields=("attention_bias", "mlp_bias", "partial_rotary_factor"),
+)
+GLM4 = replace(GLM, name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS))
 FAMILIES = {
     f.name: f
-    for f in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3)
+    for f in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM,
+        GLM4,
+    )
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.parallel import ParallelConfig
-from megarl.models import deepseek
+from megarl.models import deepseek, glm
 from megarl.models.families import FAMILIES, Family
 from megarl.models.shapes import MLAShape, MoEShape, RopeScaling
 from megarl.models.shapes import positive as _positive
@@ -28,6 +28,7 @@ class ModelConfig:
     """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
 
     head_dim: of queries and keys; values have `v_head_dim`, which is another in latent attention.
+    rotary_dim: how many numbers of a head are rotated. qkv_bias: queries, keys and values have one.
     mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
     with `new_head` the directory is a language model's and has no score yet.
@@ -40,6 +41,8 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
+    qkv_bias: bool
     vocab_size: int
     tie_word_embeddings: bool
     rms_norm_eps: float
@@ -63,10 +66,6 @@ class ModelConfig:
     @property
     def v_head_dim(self) -> int:
         return self.head_dim if self.mla is None else self.mla.v_dim
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.declaration.qkv_bias
 
     @property
     def qk_norm(self) -> bool:
@@ -103,6 +102,9 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     mla = deepseek.mla_shape(raw, source) if family.mla else None
     heads, kv_heads, head_dim = _heads(raw, family, mla, hidden, source)
     theta, scaling = _rope(raw, family, source)
+    rotary_dim = mla.rope_dim if mla else head_dim
+    if family.glm:
+        rotary_dim = glm.rotary_dim(raw, head_dim, source)
     return ModelConfig(
         family=family.name,
         num_layers=_positive(raw, "num_hidden_layers", source),
@@ -111,9 +113,11 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        qkv_bias=bool(raw.get("attention_bias", True)) if family.glm else family.qkv_bias,
         vocab_size=_positive(raw, "vocab_size", source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=_positive(raw, "max_position_embeddings", source, default=2048),
@@ -324,7 +328,7 @@ def _rope(raw: Mapping[str, Any], family: Family, source: str) -> tuple[float, R
             f"{source}: rope_parameters per layer type ({sorted(params)}) is not supported; "
             "supported: one set for all layers"
         )
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
+    if not family.glm and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"{source}: partial_rotary_factor={params['partial_rotary_factor']} is not supported; "
             "supported: 1.0"

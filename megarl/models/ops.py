@@ -195,12 +195,15 @@ class VocabParallel(Op):
 
 @dataclass(frozen=True)
 class GateUp(Op):
-    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up."""
+    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up. `fused`: in HF
+    they are one matrix too, all of gate above all of up."""
 
     rows: Dim = intermediate
+    fused: bool = False
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        return ((self.rows(m), m.hidden_size),) * 2
+        rows = self.rows(m)
+        return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         return (2 * self.rows(m) // tp, m.hidden_size)
@@ -208,8 +211,10 @@ class GateUp(Op):
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
         per = self.rows(m) // tp
         for rank in range(tp):
-            for source in (0, 1):
-                yield Segment(rank, source, source * per, rank * per, per, 0, m.hidden_size)
+            for part in (0, 1):
+                source, first = (0, part * self.rows(m)) if self.fused else (part, 0)
+                hf_row = first + rank * per
+                yield Segment(rank, source, part * per, hf_row, per, 0, m.hidden_size)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.engine_jobs import Tensors, hf_outputs, make_engine, state
+from tests.dist.engine_jobs import Tensors, make_engine, state
 from tests.dist.losses import LOSSES
-from tests.dist.reference import STEPS, hf_model, hf_steps
+from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
 from tests.pairwise import Row, all_pairs
 from tests.tiny import MLA_KINDS, MOE_KINDS, random_batch
 
@@ -46,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "deepseek_v2": {},
     "deepseek_v3": {},
+    "glm": {},
+    "glm4": {},
 }
 SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 # name -> (processes, parallel); what is left over of the processes is data parallelism
@@ -205,7 +207,7 @@ def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: An
 def gather_gradients(engine: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank its part of the reduced gradients:
     gathers the others' into the buffers."""
-    for chunk in engine.chunks:
+    for chunk in engine.built.chunks:
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as T
 
-from tests.dist.engine_jobs import OPTIMIZER, Tensors, hf_outputs
+from tests.dist.engine_jobs import OPTIMIZER, TEMPERATURE, Tensors
 from tests.dist.losses import Loss
 from tests.tiny import hf_named, tiny_hf
 
@@ -35,6 +35,25 @@ def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
         if model.score.bias is not None:
             model.score.bias.fill_(0.3)
     return model
+
+
+def hf_outputs(hf: Any, b: Tensors) -> Tensors:
+    """A language model's outputs by dense formulas: position t speaks about input_ids[:, t]."""
+    logits = hf(b["input_ids"], attention_mask=b["attention_mask"].long()).logits.float()
+    logp = torch.log_softmax(logits / TEMPERATURE, -1)[:, :-1]
+    ids = b["input_ids"][:, 1:]
+    mask = b["attention_mask"][:, 1:]
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        m = mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
+        return torch.cat([torch.zeros_like(x[:, :1]), torch.where(m, x, 0.0)], 1)
+
+    return {
+        "logprobs": shifted(logp.gather(-1, ids[..., None])[..., 0]),
+        "entropy": shifted(-(logp.exp() * logp).sum(-1)),
+        "greedy_match": shifted((logp.argmax(-1) == ids).float()),
+        "logits": shifted(logits[:, :-1] / TEMPERATURE),
+    }
 
 
 def hf_values(model: Any, b: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,8 +70,8 @@ def train(engine: Any, steps: int) -> list[tuple[float, float, float]]:
 
 def local_tensors(engine: Any) -> dict[str, Any]:
     """This rank's weights, fp32 weights, moments and their progress."""
-    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.params.items()}
-    for part in engine._optimizer.chained_optimizers:
+    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.built.params.items()}
+    for part in engine.built.optimizer.chained_optimizers:
         for g, group in enumerate(part.optimizer.param_groups):
             found[f"group {g}"] = {k: v for k, v in group.items() if k != "params"}
             for i, p in enumerate(group["params"]):
@@ -151,6 +151,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "cp2": (2, dict(cp=2), ZERO, "qwen3", True),
     "pp2-uneven": (2, dict(pp=2, pipeline_split=[1, 3]), ZERO, "qwen2", True),
     "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
+    "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
 }
 
@@ -310,8 +311,8 @@ def weights_only(path: str, out: str) -> dict[str, Any]:
     wide.load(dist_meta(out, with_optim=False))
     result["wide"] = state(wide)
     wide.destroy()
-    # a step of length 0 writes the optimizer's fp32 weights back: they must be the loaded ones
-    still = make_engine(path, dict(), optimizer={"lr": 0.0}, **BF16)
+    # a step no weight notices writes the optimizer's fp32 weights back: those that were loaded
+    still = make_engine(path, dict(), optimizer={"lr": 1e-30}, **BF16)
     still.load(dist_meta(out, with_optim=False))
     still.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
     result |= dict(still=state(still), version=still.get_version())
@@ -361,7 +362,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
     other = engine_for(path, dict(), dict(optimizer=dict(lr=4e-3, lr_scheduler_type="linear")))
     other.load(dist_meta(out))
     (_, lr, _) = train(other, 1)[0]
-    group = other._optimizer.param_groups[0]
+    group = other.built.optimizer.param_groups[0]
     other.destroy()
     return lr, group["max_lr"], group["step"]
 

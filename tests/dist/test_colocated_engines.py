@@ -131,7 +131,7 @@ def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
     everything = engine.offload()
     figures.append(engine.onload() and train())
     errors["name"] = error_of(engine.offload, ("weights",))
-    weights = sum(p.numel() * p.element_size() for p in engine.params.values())
+    weights = sum(p.numel() * p.element_size() for p in engine.built.params.values())
     result = dict(figures=figures, moved=moved, everything=everything, errors=errors,
                   weights=weights, state=state(engine))  # fmt: skip
     engine.destroy()
@@ -185,9 +185,9 @@ def resting(path: str) -> dict[str, Any]:
     want = one.forward(batch(), **OUT)
     one.destroy()
     other = make_engine(path, dict(pp=2), trained=False, offload=True, forward_max_tokens=200)
-    held = [sum(p.untyped_storage().nbytes() for p in other.params.values())]
+    held = [sum(p.untyped_storage().nbytes() for p in other.built.params.values())]
     got = [other.forward(batch(), **OUT) for _ in range(2)]
-    held.append(sum(p.untyped_storage().nbytes() for p in other.params.values()))
+    held.append(sum(p.untyped_storage().nbytes() for p in other.built.params.values()))
     error = error_of(other.save, SaveLoadMeta(path="nowhere"))
     other.destroy()
     refused = error_of(make_engine, path, {}, offload=True)
@@ -196,8 +196,10 @@ def resting(path: str) -> dict[str, Any]:
 
 def micro_batches(path: str, **over: Any) -> tuple[int, int]:
     """Of a pass without backward, of one with it."""
+    from megarl.engine import passes
+
     engine = make_engine(path, dict(tp=4), max_tokens=24, **over)
-    counts = tuple(len(engine._plan(batch(), backward=b)[0]) for b in (False, True))
+    counts = tuple(len(passes.plan(engine.built, batch(), backward=b)[0]) for b in (False, True))
     engine.destroy()
     return counts
 

@@ -91,7 +91,7 @@ def two_engines(path: str) -> dict[str, Any]:
     stats = actor.train_batch(batch(), loss_fn, weight_fn, **OUT)
     r1, a1 = ref.forward(batch()), actor.forward(batch())
     assert not parallel_state.is_initialized(), "globals leaked out of the engines' scopes"
-    params = [p.requires_grad for p in ref.params.values()]
+    params = [p.requires_grad for p in ref.built.params.values()]
     actor.destroy()
     r2 = ref.forward(batch())
     ref.destroy()
@@ -314,7 +314,7 @@ def schedule_of(path: str, kind: str, steps: int, warmup: float) -> list[float]:
     )
     lrs = []
     for _ in range(steps + 2):
-        lrs.append(engine._optimizer.param_groups[0]["lr"])
+        lrs.append(engine.built.optimizer.param_groups[0]["lr"])
         engine.step_lr_scheduler()
     engine.destroy()
     return lrs

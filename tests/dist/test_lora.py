@@ -26,13 +26,13 @@ from megarl.parallel.layout import Layout
 from tests.dist.engine_jobs import (
     OPTIMIZER,
     batch,
-    hf_outputs,
     loss_fn,
     make_engine,
     save_model,
     state,
     weight_fn,
 )
+from tests.dist.reference import hf_outputs
 from tests.dist.test_checkpoint import dist_meta, resume
 from tests.dist.test_weight_sync import address, checksums, load
 from tests.dist.world import World
@@ -57,11 +57,13 @@ CASES: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (2, "qwen2", ("q_proj", "v_proj"), dict(), ZERO),  # dp2
     (2, "qwen3_moe", ALL, dict(ep=2), PLAIN),
     (2, "qwen2_moe", ALL, dict(**SP, ep=2), PLAIN),
+    (2, "glm4", ("q_proj", "gate_up_proj", "down_proj"), SP, PLAIN),
 ]
 FULL: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (2, "llama", ALL, dict(pp=2, vpp=2), PLAIN),
     (4, "qwen2", ALL, dict(tp=4), PLAIN),  # two ranks share a KV head
     (4, "qwen3", ALL, dict(**SP, pp=2), ZERO),
+    (4, "glm", ALL, dict(tp=4), PLAIN),
     (2, "mixtral", ALL, dict(etp=2), PLAIN),
     (2, "qwen3_moe", ALL, SP, ZERO),
     (2, "qwen3_moe", ALL, dict(**SP, etp=2), PLAIN),
@@ -227,14 +229,14 @@ def counts(engine: Any) -> tuple[int, int, int, int]:
     optimizer state."""
     from megarl.engine.offload import gradient_tensors
 
-    adapters = sum(p.numel() for n, p in engine.params.items() if "_lora." in n)
-    grads = sum(t.numel() for t in gradient_tensors(engine.chunks))
+    adapters = sum(p.numel() for n, p in engine.built.params.items() if "_lora." in n)
+    grads = sum(t.numel() for t in gradient_tensors(engine.built.chunks))
     states = sum(
         len(part.optimizer.state)
-        for part in engine._optimizer.chained_optimizers
+        for part in engine.built.optimizer.chained_optimizers
         if part.optimizer is not None
     )
-    return adapters, grads, sum(p.numel() for p in engine.params.values()), states
+    return adapters, grads, sum(p.numel() for p in engine.built.params.values()), states
 
 
 def check_parity(case: Any, worlds: Any, models: Path, references: Any, tmp_path: Path) -> None:

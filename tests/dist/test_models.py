@@ -15,7 +15,7 @@ from megarl.models.build import resolve_attention
 from megarl.parallel.packing import zigzag_index
 from tests.dist.models_util import all_gather_dim, built, positions, thd
 from tests.dist.world import World
-from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
+from tests.tiny import GLM_KINDS, KINDS, VOCAB, save_tiny, tiny_hf
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -23,7 +23,7 @@ LLAMA3 = dict(
 )  # fmt: skip
 LINEAR = dict(rope_type="linear", factor=2.5, rope_theta=10000.0)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{k: (k, {}) for k in KINDS},
+    **{k: (k, {}) for k in (*KINDS, *GLM_KINDS)},
     "llama-tied": ("llama", dict(tie=True)),
     "llama-llama3-rope": ("llama", dict(rope_parameters=LLAMA3)),
     "qwen3-linear-rope": ("qwen3", dict(rope_parameters=LINEAR)),
@@ -59,6 +59,22 @@ def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torc
         out = chunk(packed_ids, positions(packed_ids), None, packed_seq_params=thd(LENGTHS))
         packed = all_gather_dim(out, groups.tp, -1)[0]
         return padded[..., :VOCAB], packed[..., :VOCAB]
+
+
+def run_requires_grad(path: Path) -> list[bool]:
+    """Of what every layer gives where no gradients are wanted."""
+    found: list[bool] = []
+    with built(path, {}) as (model, _), torch.no_grad():
+        for layer in model.chunks[0].decoder.layers:
+            layer.register_forward_hook(lambda m, args, out: found.append(out[0].requires_grad))
+        model.chunks[0](ids_of(8)[None], positions(ids_of(8)[None]), None)
+    return found
+
+
+@pytest.mark.parametrize("kind", ("qwen3", "glm4"))
+def test_layers_keep_no_graph_without_gradients(one: World, kind: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, kind, layers=2)
+    assert one.run(run_requires_grad, tmp_path) == [[False, False]]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,15 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import MoEConfig
 from megarl.utils.batch import select
 from tests.dist import engine_jobs
-from tests.dist.engine_jobs import hf_reference, make_engine, run_all, save_model, state
+from tests.dist.engine_jobs import make_engine, save_model, state
+from tests.dist.invariance import check, train
+from tests.dist.losses import LOSSES
+from tests.dist.reference import hf_outputs, hf_steps
 from tests.dist.test_hf_checkpoint import same
 from tests.dist.world import World
 from tests.tiny import hf_named, tiny_hf
@@ -24,7 +27,7 @@ Parallel = dict[str, Any]
 SP: Parallel = dict(tp=2, sequence_parallel=True)
 ZERO: dict[str, Any] = dict(optimizer={})
 PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
-REPLAY: dict[str, Any] = dict(moe={"router_replay": True})
+REPLAY: dict[str, Any] = dict(moe=MoEConfig(router_replay=True))
 RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
 
 
@@ -45,21 +48,6 @@ def worlds() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-def check_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
-    for key, value in want["outputs"].items():
-        torch.testing.assert_close(got["outputs"][key], value, rtol=0, atol=1e-4, msg=key)
-    assert got["stats"]["loss"] == pytest.approx(want["loss"], abs=1e-4)
-    assert got["stats"]["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-    if "grads" in got:
-        assert got["grads"].keys() == want["grads"].keys()
-        for key, value in want["grads"].items():
-            # of an expert nobody was sent to, both are zero
-            assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key
-    for when, atol in (("weights", 2e-6), ("weights after 3 steps", 1e-5)):
-        for key, value in want[when].items():
-            torch.testing.assert_close(got[when][key], value, rtol=0, atol=atol, msg=key)
 
 
 # ---- recorded and replayed routing
@@ -95,22 +83,15 @@ def random_routing(layers: int = 4, experts: int = 4, k: int = 2) -> torch.Tenso
     return torch.rand(rows, width, layers, experts, generator=g).argsort(-1)[..., :k].byte()
 
 
-def run_routed(path: str, parallel: Parallel, routing: torch.Tensor, **over: Any) -> dict[str, Any]:
-    from megarl.config.engine import MoEConfig
-
-    routed = {**engine_jobs.batch(), "routed_experts": routing}
-    with patch.object(engine_jobs, "batch", lambda: dict(routed)):
-        return run_all(path, parallel, **over | {"moe": MoEConfig(**over["moe"])})
-
-
 def check_replay(case: Any, worlds: Any, models: Path) -> None:
     n, kind, parallel, over = case
-    routing = random_routing()
-    want = hf_reference(force(tiny_hf(kind), routing))
-    free = hf_reference(tiny_hf(kind))
-    assert (want["outputs"]["logprobs"] - free["outputs"]["logprobs"]).abs().max() > 0.1
+    hf, routing = tiny_hf(kind), random_routing()
+    b = {**engine_jobs.batch(), "routed_experts": routing}
+    free = hf_outputs(hf, b)
+    want = hf_steps(force(hf, routing), b, LOSSES["policy"])
+    assert (want["outputs"]["logprobs"] - free["logprobs"]).abs().max() > 0.1
     path = save_model(models, kind, False)
-    check_equal(worlds(n).run(run_routed, path, parallel, routing, **over)[0], want)
+    check(worlds(n).run(train, path, parallel, "policy", b, **over), want)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +124,6 @@ def test_more_replays(case: Any, worlds: Any, models: Path) -> None:
 
 def run_record(path: str, parallel: Parallel) -> list[torch.Tensor]:
     """Logprobs and routing of a pass, and the logprobs of another one that replays it."""
-    from megarl.config.engine import MoEConfig
-
     engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True, per_layer_stats=True))
     b = engine_jobs.batch()
     found = engine.forward(b, outputs=("logprobs", "routed_experts"))
@@ -191,8 +170,6 @@ AUX, Z = 0.3, 0.02
 
 
 def run_aux(path: str, parallel: Parallel, b: Any, routing: torch.Tensor) -> dict[str, Any]:
-    from megarl.config.engine import MoEConfig
-
     moe = MoEConfig(aux_loss_coef=AUX, z_loss_coef=Z, per_layer_stats=True)
     engine = make_engine(path, parallel, moe=moe, max_tokens=10**6, **PLAIN)
     kw = dict(outputs=("logprobs", "entropy"), temperature=0.8)
@@ -220,7 +197,7 @@ def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, mod
     logits: list[torch.Tensor] = []
     for router in hf_routers(hf).values():
         router.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
-    loss, _ = engine_jobs.loss_fn(engine_jobs.hf_outputs(hf, b), b)
+    loss, _ = engine_jobs.loss_fn(hf_outputs(hf, b), b)
     total, aux, z = loss / engine_jobs.weight_fn(b), [], []
     loads = []
     for x in (x[b["attention_mask"].flatten()] for x in logits):

@@ -294,7 +294,7 @@ def precision_aware(path: str, other: str, **options: Any) -> dict[str, Any]:
 
 
 def engine_optimizer_state(engine: Any) -> list[torch.Tensor]:
-    (part,) = engine._optimizer.chained_optimizers
+    (part,) = engine.built.optimizer.chained_optimizers
     return [v for per_param in part.optimizer.state.values() for v in per_param.values()]
 
 

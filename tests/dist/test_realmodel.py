@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.engine_jobs import Tensors, hf_outputs, make_engine
+from tests.dist.engine_jobs import Tensors, make_engine
+from tests.dist.reference import hf_outputs
 from tests.dist.world import World
 
 pytestmark = pytest.mark.realmodel

@@ -170,15 +170,14 @@ def test_tied_bf16_weights(world: World, tied: Server, i: int, home: Path, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", MOE_KINDS)
-def test_experts_reach_a_server(world: World, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", (*MOE_KINDS, "glm4"))
+def test_every_family_reaches_a_server(world: World, kind: str, tmp_path: Path) -> None:
+    parallel = dict(ep=2) if kind in MOE_KINDS else dict(tp=2)
     source, saved = save_tiny(tmp_path / "new", kind, seed=50), tmp_path / "saved"
     old = save_tiny(tmp_path / "old", kind)
     with embedded_server(old, log=tmp_path / "log") as server:
         before = checksums(server)
-        stats = world.run(
-            run_syncs, source, saved, dict(ep=2), torch.float32, metas_for([server], 1)
-        )
+        stats = world.run(run_syncs, source, saved, parallel, torch.float32, metas_for([server], 1))
         assert all(figures["weight_sync/verified"] == 1 for figures in stats[0])
         streamed = checksums(server)
         load(server, old)

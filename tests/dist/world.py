@@ -47,9 +47,12 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size
     )
+    libraries_known = False
     while (job := pipe.recv()) is not None:
         fn, args, kw = job
-        gc.freeze()  # engines collect garbage as they go: it need not look through every library
+        if not libraries_known:  # engines collect garbage as they go: it need not look through them
+            gc.freeze()  # once: what a job leaves behind in cycles, threads too, must be collected
+            libraries_known = True
         try:
             pipe.send((True, fn(*args, **kw)))
         except BaseException:

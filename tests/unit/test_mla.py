@@ -16,7 +16,7 @@ from megarl.models.hf_config import MLAShape, ModelConfig, check_layout, parse_h
 from megarl.models.mla import mla_fields
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
-from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, tiny_hf
+from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, tiny_hf
 
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding  # isort: skip
 
@@ -174,7 +174,7 @@ def test_groups_are_chosen_as_hugging_face_does(kind: str) -> None:
     assert not torch.equal(chosen.sort().values, biased.topk(m.moe.top_k).indices.sort().values)
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS))
+@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS))
 def test_flops_are_those_torch_counts(kind: str) -> None:
     """Products of matrices are counted one by one; attention is computed in full, so that a causal
     one's is (n + 1) / 2n of it."""

@@ -39,7 +39,7 @@ def prompts(lengths, seed=0):
     return [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=(*KINDS, "glm4"))
 def pair(request, tmp_path_factory):
     """(runner, the HF model it serves)."""
     torch.set_num_threads(1)
