@@ -13,8 +13,9 @@ PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo-smollm2 lint format docs unit dist e2e test test-all test-gpu \
-	bench-quickstart bench-train bench-sync bench-server bench-grpo constraints clean
+.PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
+	test-all test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	bench-packing bench-server bench-grpo bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -32,6 +33,9 @@ $(STAMP): setup.py pyproject.toml constraints/cpu.txt
 
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
 	$(CPU) $(BIN)/python examples/quickstart.py
+
+quickstart-ppo: install  ## the same task by PPO with a critic
+	$(CPU) $(BIN)/python examples/quickstart.py --recipe ppo --root runs/quickstart_ppo
 
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
 	$(CPU) $(BIN)/python examples/smollm2.py
@@ -53,19 +57,22 @@ unit: install  ## fast tests in one process
 	$(PYTEST) tests/unit
 
 dist: install  ## tests over several gloo processes
-	$(PYTEST) tests/dist
+	$(PYTEST) -m "not realmodel" tests/dist
 
 e2e: install  ## tests with real servers and launchers
 	$(PYTEST) tests/e2e
 
 test: lint docs  ## what CI runs: lint, docs, then every CPU test but those marked full
-	$(PYTEST) -m "not full" tests/unit tests/dist tests/e2e
+	$(PYTEST) -m "not full and not realmodel" tests/unit tests/dist tests/e2e
 
 test-all: lint docs  ## everything that runs without a GPU
-	$(PYTEST) --timeout=3600 tests/unit tests/dist tests/e2e
+	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
+
+test-realmodel: install  ## the engine beside transformers on SmolLM2-135M-Instruct, fetched once
+	$(PYTEST) -m realmodel tests/dist
 
 bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs/quickstart.md)
 	$(CPU) $(BIN)/python benchmarks/quickstart_study.py
@@ -73,8 +80,14 @@ bench-quickstart: install  ## the quickstart over 3 seeds beside a control (docs
 bench-train: install  ## train_batch beside transformers + torch AdamW (docs/benchmarks.md)
 	$(CPU) $(BIN)/python benchmarks/train_batch.py
 
+bench-layouts: install  ## every parallel layout of up to 4 processes beside transformers
+	$(CPU) $(BIN)/python benchmarks/layouts.py
+
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
+
+bench-packing: install  ## how full and how balanced micro-batches are
+	$(CPU) $(BIN)/python benchmarks/packing.py
 
 bench-server: install  ## the embedded server beside model.generate
 	$(CPU) $(BIN)/python benchmarks/server_throughput.py
@@ -82,9 +95,12 @@ bench-server: install  ## the embedded server beside model.generate
 bench-grpo: install  ## a GRPO step beside TRL's
 	$(CPU) $(BIN)/python benchmarks/grpo_vs_trl.py
 
+bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py
+
 constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from quickstart import evaluations, fresh, grpo, in_root, launch, warm_up  # noqa: E402
+from quickstart import evaluations, fresh, in_root, launch, reinforce, warm_up  # noqa: E402
 
 from megarl.observability.bootstrap import bootstrap_ci  # noqa: E402
 from megarl.observability.report import write_report  # noqa: E402
@@ -47,7 +47,7 @@ def cell(accuracy: float, seed: int) -> str:
 def study(root: Path, seed: int) -> list[str]:
     fresh(root)  # a run that continues would say nothing of its wall time
     warm_up(root, seed)
-    wall = grpo(root, seed)
+    wall = reinforce(root, seed)
     rows = evaluations(root / "grpo")
     before, after = rows[0]["eval/accuracy"], rows[-1]["eval/accuracy"]
     more = control(root, seed, "control", wall, careless=0.6)

@@ -104,7 +104,7 @@ class Case:
 def make_model(size: Size, path: Path) -> None:
     import transformers as T
 
-    name = {"qwen3": "Qwen3", "llama": "Llama"}[size.family]
+    name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[size.family]
     config = getattr(T, name + "Config")(
         **size.config, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2
     )
@@ -125,14 +125,16 @@ def policy_gradient(outputs: Batch, batch: Batch) -> tuple[torch.Tensor, dict[st
 # ---- the two sides: Case -> a function of the batch that trains one step ------------------------
 
 
-def megarl_side(case: Case) -> Any:
+def megarl_side(case: Case, parallel: dict[str, Any] | None = None) -> Any:
     from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+    from megarl.config.parallel import ParallelConfig
     from megarl.engine import MegatronEngine
 
     engine = MegatronEngine(
         TrainEngineConfig(
             path=str(case.model),
             dtype="float32",
+            parallel=ParallelConfig(**(parallel or {})),
             mb_spec=MicroBatchSpec(max_tokens_per_mb=SIZES[case.size].budget),
             optimizer=OptimizerConfig(
                 lr=LR, weight_decay=DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
@@ -210,7 +212,10 @@ SIDES = {
 def serve(side: str, case: Case, pipe: Connection) -> None:
     """A side's process: a step number in, its figures out, until None ends it."""
     torch.set_num_threads(case.threads)
-    step = SIDES[side](case)
+    serve_steps(SIDES[side](case), case, pipe)
+
+
+def serve_steps(step: Any, case: Case, pipe: Connection) -> None:
     pipe.send("ready")
     while (number := pipe.recv()) is not None:
         batch = case.batch(number)

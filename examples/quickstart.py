@@ -1,6 +1,6 @@
 """`make quickstart`: a tiny Qwen3 learns sums, on CPU, in minutes.
 
-    python examples/quickstart.py [--seed 1] [--root runs/quickstart] [a.b=c ...]
+    python examples/quickstart.py [--seed 1] [--root runs/quickstart] [--recipe grpo] [a.b=c ...]
 
 1. makes a random model with its own tokenizer;
 2. SFT on sums by a careless teacher, who forgets to carry in 60 % of them;
@@ -10,6 +10,8 @@
 
 It always starts afresh: an earlier run at --root is moved aside, not continued.
 Overrides go to configs/quickstart_grpo.yaml, e.g. actor.parallel.tp=1 actor.parallel.pp=2
+`--recipe ppo` (`make quickstart-ppo`) runs configs/quickstart_ppo.yaml in its place, where a critic
+learns what every token is worth.
 """
 
 from __future__ import annotations
@@ -61,9 +63,10 @@ def warm_up(root: Path, seed: int) -> None:
     launch("quickstart_sft.yaml", f"model.path={root / 'model'}", *in_root(root, seed))
 
 
-def grpo(root: Path, seed: int, *overrides: str) -> float:
+def reinforce(root: Path, seed: int, *overrides: str, recipe: str = "grpo") -> float:
+    """The run at <root>/<recipe>; its wall time in seconds."""
     path = f"actor.path={root / 'sft' / 'final'}"
-    return launch("quickstart_grpo.yaml", path, *in_root(root, seed), *overrides)
+    return launch(f"quickstart_{recipe}.yaml", path, *in_root(root, seed), *overrides)
 
 
 def read_stats(run: Path) -> list[dict[str, Any]]:
@@ -74,29 +77,28 @@ def evaluations(run: Path, key: str = "eval/accuracy") -> list[dict[str, Any]]:
     return [row for row in read_stats(run) if key in row]
 
 
-def report(root: Path) -> Path:
+def report(root: Path, recipe: str) -> Path:
     from megarl.observability.report import write_report
 
     out = root / "report.html"
-    write_report(
-        out, [root / "grpo", f"SFT warm-up={root / 'sft'}"], title="megarl quickstart: GRPO on sums"
-    )
+    title = f"megarl quickstart: {recipe.upper()} on sums"
+    write_report(out, [root / recipe, f"SFT warm-up={root / 'sft'}"], title=title)
     return out
 
 
-def show(root: Path) -> None:
+def show(root: Path, recipe: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    final = root / "grpo" / "final"
-    model = AutoModelForCausalLM.from_pretrained(final)
-    for name, row in zip(("before", "after"), (evaluations(root / "grpo")[i] for i in (0, -1))):
+    run = root / recipe
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    for name, row in zip(("before", "after"), (evaluations(run)[i] for i in (0, -1))):
         low, high = (100 * row[f"eval/accuracy_{k}"] for k in ("lo", "hi"))
         print(
-            f"accuracy {name:6s} GRPO: {100 * row['eval/accuracy']:5.1f} %  "
+            f"accuracy {name:6s} {recipe.upper()}: {100 * row['eval/accuracy']:5.1f} %  "
             f"(95 % interval {low:.1f} to {high:.1f}, {row['eval/samples']:.0f} held-out sums)"
         )
-    print(f"model : {final}  ({type(model).__name__}, loads with from_pretrained)")
-    print(f"report: {report(root)}")
+    print(f"model : {run / 'final'}  ({type(model).__name__}, loads with from_pretrained)")
+    print(f"report: {report(root, recipe)}")
 
 
 def main() -> None:
@@ -105,13 +107,14 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("overrides", nargs="*", help="a.b=c, for configs/quickstart_grpo.yaml")
+    parser.add_argument("--recipe", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("overrides", nargs="*", help="a.b=c, for configs/quickstart_<recipe>.yaml")
     args = parser.parse_args()
     start = time.monotonic()
     fresh(args.root)
     warm_up(args.root, args.seed)
-    grpo(args.root, args.seed, *args.overrides)
-    show(args.root)
+    reinforce(args.root, args.seed, *args.overrides, recipe=args.recipe)
+    show(args.root, args.recipe)
     print(f"total : {time.monotonic() - start:.0f} s")
 
 

@@ -27,7 +27,7 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig
+from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
 
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
@@ -108,7 +108,11 @@ def run(cfg: BaseConfig) -> None:
 
     quiet_libraries()
     set_trainer_defaults(os.environ, servers=_servers(cfg))
-    if isinstance(cfg, GRPOConfig):
+    if isinstance(cfg, PPOConfig):
+        from megarl.trainer import ppo
+
+        ppo.run(cfg)
+    elif isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
 
         rl.run(cfg)

@@ -1,4 +1,6 @@
-"""Tiny random HF models that exercise what real families have: GQA, biases, qk-norm, tied heads."""
+"""Tiny random HF models that exercise what real families have: GQA, biases, qk-norm, tied heads,
+experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,64 @@ import transformers as T
 
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
 KINDS = ("llama", "qwen2", "qwen3")
-_CLS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral")
+GLM_KINDS = ("glm", "glm4")
+# latent attention, with and without a latent of queries
+MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+_CLS = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
+    "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
+}  # fmt: skip
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=2,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+    ),
+    # layer 1 is dense; the weights of a token's experts do not sum to 1
+    "qwen3_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": dict(
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.6,
+    ),
+    "deepseek_v2_lite": dict(n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=None),
+    "deepseek_v3": dict(
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=24,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+    ),
+}
+YARN = dict(
+    rope_type="yarn",
+    factor=8.0,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    original_max_position_embeddings=32,
+    rope_theta=10000.0,
+)
+_MLA: dict[str, Any] = dict(
+    num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+    n_shared_experts=2, moe_intermediate_size=48, first_k_dense_replace=1, rope_parameters=YARN,
+)  # fmt: skip
 
 
 def tiny_hf(
@@ -38,8 +97,15 @@ def tiny_hf(
         bos_token_id=2,
         pad_token_id=0,
     )
-    if kind == "qwen3":
+    if kind in MLA_KINDS:
+        base.update(_MLA)
+        if kind == "deepseek_v2_lite":
+            base["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0)
+    base.update(_EXPERTS.get(kind, {}))
+    if kind.startswith("qwen3"):
         base["head_dim"] = 32  # != hidden / heads on purpose
+    if kind in GLM_KINDS:  # the default of both is to rotate half of a head
+        base |= dict(head_dim=24, attention_bias=kind == "glm", rms_norm_eps=1e-5)
     base.update(over)
     torch.manual_seed(seed)
     config = getattr(T, _CLS[kind] + "Config")(**base)
@@ -52,7 +118,28 @@ def tiny_hf(
                 p.normal_(std=0.3)
             else:
                 p.mul_(4.0)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.2)
     return model.to(dtype)
+
+
+def hf_named(model: T.PreTrainedModel, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values by parameter name -> by the name of HF's files, where every expert stands alone."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for name, value in values.items():
+        block, _, leaf = name.rpartition(".")
+        if mixtral:
+            block = block.replace(".mlp", ".block_sparse_moe")
+        if leaf in ("gate_up_proj", "down_proj"):
+            for e, x in enumerate(value):
+                parts = {gate: x.chunk(2)[0], up: x.chunk(2)[1]} if "up" in leaf else {down: x}
+                out |= {f"{block}.{e}.{part}.weight": y for part, y in parts.items()}
+        else:
+            out[f"{block}.{leaf}"] = value
+    return out
 
 
 def save_tiny(path: Path, kind: str, **kw: Any) -> Path:

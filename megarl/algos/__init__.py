@@ -19,40 +19,54 @@ How to add an algorithm
 5. A test against a plain Python loop over tokens, and one that cuts the batch in two.
 """
 
-from megarl.algos.actor import Actor, minibatch_rows
+from megarl.algos.actor import Actor
 from megarl.algos.advantages import (
+    gae,
     grpo_advantages,
+    place_rewards,
     shape_rewards,
     spread_over_tokens,
+    whiten,
 )
+from megarl.algos.critic import Critic
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import (
     LOSS_WEIGHTS,
+    critic_loss,
     grpo_loss,
     sequence_weight,
     sft_loss,
     token_weight,
 )
-from megarl.algos.metrics import logp_gap_stats, worst_logp_gaps
+from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
+from megarl.algos.minibatches import minibatch_rows
 from megarl.algos.ref import Ref
+from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 
 __all__ = [
     "Actor",
+    "Critic",
     "LOSS_WEIGHTS",
     "Ref",
+    "RewardModel",
     "Role",
     "SFT",
+    "critic_loss",
+    "explained_variance",
+    "gae",
     "grpo_advantages",
     "grpo_loss",
     "kl_estimate",
     "logp_gap_stats",
     "minibatch_rows",
+    "place_rewards",
     "sequence_weight",
     "sft_loss",
     "shape_rewards",
     "spread_over_tokens",
     "token_weight",
+    "whiten",
     "worst_logp_gaps",
 ]

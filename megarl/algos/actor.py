@@ -8,14 +8,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import grpo_advantages, shape_rewards, spread_over_tokens
+from megarl.algos.advantages import (
+    gae,
+    grpo_advantages,
+    place_rewards,
+    shape_rewards,
+    spread_over_tokens,
+    whiten,
+)
+from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
 from megarl.algos.metrics import Decode, logp_gap_stats, spell_ids, worst_logp_gaps
+from megarl.algos.minibatches import mean_figures, minibatches
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.utils.batch import select
 
 Batch = dict[str, Tensor]
 
@@ -74,26 +82,71 @@ class Actor(Role):
         return self.forward_logp(batch, self.temperature)
 
     def compute_prox_logp(self, batch: Batch) -> None:
-        """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update."""
-        if self.config.recompute_logprob:
+        """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
+        with moe.router_replay also the routing behind them, which the update will repeat.
+        """
+        if self.config.recompute_logprob and self.config.moe.router_replay:
+            inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+            names = ("logprobs", "routed_experts")
+            found = self.engine.forward(inputs, outputs=names, temperature=self.temperature)
+            batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
+        elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
         """Adds batch["advantages"] [B,S] from rewards [B], group_ids [B], loss_mask [B,S]."""
+        rewards = self._shaped_rewards(batch)
+        group_ids = batch.get("group_ids")
+        if group_ids is None:
+            if self.config.adv_norm in ("group", "group_mean"):
+                raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
+            group_ids = torch.arange(len(rewards))
+        mode = "none" if self.config.adv_norm == "batch" else self.config.adv_norm
+        advantages = grpo_advantages(rewards, group_ids, mode)
+        batch["advantages"] = self._normed(
+            spread_over_tokens(advantages, batch["loss_mask"]), batch
+        )
+
+    def compute_gae(
+        self, batch: Batch, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
+    ) -> None:
+        """PPO with a critic: adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] from
+        rewards [B], values [B,S] and last_value [B].
+
+        kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
+        bootstrap: an answer that was cut (`truncated`) ends with the value of going on.
+        """
+        keys = ["rewards", "values", "last_value"]
+        keys += ["truncated"] if bootstrap else []
+        _need(batch, keys + (["ref_logp", self._old] if kl_ctl else []), what="compute_gae")
+        cut = batch["truncated"] if bootstrap else torch.zeros_like(batch["last_value"])
+        batch["token_rewards"] = place_rewards(self._shaped_rewards(batch), batch["loss_mask"])
+        if kl_ctl:
+            kl = kl_estimate(batch[self._old], batch["ref_logp"], "k1")
+            batch["token_rewards"] -= kl_ctl * kl.where(batch["loss_mask"].bool(), 0.0)
+        advantages, batch["returns"] = gae(
+            batch["token_rewards"],
+            batch["values"],
+            batch["loss_mask"],
+            last_value=batch["last_value"] * cut,
+            discount=discount,
+            gae_lambda=gae_lambda,
+        )
+        batch["advantages"] = self._normed(advantages, batch)
+
+    def _normed(self, advantages: Tensor, batch: Batch) -> Tensor:
+        if self.config.adv_norm == "batch":
+            return whiten(advantages, batch["loss_mask"])
+        return advantages
+
+    def _shaped_rewards(self, batch: Batch) -> Tensor:
         bad = (~batch["rewards"].isfinite()).nonzero().flatten().tolist()
         if bad:  # clipping would hide an infinite one, and a NaN spoils its whole group
             raise ValueError(
                 f"rewards of rows {bad[:8]} are {batch['rewards'][bad[:8]].tolist()}: a reward "
                 "must be a finite number; mend the reward function, or reject the episode"
             )
-        rewards = shape_rewards(batch["rewards"], self.config)
-        group_ids = batch.get("group_ids")
-        if group_ids is None:
-            if self.config.adv_norm != "none":
-                raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
-            group_ids = torch.arange(len(rewards))
-        advantages = grpo_advantages(rewards, group_ids, self.config.adv_norm)
-        batch["advantages"] = spread_over_tokens(advantages, batch["loss_mask"])
+        return shape_rewards(batch["rewards"], self.config)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """ppo_n_minibatches optimizer steps over the batch; figures averaged over them.
@@ -106,29 +159,23 @@ class Actor(Role):
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", "advantages"]
         keys += ["prox_logp"] if self._old == "prox_logp" else []
         keys += ["ref_logp"] if self.config.kl_coef or "ref_logp" in batch else []
+        keys += ["routed_experts"] if self.config.moe.router_replay else []
         _need(batch, keys)
         gap = self._logp_gap(batch)
         mine = {k: batch[k] for k in keys}
-        updates = []
-        for rows in minibatch_rows(
-            len(batch["input_ids"]),
-            self.config.ppo_n_minibatches,
-            seed=self.seed * 1_000_003 + self.engine.get_version(),
-        ):
-            minibatch = select(mine, rows)
-            if self._weight(minibatch) == 0:
-                continue  # no trained token: the gradient is zero, and so is its denominator
-            updates.append(
-                self.train_batch(
-                    minibatch,
-                    self._loss,
-                    self._weight,
-                    outputs=("logprobs", "entropy"),
-                    temperature=self.temperature,
-                )
+        seed = self.seed * 1_000_003 + self.engine.get_version()
+        updates = [
+            self.train_batch(
+                minibatch,
+                self._loss,
+                self._weight,
+                outputs=("logprobs", "entropy"),
+                temperature=self.temperature,
             )
-        if not updates:
-            raise ValueError("ppo_update: loss_mask marks no token in the whole batch")
+            for minibatch in minibatches(
+                mine, self.config.ppo_n_minibatches, self._weight, seed=seed
+            )
+        ]
         return _merge(updates) | gap
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
@@ -155,38 +202,13 @@ class Actor(Role):
         return logp_gap_stats(prox, behav, mask)
 
 
-def minibatch_rows(batch_size: int, n: int, *, seed: int) -> list[list[int]]:
-    """Rows 0..batch_size-1 in n parts whose sizes differ by at most one, shuffled by `seed`.
-
-    One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
-    equal prompt stay neighbours. Groups need not stay whole: advantages are already computed.
-    """
-    if n > batch_size:
-        raise ValueError(
-            f"ppo_n_minibatches={n} exceeds the {batch_size} sequences of the batch: lower it, or "
-            "raise train_dataset.batch_size or gconfig.n_samples"
-        )
-    if n == 1:
-        return [list(range(batch_size))]
-    # torch uses the low 32 bits of a seed only
-    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed % 2**32))
-    return [sorted(part.tolist()) for part in order.tensor_split(n)]
-
-
 def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps; of lr the last; root mean squares and sample size derived."""
-    done = [u for u in updates if u["update_successful"]]
-    counts = {
-        "n_updates": float(len(done)),
-        "skipped_updates": float(len(updates) - len(done)),
-        "update_successful": len(done) / len(updates),
-    }
-    if not done:
-        return counts
-    stats = {k: sum(u[k] for u in done) / len(done) for k in done[0]} | counts
-    if "lr" in stats:
-        stats["lr"] = done[-1]["lr"]
-    stats["first_ratio_abs_dev"] = done[0]["ratio_abs_dev"]
+    """Means over the optimizer steps; root mean squares and sample size derived."""
+    stats = mean_figures(updates)
+    if not stats["n_updates"]:
+        return stats
+    first = next(u for u in updates if u["update_successful"])
+    stats["first_ratio_abs_dev"] = first["ratio_abs_dev"]
     stats["ratio_rms_dev"] = math.sqrt(stats.pop("ratio_sq_dev"))
     square = stats.pop("behav_imp_weight_sq")
     # Kish's effective sample size, as a fraction of the tokens
@@ -194,16 +216,18 @@ def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
     return stats
 
 
-def _need(batch: Batch, keys: list[str]) -> None:
+def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
     hints = {
         "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
+        "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
         "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
         "advantages": "actor.compute_advantages(batch)",
+        "values": "critic.compute_values(batch)",
     }
     for key in keys:
         if key not in batch:
             hint = f": call {hints[key]} first" if key in hints else ""
-            raise ValueError(f"ppo_update: the batch has no {key!r}{hint}")
+            raise ValueError(f"{what}: the batch has no {key!r}{hint}")
 
 
 def _check(config: PPOActorConfig, temperature: float) -> None:

@@ -1,8 +1,9 @@
-"""Outcome rewards to advantages. Pure functions; B sequences, S positions."""
+"""Rewards to advantages, by group or by a critic's values. Pure; B sequences, S positions."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.algo import PPOActorConfig
@@ -57,3 +58,66 @@ def grpo_advantages(
 def spread_over_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """[B] -> [B,S]: the sequence's advantage at every trained token, 0 elsewhere."""
     return advantages[:, None].float() * loss_mask
+
+
+def place_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """[B] -> [B,S]: the outcome as the reward of the sequence's last trained token."""
+    mask = loss_mask.bool()
+    last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
+    return rewards[:, None].float() * last
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    *,
+    last_value: Tensor,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), and the returns
+    A_t + v_t the critic learns; both [B,S] float32, 0 where no token is trained.
+
+    token_rewards [B,S]: what writing x_t earned. values [B,S]: v(state before x_t). last_value [B]:
+    v(state after the last token) of episodes that were cut, 0 of those that ended.
+
+    An episode's steps are its trained tokens t_1 < t_2 < ...; what stands between them (a tool's
+    answer, the user's next turn) is the environment's transition and takes no time:
+      delta_k = r_k + discount * v(t_{k+1}) - v(t_k),   A_k = delta_k + discount*lambda * A_{k+1}
+    A reward at a token the policy did not write belongs to the trained token before it.
+    """
+    mask = loss_mask.bool()
+    order = torch.argsort((~mask).byte(), dim=1, stable=True)  # trained tokens first
+    steps, n = mask.gather(1, order), mask.sum(1, keepdim=True)
+    step = mask.long().cumsum(1) - 1  # [B,S] the step a position belongs to, -1 before the first
+    earned = token_rewards.double().where(step >= 0, 0.0)
+    r = torch.zeros_like(earned).scatter_add(1, step.clamp(min=0), earned)
+    v = F.pad(values.double().gather(1, order).where(steps, 0.0), (0, 1))
+    v = v.scatter(1, n, last_value.double()[:, None])  # the state after the last step
+    delta = (r + discount * v[:, 1:] - v[:, :-1]).where(steps, 0.0)
+    advantages = torch.zeros_like(earned).scatter(
+        1, order, discounted_sums(delta, discount * gae_lambda)
+    )
+    return advantages.float(), (advantages + values).where(mask, 0.0).float()
+
+
+def discounted_sums(x: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor * y_{t+1} along dim 1 of [B,S], in log2(S) steps instead of S: after each,
+    y_t holds the terms up to twice as far ahead.
+    """
+    reach = 1
+    while reach < x.shape[1]:
+        x = x + factor**reach * F.pad(x[:, reach:], (0, reach))
+        reach *= 2
+    return x
+
+
+def whiten(advantages: Tensor, loss_mask: Tensor, eps: float = 1e-6) -> Tensor:
+    """Zero mean and unit std over the trained tokens of the whole batch; 0 elsewhere. [B,S]"""
+    mask = loss_mask.bool()
+    chosen = advantages[mask].double()
+    if len(chosen) < 2:
+        return torch.zeros_like(advantages)
+    normed = (advantages.double() - chosen.mean()) / (chosen.std() + eps)
+    return normed.where(mask, 0.0).float()

@@ -60,6 +60,7 @@ class Bounds:
 ROUNDING = {
     torch.float32: Bounds(mean=1e-5, sequence=1e-4, kl=1e-6),
     torch.bfloat16: Bounds(mean=2e-2, sequence=1.0, kl=1e-2),
+    torch.float16: Bounds(mean=2e-2, sequence=1.0, kl=1e-2),  # no worse than bfloat16
 }
 # the same shapes may still be summed in another order: kernels look at the alignment of memory
 SAME_SHAPES = replace(ROUNDING[torch.float32], token=1e-4)
@@ -219,8 +220,8 @@ def nonfinite_inputs(batch: Batch) -> Finding | None:
 
 
 def nonfinite_update(stats: dict[str, float]) -> Finding | None:
-    """An update that the engine refused."""
-    if stats["update_successful"]:
+    """An update that the engine refused; not one that a smaller loss scale mends (float16)."""
+    if stats["update_successful"] or stats.get("overflow"):
         return None
     figures = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
     return Finding(f"the update is not finite: {figures}")

@@ -1,4 +1,4 @@
-"""Losses over per-token log-probabilities, in the engine's contract.
+"""Losses over per-token log-probabilities or values, in the engine's contract.
 
 `loss_fn(outputs, batch) -> (loss_sum, stats)`: tensors are padded [b,S], loss_sum is a scalar sum
 with gradient, stats maps a name to (sum, weight), both detached scalars. The engine adds sums and
@@ -133,6 +133,35 @@ def grpo_loss(
     return loss, stats
 
 
+def critic_loss(
+    outputs: Batch, batch: Batch, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
+) -> tuple[Tensor, Stats]:
+    """Half the squared error of values [b,S] against batch["returns"]; weight:
+    `LOSS_WEIGHTS[loss_agg]`.
+
+    value_clip: with v_old = batch["values"], a token's error is the larger one of v and of v kept
+    within value_clip of v_old, so that no step gains by moving farther (the value clipping of
+    OpenAI baselines' PPO2; arXiv 2005.12729, sec. 3).
+    """
+    mask = batch["loss_mask"].bool()
+    values, old, returns = outputs["values"], batch["values"], batch["returns"]
+    error = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if value_clip is not None:
+        near = old + (values - old).clamp(-value_clip, value_clip)
+        near_error = (near - returns).square()
+        clipped = mask & (near_error > error)
+        error = torch.maximum(error, near_error)
+    loss = 0.5 * aggregate(error, mask, loss_agg)
+    figures = {
+        "value": values.detach(),
+        "return": returns,
+        "value_error": (values.detach() - returns).abs(),
+        "value_clip_frac": clipped,
+    }
+    return loss, _token_means(figures, mask)
+
+
 @torch.no_grad()
 def _policy_stats(
     logp: Tensor, ratio: Tensor, batch: Batch, low: float, high: float, c_clip: float | None
@@ -159,5 +188,9 @@ def _policy_stats(
         "clip_frac_high": clip_high,
         "clip_frac_dual": dual,
     }
+    return _token_means(figures, mask)
+
+
+def _token_means(figures: dict[str, Tensor], mask: Tensor) -> Stats:
     tokens = mask.sum()
     return {k: (torch.where(mask, v.float(), 0.0).sum(), tokens) for k, v in figures.items()}

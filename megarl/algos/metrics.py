@@ -36,6 +36,18 @@ def logp_gap_stats(prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor) -> di
     }
 
 
+def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over trained tokens, all [B,S]: 1 is a perfect
+    critic, 0 no better than a constant. 0 where the returns are all equal.
+    """
+    mask = loss_mask.bool()
+    spread = returns[mask].double().var(unbiased=False) if mask.any() else 0.0
+    if not spread > 0:
+        return 0.0
+    error = (returns[mask] - values[mask]).double().var(unbiased=False)
+    return float(1 - error / spread)
+
+
 @dataclass(frozen=True)
 class LogpGap:
     """One token about which two sides disagree: its logprob as the one and the other say it."""

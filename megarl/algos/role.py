@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.api.engine import TrainEngine
+from megarl.api.engine import PARTS, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
 Batch = dict[str, Tensor]
@@ -26,6 +27,22 @@ class Role:
         inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
         return self.engine.forward(inputs, outputs=("logprobs",), temperature=temperature)
 
+    def forward_values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of a value model: v(state before x_t) [B,S], 0 at t=0, and v(state after the last token)
+        [B], both 0 at padding and for empty sequences.
+
+        What is said about x_t is read off the token before it. So one more token after every
+        sequence, whichever, makes the last state the one before it.
+        """
+        mask = batch["attention_mask"].bool()
+        inputs = {
+            "input_ids": F.pad(batch["input_ids"] * mask, (0, 1)),
+            "attention_mask": F.pad(mask, (1, 0), value=True),
+        }
+        values = self.engine.forward(inputs, outputs=("values",))
+        last = values.gather(1, mask.sum(1, keepdim=True))[:, 0]
+        return values[:, :-1].where(mask, 0.0), last
+
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.engine.initialize(addr, ft_spec)
 
@@ -42,11 +59,11 @@ class Role:
     def get_version(self) -> int:
         return self.engine.get_version()
 
-    def onload(self) -> None:
-        self.engine.onload()
+    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        return self.engine.onload(parts)
 
-    def offload(self) -> None:
-        self.engine.offload()
+    def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        return self.engine.offload(parts)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         return self.engine.upload_weights(meta)

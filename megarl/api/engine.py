@@ -21,7 +21,13 @@ Batch = dict[str, torch.Tensor]
 LossFn = Callable[[Batch, Batch], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
 LossWeightFn = Callable[[Batch], float]
 
-OUTPUTS = ("logprobs", "entropy", "values", "topk_logprobs", "greedy_match", "logits")
+OUTPUTS = (
+    "logprobs", "entropy", "values", "topk_logprobs", "topk_ids", "greedy_match", "logits",
+    "routed_experts",
+)  # fmt: skip
+
+# of an engine's memory; what several of them name (main weights in fp32) belongs to the first
+PARTS = ("params", "optimizer", "grads")
 
 
 class TrainEngine(ABC):
@@ -41,11 +47,15 @@ class TrainEngine(ABC):
         *,
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
+        whole_groups: bool = False,
     ) -> dict[str, float]:
         """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
         batch. Returns loss, grad_norm, lr, update_successful and the weighted means of the loss's
         stats, the same on every rank. Where loss or gradient are not finite, weights and optimizer
         state stay as they are and update_successful is 0.
+
+        loss_fn sees some sequences at a time, each of them whole. With `whole_groups` all rows with
+        the same batch["group_ids"] [B] come together, as a loss over pairs needs them.
         """
 
     @abstractmethod
@@ -57,6 +67,7 @@ class TrainEngine(ABC):
         *,
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
+        whole_groups: bool = False,
     ) -> dict[str, float]:
         """The loss and stats of train_batch, without gradients."""
 
@@ -72,8 +83,12 @@ class TrainEngine(ABC):
         temperature: float = 1.0,
     ) -> Any:
         """Outputs [B,S] in the order of `input_`, on every rank: a tensor for one name in
-        `outputs`, a dict for several. `post_hook(outputs, batch)` maps one sequence's outputs
-        before `aggregate_fn` joins the list over sequences.
+        `outputs`, a dict for several ("routed_experts" is [B,S,L,k], for k experts in each of L
+        layers; see TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest
+        tokens of the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the
+        likeliest first and of equals the lowest id; training refuses them: they have no gradient.
+        `post_hook(outputs, batch)` maps one sequence's outputs before `aggregate_fn` joins the list
+        over sequences.
         """
 
     @abstractmethod
@@ -92,10 +107,15 @@ class TrainEngine(ABC):
         return self.train(False)
 
     @abstractmethod
-    def onload(self) -> None: ...
+    def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Gives up the device memory of `parts`: weights ("params") and optimizer state
+        ("optimizer") go to host memory, gradients ("grads") are dropped. Bytes by part, and all in
+        use before and after. What is away cannot be used before onload().
+        """
 
     @abstractmethod
-    def offload(self) -> None: ...
+    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Undoes offload, with the same figures."""
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:

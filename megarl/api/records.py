@@ -61,8 +61,9 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLoadMeta:
-    """weight_format: "hf": a Hugging Face model directory of the weights; `tokenizer` and
-    `base_model_path` say what stands beside them. "dist": a training checkpoint in megatron-core's
+    """weight_format: "hf": a Hugging Face model directory of the weights, adapters merged in;
+    `tokenizer` and `base_model_path` say what stands beside them. "peft": a PEFT directory of the
+    adapters alone. "dist": a training checkpoint in megatron-core's
     distributed format; with `with_optim` it also holds optimizer state, schedule position, random
     states and weight version, and loading it continues the training bit for bit.
     """

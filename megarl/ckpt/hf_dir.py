@@ -29,15 +29,15 @@ SIDECARS = (
 )
 
 
-def check_target(target: Path) -> None:
+def check_target(target: Path, marker: str = "config.json") -> None:
     """ValueError if `target` is something a save must not replace."""
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"cannot save to {target}: a file is there; choose another directory")
-    if any(target.iterdir()) and not (target / "config.json").is_file():
+    if any(target.iterdir()) and not (target / marker).is_file():
         raise ValueError(
-            f"cannot save to {target}: it is not empty and holds no model (no config.json), and "
+            f"cannot save to {target}: it is not empty and holds no model (no {marker}), and "
             "saving would replace it; choose another directory"
         )
 

@@ -1,4 +1,4 @@
-"""Algorithm knobs of the actor."""
+"""Algorithm knobs of the actor and the critic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: float | None = arg(None, help="dual clip for negative advantages, > 1; null is off")
     adv_norm: str = arg(
         "group",
-        help="GRPO: group mean and std; Dr. GRPO: group mean only; none: rewards as they are",
-        choices=("group", "group_mean", "none"),
+        help="group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean "
+        "and std over the batch's trained tokens; none: as they are",
+        choices=("group", "group_mean", "batch", "none"),
     )
     loss_agg: str = arg(
         "token-mean",
@@ -45,4 +46,24 @@ class PPOActorConfig(TrainEngineConfig):
     )
     logp_gap_warn: float = arg(
         0.1, help="warn when the largest |trainer - server| logprob gap exceeds this"
+    )
+
+
+@dataclass(kw_only=True)
+class ValueModelConfig(TrainEngineConfig):
+    """A model with one value per token: a critic, a reward model."""
+
+    head: str = arg("value", help="one value per token", choices=("value",))
+
+
+@dataclass(kw_only=True)
+class PPOCriticConfig(ValueModelConfig):
+    ppo_n_minibatches: int = arg(1, help="optimizer steps per training batch")
+    value_clip: float | None = arg(
+        0.2, help="values count as moved by at most this in a step (PPO2); null is off"
+    )
+    loss_agg: str = arg(
+        "token-mean",
+        help="mean over trained tokens, or over sequences of their token means",
+        choices=("token-mean", "sequence-mean"),
     )

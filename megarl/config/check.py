@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megarl.config.algo import ValueModelConfig
 from megarl.config.check_data import (
     batching_problems,
     dataset_problems,
     model_path_problems,
     tokenizer_problems,
 )
+from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import generation_problems, rollout_problems, server_problems
-from megarl.config.engine import OptimizerConfig, TrainEngineConfig
+from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
-from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
-from megarl.config.run import FrequencyConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, PPOConfig, SFTConfig
+from megarl.config.run import FrequencyConfig, ProfilerConfig
 from megarl.config.schema import choice_problems
+
+FROZEN = {"ref": "the reference", "reward_model": "the reward model"}
 
 
 def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
@@ -29,6 +33,8 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
     problems = [*choice_problems(cfg), *_run_problems(cfg)]
     for name, engine in engines(cfg).items():
         problems += _engine_problems(name, engine, world_size)
+    if isinstance(cfg, PPOConfig):
+        problems += _critic_problems(cfg)
     if isinstance(cfg, GRPOConfig):
         problems += _grpo_problems(cfg)
     elif isinstance(cfg, SFTConfig):
@@ -41,13 +47,24 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     if isinstance(cfg, SFTConfig):
         return {"model": cfg.model}
     assert isinstance(cfg, GRPOConfig), type(cfg)
-    return {"actor": cfg.actor} | ({"ref": cfg.ref} if cfg.ref is not None else {})
+    found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
+    if isinstance(cfg, PPOConfig):
+        found |= {"critic": cfg.critic, "reward_model": cfg.reward_model}
+    return {name: engine for name, engine in found.items() if engine is not None}
+
+
+def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
+    """Those whose weights change, the policy first."""
+    return tuple(name for name in engines(cfg) if name not in FROZEN)
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
-    """The HF directory of engine `name`; the reference's is the actor's where it has none."""
+    """The HF directory of engine `name`; the reference's and the critic's is the actor's where
+    they have none."""
     path = engines(cfg)[name].path
-    return cfg.actor.path if isinstance(cfg, GRPOConfig) and name == "ref" and not path else path
+    if isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not path:
+        return cfg.actor.path
+    return path
 
 
 def smallest_world_size(cfg: BaseConfig) -> int:
@@ -66,33 +83,47 @@ def smallest_world_size(cfg: BaseConfig) -> int:
 
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
     yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
-    if cfg.mb_spec.max_tokens_per_mb < 1:
-        yield f"{name}.mb_spec.max_tokens_per_mb={cfg.mb_spec.max_tokens_per_mb}: must be > 0"
+    yield from precision_problems(name, cfg)
+    for budget in ("max_tokens_per_mb", "forward_max_tokens_per_mb"):
+        tokens = getattr(cfg.mb_spec, budget)
+        if tokens is not None and tokens < 1:
+            yield f"{name}.mb_spec.{budget}={tokens}: must be > 0"
     if cfg.lm_head_chunk_tokens < 1:
         yield f"{name}.lm_head_chunk_tokens={cfg.lm_head_chunk_tokens}: must be > 0"
-    if name == "ref":
+    if cfg.lm_head_keep_mb < 0:
+        yield f"{name}.lm_head_keep_mb={cfg.lm_head_keep_mb}: must be >= 0 (0 keeps none)"
+    if cfg.lm_head_topk < 1:
+        yield f"{name}.lm_head_topk={cfg.lm_head_topk}: must be > 0"
+    if cfg.recompute_num_layers < 1:
+        yield f"{name}.recompute_num_layers={cfg.recompute_num_layers}: must be > 0"
+    for coef in ("aux_loss_coef", "z_loss_coef"):
+        if not getattr(cfg.moe, coef) >= 0:
+            yield f"{name}.moe.{coef}={getattr(cfg.moe, coef)}: must be >= 0 (0 turns it off)"
+    if cfg.head == "value" and not isinstance(cfg, ValueModelConfig):
+        yield f"{name}.head=value: only a critic or a reward model has one; leave it lm"
+    if cfg.moe.router_replay and name != "actor":
+        yield (
+            f"{name}.moe.router_replay=true: nothing records the routing of {name}; only the "
+            "actor's is (actor.recompute_logprob). Leave it false"
+        )
+    if name in FROZEN:
         if cfg.optimizer is not None:
-            yield "ref.optimizer: the reference is frozen; leave it null"
+            yield f"{name}.optimizer: {FROZEN[name]} is frozen; leave it null"
     elif cfg.optimizer is None:
         yield f"{name}.optimizer=null: training needs one; set {name}.optimizer.lr"
     else:
-        yield from _optimizer_problems(f"{name}.optimizer", cfg.optimizer)
-
-
-def _optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
-    if not 0 < cfg.lr < math.inf:
-        yield f"{key}.lr={cfg.lr}: must be > 0"
-    for name in ("min_lr_ratio", "warmup_steps_proportion"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            yield f"{key}.{name}={getattr(cfg, name)}: a fraction from 0 to 1"
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(cfg, name) < 1:
-            yield f"{key}.{name}={getattr(cfg, name)}: must be in [0, 1)"
-    if not cfg.eps > 0:
-        yield f"{key}.eps={cfg.eps}: must be > 0"
-    for name in ("weight_decay", "gradient_clipping"):
-        if not getattr(cfg, name) >= 0:
-            yield f"{key}.{name}={getattr(cfg, name)}: must be >= 0 (0 turns it off)"
+        yield from optimizer_problems(f"{name}.optimizer", cfg.optimizer)
+    if cfg.lora is not None:
+        if name in FROZEN:
+            yield f"{name}.lora: {FROZEN[name]} is frozen; leave it null"
+        yield from lora_problems(f"{name}.lora", cfg.lora)
+        if cfg.moe.expert_bias_update_rate:
+            yield f"{name}.moe.expert_bias_update_rate: routers are frozen under lora; leave it 0"
+    if cfg.offload and name not in FROZEN:
+        yield (
+            f"{name}.offload=true: only frozen models ({', '.join(FROZEN)}) rest in host memory "
+            f"between passes; for a trained one see {name}.optimizer.cpu_offload"
+        )
 
 
 # the run
@@ -127,6 +158,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     if cfg.self_check.max_skips < 1:
         yield f"self_check.max_skips={cfg.self_check.max_skips}: must be > 0"
+    yield from _profiler_problems(cfg.profiler)
     if cfg.evaluator.max_samples is not None and cfg.evaluator.max_samples < 1:
         yield f"evaluator.max_samples={cfg.evaluator.max_samples}: must be > 0, or null for all"
     yield from dataset_problems("train_dataset", cfg.train_dataset)
@@ -140,6 +172,17 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             weights=not engines(cfg)[name].init_from_scratch,
         )
     yield from tokenizer_problems(cfg.tokenizer_path)
+
+
+def _profiler_problems(cfg: ProfilerConfig) -> Iterator[str]:
+    if cfg.start_step is not None and cfg.start_step < 1:
+        yield f"profiler.start_step={cfg.start_step}: steps count from 1; null never traces"
+    if cfg.steps < 1:
+        yield f"profiler.steps={cfg.steps}: must be > 0"
+    if cfg.start_step is not None and (not cfg.ranks or min(cfg.ranks) < 0):
+        yield f"profiler.ranks={cfg.ranks}: name ranks from 0"
+    if cfg.peak_tflops is not None and not cfg.peak_tflops > 0:
+        yield f"profiler.peak_tflops={cfg.peak_tflops}: must be > 0, or null"
 
 
 def _frequency_problems(key: str, cfg: FrequencyConfig) -> Iterator[str]:
@@ -168,18 +211,44 @@ def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from server_problems(cfg)
 
 
+def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
+    yield from _minibatch_problems(cfg, "critic", cfg.critic.ppo_n_minibatches)
+    for name in ("discount", "gae_lambda"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            yield f"{name}={getattr(cfg, name)}: a fraction from 0 to 1"
+    if cfg.critic.value_clip is not None and not cfg.critic.value_clip > 0:
+        yield f"critic.value_clip={cfg.critic.value_clip}: must be > 0, or null"
+    if not cfg.kl_ctl >= 0:
+        yield f"kl_ctl={cfg.kl_ctl}: must be >= 0"
+    if cfg.kl_ctl > 0 and cfg.ref is None:
+        yield f"kl_ctl={cfg.kl_ctl}: needs a reference; set ref.path (or ref={{}})"
+    if cfg.actor.adv_norm in ("group", "group_mean"):
+        yield (
+            f"actor.adv_norm={cfg.actor.adv_norm}: with a critic, samples are not compared by "
+            "prompt; take batch or none"
+        )
+    if cfg.reward_model is not None and cfg.actor.dynamic_sampling:
+        yield (
+            "actor.dynamic_sampling=true: groups are picked by the rewards of the rollout, which "
+            "reward_model replaces; set one of them off"
+        )
+
+
+def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]:
+    size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
+    if parts < 1:
+        yield f"{name}.ppo_n_minibatches={parts}: must be > 0"
+    elif size * n % parts:
+        yield (
+            f"{name}.ppo_n_minibatches={parts}: does not divide the train_dataset.batch_size * "
+            f"gconfig.n_samples = {size}*{n} = {size * n} sequences of a step"
+        )
+
+
 def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     a, n = cfg.actor, cfg.gconfig.n_samples
-    rows = cfg.train_dataset.batch_size * n
-    if a.ppo_n_minibatches < 1:
-        yield f"actor.ppo_n_minibatches={a.ppo_n_minibatches}: must be > 0"
-    elif rows % a.ppo_n_minibatches:
-        yield (
-            f"actor.ppo_n_minibatches={a.ppo_n_minibatches}: does not divide the "
-            f"train_dataset.batch_size * gconfig.n_samples = {cfg.train_dataset.batch_size}*{n} = "
-            f"{rows} sequences of a step"
-        )
-    if a.adv_norm != "none" and n < 2:
+    yield from _minibatch_problems(cfg, "actor", a.ppo_n_minibatches)
+    if a.adv_norm in ("group", "group_mean") and n < 2:
         yield (
             f"gconfig.n_samples={n}: actor.adv_norm={a.adv_norm} compares the samples of a "
             "prompt; take 2 or more, or actor.adv_norm=none"
@@ -194,6 +263,8 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
             yield f"actor.{name}={value}: must be > 0, or null"
     if a.c_clip is not None and not a.c_clip > 1:
         yield f"actor.c_clip={a.c_clip}: the dual clip bounds the ratio from above, take > 1"
+    if a.moe.router_replay and not a.recompute_logprob:
+        yield "actor.moe.router_replay=true: needs actor.recompute_logprob=true to replay from"
     if a.use_decoupled_loss and not a.recompute_logprob:
         yield "actor.use_decoupled_loss=true: needs actor.recompute_logprob=true (prox_logp)"
     if not a.kl_coef >= 0:

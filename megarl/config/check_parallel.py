@@ -44,3 +44,12 @@ def parallel_problems(
         yield f"{key}.vpp={p.vpp}: needs {key}.pp > 1 (it is {p.pp})"
     if p.sequence_parallel and p.tp < 2:
         yield f"{key}.sequence_parallel=true: needs {key}.tp > 1 (it is {p.tp})"
+    if p.pipeline_split is not None and len(p.pipeline_split) != p.pp * p.vpp:
+        yield (
+            f"{key}.pipeline_split={p.pipeline_split}: {len(p.pipeline_split)} numbers for "
+            f"{key}.pp*vpp = {p.pp}*{p.vpp} chunks; give one per chunk, in the order of the layers"
+        )
+    if p.pipeline_split is not None and any(n < 1 for n in p.pipeline_split):
+        yield f"{key}.pipeline_split={p.pipeline_split}: every chunk needs at least one layer"
+    if p.cp_comm_type != "auto" and p.cp == 1:
+        yield f"{key}.cp_comm_type={p.cp_comm_type}: needs {key}.cp > 1; leave it at auto"

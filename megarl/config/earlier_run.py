@@ -1,8 +1,9 @@
 """What a run directory holds from an earlier start, against the configuration now. No torch.
 
-<run>/recover/step_000123/ is a checkpoint: engine/ and trainer.pt hold the state, trainer.json says
-what it is and is written last. The directory is renamed into place when it is whole
-(utils/staging.py), so a name without its trainer.json was not written by us, or damaged since.
+<run>/recover/step_000123/ is a checkpoint: trainer.pt and a directory for each trained engine
+(actor, critic, ...) hold the state, trainer.json says what it is and is written last. The directory
+is renamed into place when it is whole (utils/staging.py), so a name without its trainer.json was
+not written by us, or damaged since.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.check import engines, model_path
+from megarl.config.check import model_path, trained_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
@@ -32,7 +33,7 @@ _PER_START = ("rollout.addresses",)
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`info` is trainer.json: version, epoch, elapsed_s, model (its config.json)."""
+    """`info` is trainer.json: version, epoch, elapsed_s, models (the config.json of each)."""
 
     path: Path
     step: int
@@ -79,15 +80,15 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
-    trained = next(iter(engines(cfg)))  # the first engine; a reference is loaded anew
-    key = f"{trained}.path"
-    if not _same_path(before.get(key, now[key]), now[key]):
-        yield f"{key}={now[key]}: it was {before[key]}; {away}"
-        return
-    old, new = newest.info["model"], architecture(model_path(cfg, trained))
-    if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
-        names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
-        yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
+    for name in trained_engines(cfg):  # what is frozen is loaded anew
+        key = f"{name}.path"
+        if not _same_path(before.get(key, now[key]), now[key]):
+            yield f"{key}={now[key]}: it was {before[key]}; {away}"
+            continue
+        old, new = newest.info["models"][name], architecture(model_path(cfg, name))
+        if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
+            names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
+            yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
 
 
 def _same_path(a: str, b: str) -> bool:

@@ -25,12 +25,110 @@ class OptimizerConfig:
     )
     gradient_clipping: float = arg(1.0, help="global gradient norm bound; 0 turns clipping off")
     distributed: bool = arg(True, help="shard optimizer state over dp (ZeRO-1)")
+    overlap_grad_reduce: bool = arg(
+        False, help="reduce gradients over dp bucket by bucket while backward goes on"
+    )
+    overlap_param_gather: bool = arg(
+        False,
+        help="gather the updated weights over dp while the next forward pass goes on; needs "
+        "distributed and overlap_grad_reduce",
+    )
+    precision_aware: bool = arg(
+        False,
+        help="Transformer Engine's FusedAdam keeps main weights and moments, in the dtypes below; "
+        "needs distributed",
+    )
+    main_params_dtype: str = arg(
+        "float32", help="precision_aware: main weights", choices=("float32", "float16")
+    )
+    exp_avg_dtype: str = arg(
+        "float32", help="precision_aware: first moment", choices=("float32", "bfloat16", "float16")
+    )
+    exp_avg_sq_dtype: str = arg(
+        "float32", help="precision_aware: second moment", choices=("float32", "bfloat16", "float16")
+    )
+    cpu_offload: bool = arg(
+        False,
+        help="main weights, moments and their update on the CPU, for cpu_offload_fraction of the "
+        "weights; needs distributed and dtype=bfloat16",
+    )
+    cpu_offload_fraction: float = arg(1.0, help="cpu_offload: fraction of the weights")
+    initial_loss_scale: float = arg(
+        2.0**16, help="float16: the loss is multiplied by this before backward, at first"
+    )
+    min_loss_scale: float = arg(1.0, help="float16: the scale never falls below")
+    loss_scale_window: int = arg(
+        1000, help="float16: updates without an overflow after which the scale doubles"
+    )
+    loss_scale_hysteresis: int = arg(
+        1, help="float16: overflows in a row before the scale halves; each skips its update"
+    )
 
 
 @dataclass(kw_only=True)
 class MicroBatchSpec:
     max_tokens_per_mb: int = arg(
-        16384, help="token budget of one micro-batch; a longer single sequence gets its own"
+        16384,
+        help="token budget of one micro-batch on one device (cp devices hold cp times as many); a "
+        "longer single sequence gets its own",
+    )
+    forward_max_tokens_per_mb: int | None = arg(
+        None,
+        help="the same for passes without backward, which keep no activations and may take more; "
+        "null is max_tokens_per_mb",
+    )
+
+
+@dataclass(kw_only=True)
+class MoEConfig:
+    """Mixture-of-experts models. No token is ever dropped.
+
+    The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
+    whatever the loss is divided by: with them on, and only then, a step depends on how the batch is
+    cut into micro-batches.
+    """
+
+    aux_loss_coef: float = arg(
+        0.0, help="load-balancing loss, per layer and micro-batch; 0 is off, as is usual in RL"
+    )
+    z_loss_coef: float = arg(0.0, help="loss on the router's squared logsumexp; 0 is off")
+    router_replay: bool = arg(
+        False, help="updates send tokens to the experts that recompute_logprob's pass chose"
+    )
+    expert_bias_update_rate: float = arg(
+        0.0,
+        help="step of the bias that balances loads without a loss (DeepSeek-V3); 0 leaves it be",
+    )
+    per_layer_stats: bool = arg(False, help="log every layer's load of its busiest expert")
+    token_dispatcher: str = arg(
+        "alltoall",
+        help="how tokens reach their experts; flex (DeepEP) needs a GPU and deep_ep",
+        choices=("alltoall", "flex"),
+    )
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters in place of training all weights, as PEFT has them. There is no dropout."""
+
+    r: int = arg(16, help="rank of the adapters")
+    alpha: float = arg(32.0, help="B A is scaled by alpha / r")
+    use_rslora: bool = arg(False, help="scale by alpha / sqrt(r) instead")
+    target_modules: list[str] = arg(
+        factory=lambda: [ALL_LINEAR],
+        help="HF names of the linear layers that get adapters (q_proj, gate_proj, ...); "
+        "[all-linear] is all of attention, MLPs and experts",
+    )
+    adapter_path: str = arg(
+        "", help="PEFT directory with adapters to start from; empty starts as PEFT does (B = 0)"
+    )
+    save: str = arg(
+        "merged",
+        help="what saver writes: whole models with the adapters merged in, or PEFT directories",
+        choices=("merged", "adapter"),
     )
 
 
@@ -39,23 +137,64 @@ class TrainEngineConfig:
     path: str = arg(
         "", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name"
     )
+    head: str = arg(
+        "lm",
+        help="what the model says about a token: its logits, or one value (critic, reward model)",
+        choices=("lm", "value"),
+    )
+    value_head_init: str = arg(
+        "zero",
+        help="value head of a language model, which has none: all zero, or random by `seed`",
+        choices=("zero", "random"),
+    )
     init_from_scratch: bool = arg(False, help="random weights by `seed` instead of the HF ones")
     dtype: str = arg(
         "auto",
         help="compute dtype; auto is bfloat16 on GPU, float32 on CPU",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    fp8: str = arg(
+        "none",
+        help="recipe of Transformer Engine's FP8 matrix products in the layers; weights stay in "
+        "dtype, which must be bfloat16",
+        choices=("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
+    )
+    offload: bool = arg(
+        False, help="a frozen model's weights stay in host memory between its passes"
     )
     parallel: ParallelConfig = arg(factory=ParallelConfig, help="parallel layout")
     mb_spec: MicroBatchSpec = arg(factory=MicroBatchSpec, help="micro-batching")
     optimizer: OptimizerConfig | None = arg(
         None, help="optimizer; null builds a forward-only engine"
     )
-    gradient_checkpointing: bool = arg(False, help="recompute every layer in backward")
+    recompute_granularity: str = arg(
+        "none",
+        help="what backward computes again instead of keeping it: the core attention (selective) "
+        "or whole layers (full)",
+        choices=("none", "selective", "full"),
+    )
+    recompute_method: str = arg(
+        "uniform",
+        help="full: keep the input of every recompute_num_layers layers (uniform), or recompute "
+        "only the first recompute_num_layers of a pipeline chunk (block)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int = arg(1, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(
         4096, help="tokens per LM-head chunk; logits of one chunk are the peak memory"
     )
+    lm_head_keep_mb: int = arg(
+        1024,
+        help="keep a micro-batch's logits for backward where they take at most this many MiB, in "
+        "fp32 on one device; else backward computes them again",
+    )
+    lm_head_topk: int = arg(8, help="tokens in the outputs topk_logprobs and topk_ids")
     attention: str = arg(
         "auto",
         help="core attention; auto is Transformer Engine on GPU where installed, else torch SDPA",
         choices=("auto", "te", "sdpa"),
+    )
+    moe: MoEConfig = arg(factory=MoEConfig, help="mixture-of-experts settings")
+    lora: LoRAConfig | None = arg(
+        None, help="train low-rank adapters on frozen weights; null trains the weights"
     )

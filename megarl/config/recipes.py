@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.algo import PPOActorConfig
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
 from megarl.config.base import arg
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
+    ProfilerConfig,
     RecoverConfig,
     SaverConfig,
     SelfCheckConfig,
@@ -21,7 +22,7 @@ from megarl.config.weight_sync import WeightSyncConfig
 
 @dataclass(kw_only=True)
 class BaseConfig:
-    recipe: str = arg("grpo", help="what to run", choices=("sft", "grpo"))
+    recipe: str = arg("grpo", help="what to run", choices=("sft", "grpo", "ppo"))
     experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
     trial_name: str = arg("trial0", help="this run; part of the run directory")
     fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
@@ -44,11 +45,12 @@ class BaseConfig:
     )
     evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
     stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where figures go")
+    profiler: ProfilerConfig = arg(factory=ProfilerConfig, help="traces and hardware utilisation")
 
 
 @dataclass(kw_only=True)
 class SFTConfig(BaseConfig):
-    recipe: str = arg("sft", help="what to run", choices=("sft", "grpo"))
+    recipe: str = arg("sft", help="what to run", choices=("sft", "grpo", "ppo"))
     model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
     stop_at_exact_match: float | None = arg(
         None, help="stop once this fraction of held-out answers is greedily right; null is off"
@@ -72,4 +74,25 @@ class GRPOConfig(BaseConfig):
     weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
 
 
-RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
+@dataclass(kw_only=True)
+class PPOConfig(GRPOConfig):
+    recipe: str = arg("ppo", help="what to run", choices=("sft", "grpo", "ppo"))
+    actor: PPOActorConfig = arg(
+        factory=lambda: PPOActorConfig(adv_norm="batch"), help="the trained policy"
+    )
+    critic: PPOCriticConfig = arg(
+        factory=PPOCriticConfig, help="the value function; empty path is actor.path"
+    )
+    reward_model: ValueModelConfig | None = arg(
+        None, help="frozen; its score of the last token replaces the reward; null is none"
+    )
+    discount: float = arg(1.0, help="GAE: discount per trained token")
+    gae_lambda: float = arg(1.0, help="GAE: 1 is the whole return, 0 one step ahead")
+    kl_ctl: float = arg(0.0, help="weight of the KL to the reference, taken off every reward")
+    bootstrap_truncated: bool = arg(
+        False,
+        help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",
+    )
+
+
+RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig}

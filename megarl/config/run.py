@@ -52,6 +52,25 @@ class SelfCheckConfig:
 
 
 @dataclass(kw_only=True)
+class ProfilerConfig:
+    start_step: int | None = arg(
+        None, help="trace from this step of this start on, with torch's profiler; null is never"
+    )
+    steps: int = arg(1, help="trace so many steps")
+    ranks: list[int] = arg(factory=lambda: [0], help="trace these trainer processes")
+    output_dir: str = arg(
+        "profile", help="where traces go; a relative path is in the run directory"
+    )
+    memory: bool = arg(False, help="trace allocations too")
+    stacks: bool = arg(False, help="trace Python call stacks too; makes files several times larger")
+    peak_tflops: float | None = arg(
+        None,
+        help="a device's TFLOP/s at most, for perf/mfu; null knows common GPUs at 16 bits, else "
+        "there is no perf/mfu",
+    )
+
+
+@dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")

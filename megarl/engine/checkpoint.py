@@ -1,8 +1,13 @@
-"""What a training checkpoint of an engine holds, and putting it back."""
+"""What a training checkpoint of an engine holds, and putting it back.
+
+With adapters it holds these alone: the weights below them are the model's that the engine starts
+from.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,11 +16,11 @@ from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.dist import load_sharded, open_checkpoint, save_sharded
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
-from megarl.models.hf_config import ModelConfig
+from megarl.engine.built import Built
+from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
-from megarl.parallel.groups import ProcessGroups
 
 import megatron.core  # isort: skip
 from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
@@ -23,88 +28,81 @@ from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
 log = get_logger(__name__)
 
 # fields of ModelConfig that do not change what the weights mean
-_NOT_THE_MODEL = ("raw", "dtype", "initializer_range")
+_NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trainee:
-    """The parts of an engine that a checkpoint is about; without optimizer, weights only."""
-
-    model: ModelConfig
-    dtype: torch.dtype
-    groups: ProcessGroups
-    chunks: list[torch.nn.Module]
-    optimizer: Any
-    schedule: Any
-    seed: int
-
-
-def check_meta(meta: SaveLoadMeta, *, trained: bool) -> None:
+def check_meta(meta: SaveLoadMeta, b: Built) -> None:
     """ValueError for a format that does not exist, or optimizer state where there is none."""
-    if meta.weight_format not in ("hf", "dist"):
-        raise ValueError(f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf' or 'dist'")
-    if meta.with_optim and meta.weight_format == "hf":
+    if meta.weight_format not in ("hf", "peft", "dist"):
         raise ValueError(
-            "SaveLoadMeta.with_optim=True: the 'hf' format has no place for optimizer state; use "
-            "weight_format='dist'"
+            f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist'"
         )
-    if meta.with_optim and not trained:
+    if meta.weight_format == "peft" and b.adapters is None:
+        raise ValueError(
+            "SaveLoadMeta.weight_format='peft': this engine has no adapters; set its `lora`, or "
+            "use 'hf'"
+        )
+    if meta.with_optim and meta.weight_format != "dist":
+        raise ValueError(
+            f"SaveLoadMeta.with_optim=True: the {meta.weight_format!r} format has no place for "
+            "optimizer state; use weight_format='dist'"
+        )
+    if meta.with_optim and b.optimizer is None:
         raise ValueError(
             "SaveLoadMeta.with_optim=True, but this engine has no optimizer: set its `optimizer`, "
             "or use with_optim=False"
         )
 
 
-def save(t: Trainee, path: str, with_optim: bool, version: int) -> None:
+def save(b: Built, path: str, with_optim: bool, version: int) -> None:
     """Collective. Weights; with `with_optim` also optimizer state (moments, step, fp32 weights),
     the schedule's position, every rank's random states, and the weight version."""
-    state = _model_state(t)
+    state = _model_state(b)
     if with_optim:
-        opt.materialize_state(t.optimizer)
-        state["optimizer"] = t.optimizer.sharded_state_dict(dict(state), metadata=_metadata(t))
-        state["rng"] = _rng_object(t, rng_state())
-    info = _info(t, with_optim) | {"version": version}
+        opt.materialize_state(b.optimizer)
+        state["optimizer"] = b.optimizer.sharded_state_dict(dict(state), metadata=_metadata(b))
+        state["rng"] = _rng_object(b, rng_state())
+    info = _info(b, with_optim) | {"version": version}
     if with_optim:
-        info["schedule_steps"] = t.schedule.num_steps
-    save_sharded(path, state, info, replicas=t.groups.dp_cp)
+        info["schedule_steps"] = b.schedule.num_steps
+    save_sharded(path, state, info, replicas=b.groups.dp_cp)
 
 
-def load(t: Trainee, path: str, with_optim: bool) -> dict[str, Any]:
+def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
     """Collective. Returns what was saved about the checkpoint ("version", "layout", ...).
 
     In the layout it was saved in, with `with_optim`, training continues bit for bit. On another
     layout (any tp, pp, vpp, dp) everything is resharded but the random states, which belong to
     ranks: they are seeded anew from the engine's seed and the schedule's position. Learning rate,
-    betas and the like come from the engine's config, not from the checkpoint.
+    betas and the like come from the engine's config, not from the checkpoint. Without `with_optim`
+    the optimizer's fp32 weights are left as they are (optimizer.reload_main_params renews them).
     """
-    info = open_checkpoint(path, lambda found: _check(t, path, found, with_optim))
-    mine = _info(t, with_optim)
+    info = open_checkpoint(path, lambda found: _check(b, path, found, with_optim))
+    mine = _info(b, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
-    state = _model_state(t)
+    state = _model_state(b)
     if with_optim:
-        hyperparameters = opt.hyperparameters(t.optimizer)
-        state["optimizer"] = t.optimizer.sharded_state_dict(
-            dict(state), is_loading=True, metadata=_metadata(t)
+        hyperparameters = opt.hyperparameters(b.optimizer)
+        state["optimizer"] = b.optimizer.sharded_state_dict(
+            dict(state), is_loading=True, metadata=_metadata(b)
         )
         if same_ranks:
-            state["rng"] = _rng_object(t, None)
-    loaded = load_sharded(path, state, replicas=t.groups.dp_cp)
-    _load_model(t, loaded)
+            state["rng"] = _rng_object(b, None)
+    loaded = load_sharded(path, state, replicas=b.groups.dp_cp)
+    _load_model(b, loaded)
     if with_optim:
-        t.optimizer.load_state_dict(loaded["optimizer"])
-        opt.set_hyperparameters(t.optimizer, hyperparameters)
-        opt.set_position(t.schedule, info["schedule_steps"])
+        b.optimizer.load_state_dict(loaded["optimizer"])
+        opt.set_hyperparameters(b.optimizer, hyperparameters)
+        opt.set_position(b.schedule, info["schedule_steps"])
         if same_ranks:
             set_rng_state(loaded["rng"])
         else:
             log.info("%s is of another layout (%s): random states start anew", path, info["layout"])
-            reseed(t.seed + info["schedule_steps"])
-    elif t.optimizer is not None:
-        t.optimizer.reload_model_params()
+            reseed(b.seed + info["schedule_steps"])
     return info
 
 
-def _metadata(t: Trainee) -> dict[str, Any]:
+def _metadata(b: Built) -> dict[str, Any]:
     """How megatron-core shall cut its state: by model parameter and layer, so that any layout can
     read it. While a rank saves, its host memory holds its (tp, pp) part of the optimizer state.
     """
@@ -113,61 +111,74 @@ def _metadata(t: Trainee) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
-        "dp_cp_group": t.groups.dp_cp,
+        "dp_cp_group": b.groups.dp_cp,
     }
 
 
-def _chunk_names(t: Trainee) -> list[str]:
+def _chunk_names(b: Built) -> list[str]:
     """megatron-core's optimizer looks for these."""
-    return [f"model{i}" for i in range(len(t.chunks))] if len(t.chunks) > 1 else ["model"]
+    return [f"model{i}" for i in range(len(b.chunks))] if len(b.chunks) > 1 else ["model"]
 
 
-def _model_state(t: Trainee) -> dict[str, Any]:
+def _model_state(b: Built) -> dict[str, Any]:
     """Parameters only: Transformer Engine's extra state is empty outside of fp8, and a checkpoint
     of the local layers has none."""
-    states = [unwrap(c).sharded_state_dict(metadata=_metadata(t)) for c in t.chunks]  # type: ignore[operator]
+    states = [unwrap(c).sharded_state_dict(metadata=_metadata(b)) for c in b.chunks]  # type: ignore[operator]
     return {
-        name: {k: v for k, v in state.items() if not k.endswith("_extra_state")}
-        for name, state in zip(_chunk_names(t), states, strict=True)
+        name: {k: v for k, v in state.items() if "_extra_state" not in k and _is_kept(k, b)}
+        for name, state in zip(_chunk_names(b), states, strict=True)
     }
 
 
-def _load_model(t: Trainee, loaded: dict[str, Any]) -> None:
-    for name, chunk in zip(_chunk_names(t), t.chunks, strict=True):
+def _is_kept(name: str, b: Built) -> bool:
+    return b.config.lora is None or is_trained(name, b.model)
+
+
+def _load_model(b: Built, loaded: dict[str, Any]) -> None:
+    for name, chunk in zip(_chunk_names(b), b.chunks, strict=True):
         found = unwrap(chunk).load_state_dict(loaded[name], strict=False)
-        lost = [k for k in found.missing_keys if not k.endswith("_extra_state")]
+        missing = (k for k in found.missing_keys if not k.endswith("_extra_state"))
+        lost = [k for k in missing if _is_kept(k, b)]
         assert not lost and not found.unexpected_keys, (lost, found.unexpected_keys)
 
 
-def _rng_object(t: Trainee, data: Any) -> ShardedObject:
-    return ShardedObject("rng", data, (t.groups.layout.world_size,), (t.groups.rank,))
+def _rng_object(b: Built, data: Any) -> ShardedObject:
+    return ShardedObject("rng", data, (b.groups.layout.world_size,), (b.groups.rank,))
 
 
-def _info(t: Trainee, with_optim: bool) -> dict[str, Any]:
-    model = {k: v for k, v in asdict(t.model).items() if k not in _NOT_THE_MODEL}
-    return {
+def _info(b: Built, with_optim: bool) -> dict[str, Any]:
+    model = {k: v for k, v in asdict(b.model).items() if k not in _NOT_THE_MODEL}
+    info = {
         "model": model,
-        "dtype": str(t.dtype).removeprefix("torch."),
-        "layout": asdict(t.groups.layout),
+        "dtype": str(b.dtype).removeprefix("torch."),
+        "layout": asdict(b.groups.layout),
         "device": mcore.device().type,
         "with_optim": with_optim,
-        "optimizer": opt.kind(t.optimizer) if with_optim else None,
+        "optimizer": opt.kind(b.optimizer) if with_optim else None,
+        "lora": b.config.lora and meaning(b.model, b.config.lora),
         "versions": {
             "torch": torch.__version__,
             "megatron-core": megatron.core.__version__,
         },
     }
+    found: dict[str, Any] = json.loads(json.dumps(info))  # as it is read back: lists for tuples
+    return found
 
 
-def _check(t: Trainee, path: str, found: dict[str, Any], with_optim: bool) -> None:
+def _check(b: Built, path: str, found: dict[str, Any], with_optim: bool) -> None:
     """ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
-    mine = _info(t, with_optim)
+    mine = _info(b, with_optim)
     for name, value in mine["model"].items():
         if found["model"].get(name) != value:
             raise ValueError(
                 f"{path} is of another model: {name}={found['model'].get(name)!r}, this engine's "
                 f"is {value!r}; set the engine's path to the model it was trained from"
             )
+    if found.get("lora") != mine["lora"]:
+        raise ValueError(
+            f"{path} was trained with lora={found.get('lora')}, this engine has {mine['lora']}: "
+            "set lora as it was (a merged model is had from weight_format='hf')"
+        )
     if not with_optim:
         return
     if not found["with_optim"]:

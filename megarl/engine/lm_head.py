@@ -20,7 +20,10 @@ from megarl.api.engine import OUTPUTS
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.vocab_parallel import (
     TOKEN_OUTPUTS,
+    TOP_IDS,
+    TOP_LOGPROBS,
     VocabShard,
+    columns,
     gathered_logits,
     token_outputs,
 )
@@ -28,7 +31,7 @@ from megarl.parallel.vocab_parallel import (
 from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
-SUPPORTED = (*TOKEN_OUTPUTS, "logits")
+SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by TrainEngineConfig.head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +48,16 @@ class LMHead(torch.nn.Module):
 
     def __init__(
         self, output_layer: Any, *, vocab_size: int, tp_group: dist.ProcessGroup,
-        sequence_parallel: bool, chunk_tokens: int,
+        sequence_parallel: bool, chunk_tokens: int, keep_bytes: int = 0, topk: int = 1,
     ) -> None:  # fmt: skip
+        """See `token_outputs` for the last three."""
         super().__init__()
         # None where the embedding's weight is passed in (tied, one pipeline stage)
         self.weight = output_layer.weight
         self.vocab_size, self.tp_group = vocab_size, tp_group
         self.sequence_parallel = sequence_parallel
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.keep_bytes = chunk_tokens, keep_bytes
+        self.topk = topk
         self._job: HeadJob | None = None
 
     def prepare(self, job: HeadJob) -> None:
@@ -89,6 +94,7 @@ class LMHead(torch.nn.Module):
                 token_outputs(
                     hidden, weight, job.labels, shard=shard, outputs=names,
                     temperature=job.temperature, chunk_tokens=self.chunk_tokens,
+                    keep_bytes=self.keep_bytes, topk=self.topk,
                 )
             )  # fmt: skip
         if "logits" in job.outputs:
@@ -99,11 +105,16 @@ class LMHead(torch.nn.Module):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """[T,K] to {name: [T]}, and [T,V] for "logits"."""
-        names = [o for o in outputs if o in TOKEN_OUTPUTS]
-        by_name = {name: out[:, k] for k, name in enumerate(names)}
+        """[T,K] to {name: [T]}, [T,k] for the top k, [T,V] for "logits"."""
+        at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk)
+        by_name = {name: out[:, where] for name, where in at.items()}
+        for name, x in by_name.items():
+            if name == TOP_IDS:
+                by_name[name] = x.long()
+            elif name != TOP_LOGPROBS:
+                by_name[name] = x[:, 0]
         if "logits" in outputs:
-            by_name["logits"] = out[:, len(names) :]
+            by_name["logits"] = out[:, max((w.stop for w in at.values()), default=0) :]
         return {name: by_name[name] for name in outputs}
 
     def sharded_state_dict(
@@ -116,14 +127,29 @@ class LMHead(torch.nn.Module):
         )  # fmt: skip
 
 
-def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
-    """Raises ValueError naming an output that does not exist or that this head cannot compute."""
+def output_widths(vocab_size: int, topk: int) -> dict[str, int]:
+    """The last dimension of outputs [B,S,...] that are more than a number per token."""
+    if topk > vocab_size:
+        raise ValueError(f"lm_head_topk={topk} exceeds the vocabulary of {vocab_size}: lower it")
+    return {TOP_LOGPROBS: topk, TOP_IDS: topk, "logits": vocab_size}
+
+
+def check_outputs(
+    outputs: Sequence[str], head: str = "lm", *, backward: bool = False
+) -> tuple[str, ...]:
+    """Raises ValueError naming an output that does not exist, that `head` cannot compute, or that
+    has no gradient to train by.
+    """
     names = tuple(outputs)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
-        if name in SUPPORTED:
+        if backward and name in (TOP_LOGPROBS, TOP_IDS):
+            raise ValueError(f"outputs={names}: {name!r} has no gradient; take it from forward()")
+        if name in SUPPORTED[head]:
             continue
         known = "needs another head" if name in OUTPUTS else "does not exist"
-        raise ValueError(f"outputs={names}: {name!r} {known}; this engine has {SUPPORTED}")
+        raise ValueError(
+            f"outputs={names}: {name!r} {known}; this engine (head={head}) has {SUPPORTED[head]}"
+        )
     return names

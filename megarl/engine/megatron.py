@@ -8,33 +8,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.api.engine import Batch, LossFn, LossWeightFn, TrainEngine
+from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine import checkpoint, micro_batch, optimizer, schedule
-from megarl.engine.lm_head import LMHead, check_outputs
-from megarl.engine.offload import ParkedStorages, gradient_tensors, optimizer_tensors
-from megarl.models import build_model, check_layout, named_params, read_hf_config
-from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.engine import checkpoint, optimizer, passes, weights
+from megarl.engine.built import Built, build, resolve
+from megarl.engine.memory import Memory
+from megarl.engine.routing import ROUTED
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
-from megarl.parallel.layout import Layout
-from megarl.parallel.packing import check_right_padded
 from megarl.weight_sync import WeightSender
 
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
-from megatron.core.transformer.module import Float16Module  # isort: skip
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_STATE_BUCKET_BYTES = 256 << 20
+_UNINITIALIZED = "the engine is not initialized: call initialize() first"
 
 
 class MegatronEngine(TrainEngine):
@@ -43,13 +36,10 @@ class MegatronEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         self.config, self.seed = config, seed
         self._version = 0
-        self.chunks: list[torch.nn.Module] = []
-        self.params: dict[str, torch.nn.Parameter] = {}
         self._training = config.optimizer is not None
         self._groups: ProcessGroups | None = None
-        self._optimizer: Any = None
-        self._lr_schedule: Any = None
-        self._parked: ParkedStorages | None = None
+        self._built: Built | None = None
+        self._memory: Memory | None = None
         self._sender: WeightSender | None = None
 
     # ---- life ----------------------------------------------------------------------------------
@@ -57,76 +47,23 @@ class MegatronEngine(TrainEngine):
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         if self._groups is not None:
             raise ValueError("initialize() was called twice; call destroy() in between")
-        cfg = self.config
         init_distributed(addr)
-        self.model_config = read_hf_config(cfg.path)
-        check_layout(self.model_config, cfg.parallel)
-        if cfg.parallel.cp > 1:
-            raise ValueError(
-                f"parallel.cp={cfg.parallel.cp}: the engine packs for cp=1 only; set parallel.cp=1"
-            )
-        self.layout = Layout.from_config(cfg.parallel, dist.get_world_size())
-        self.dtype = self._resolve_dtype()
-        self._groups = ProcessGroups(self.layout)
-        with self._scope("initialize"):
-            self._build()
-            if cfg.optimizer is not None:
-                self._optimizer = optimizer.build_optimizer(cfg.optimizer, self.chunks, self.dtype)
-                self._lr_schedule = optimizer.build_schedule(
-                    cfg.optimizer, self._optimizer, ft_spec
-                )
+        what = resolve(self.config, dist.get_world_size())
+        self.model_config, self.layout, self.dtype = what.model, what.layout, what.dtype
+        self._groups = ProcessGroups(what.layout)
+        with model_scope(self._groups), waiting_for(self._groups, "initialize"):
+            self._built = build(self.config, what, self._groups, self.seed, ft_spec)
+            self._memory = Memory(self._built)
             self.train(self._training)
-
-    def _resolve_dtype(self) -> torch.dtype:
-        name = self.config.dtype
-        if name == "auto":
-            name = "bfloat16" if mcore.on_cuda() else "float32"
-        if name not in _DTYPES:
-            raise ValueError(f"dtype={name!r}: use 'auto' or one of {sorted(_DTYPES)}")
-        return _DTYPES[name]
-
-    def _build(self) -> None:
-        """Model, weights, wrappers; in this order, since the wrappers move the weights."""
-        cfg, groups = self.config, self.groups
-        with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
-            model_parallel_cuda_manual_seed(self.seed)
-            built = build_model(
-                self.model_config, self.layout, dtype=self.dtype, device=mcore.device(),
-                attention=cfg.attention, gradient_checkpointing=cfg.gradient_checkpointing,
-                seed=self.seed if cfg.init_from_scratch else None,
-            )  # fmt: skip
-        self.table = built.table
-        chunks: list[torch.nn.Module] = list(built.chunks)
-        for chunk in built.chunks:
-            if chunk.post_process:
-                chunk.output_layer = LMHead(
-                    chunk.output_layer,
-                    vocab_size=self.model_config.vocab_size,
-                    tp_group=groups.tp,
-                    sequence_parallel=self.layout.sequence_parallel,
-                    chunk_tokens=cfg.lm_head_chunk_tokens,
-                )
-        self.params = named_params(chunks)
-        if not cfg.init_from_scratch:
-            load_hf(cfg.path, self.table, self.layout, groups.rank, self.params)
-        if self.dtype == torch.bfloat16:
-            chunks = [Float16Module(built.config, chunk) for chunk in chunks]
-        if cfg.optimizer is None:
-            for param in self.params.values():
-                param.requires_grad_(False)
-        else:
-            chunks = optimizer.wrap_chunks(
-                built.config, chunks, distributed=cfg.optimizer.distributed
-            )
-        self.chunks = chunks
+            if self.config.offload:
+                self._memory.offload(("params",))
 
     def destroy(self) -> None:
         if self._groups is None:
             return
         if self._sender is not None:
             self._sender.close()
-        self._sender = self._optimizer = self._lr_schedule = self._parked = None
-        self.chunks, self.params = [], {}
+        self._sender = self._memory = self._built = None
         gc.collect()
         torch.cuda.empty_cache()
         groups, self._groups = self._groups, None
@@ -137,20 +74,31 @@ class MegatronEngine(TrainEngine):
     @property
     def groups(self) -> ProcessGroups:
         if self._groups is None:
-            raise RuntimeError("the engine is not initialized: call initialize() first")
+            raise RuntimeError(_UNINITIALIZED)
         return self._groups
 
+    @property
+    def built(self) -> Built:
+        if self._built is None:
+            raise RuntimeError(_UNINITIALIZED)
+        return self._built
+
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            raise RuntimeError(_UNINITIALIZED)
+        return self._memory
+
     @contextmanager
-    def _scope(self, what: str) -> Iterator[None]:
+    def _scope(self, what: str, needs: Sequence[str] = ("params",)) -> Iterator[None]:
         """megatron-core's globals are ours, and a wait that fails says who waited for what."""
-        if self._parked is not None:
-            raise RuntimeError(f"{what}: the engine is offloaded; call onload() first")
+        self.memory.require(what, needs)
         with model_scope(self.groups), waiting_for(self.groups, what):
             yield
 
     def train(self, mode: bool = True) -> MegatronEngine:
         self._training = mode
-        for chunk in self.chunks:
+        for chunk in self._built.chunks if self._built else ():
             chunk.train(mode)
         return self
 
@@ -163,67 +111,52 @@ class MegatronEngine(TrainEngine):
         finally:
             self.train(before)
 
-    # ---- training ------------------------------------------------------------------------------
+    # ---- passes --------------------------------------------------------------------------------
 
     def train_batch(
         self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
         stats = self.backward_batch(
-            input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature
-        )
-        with self._scope("train_batch (optimizer step)"):
-            lr = optimizer.current_lr(self._optimizer)
-            updated, norm = optimizer.step(self._optimizer, stats["loss"])
-        return {**stats, "grad_norm": norm, "lr": lr, "update_successful": float(updated)}
+            input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature,
+            whole_groups=whole_groups,
+        )  # fmt: skip
+        mine = self.built.optimizer
+        with self._scope("train_batch (optimizer step)", PARTS):
+            lr = optimizer.current_lr(mine)
+            return {**stats, "lr": lr, **optimizer.step(mine, stats["loss"])}
 
     def backward_batch(
         self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
         """train_batch without its optimizer step: the gradients stay in place (see `hf_state`)."""
-        if self._optimizer is None:
+        if self.built.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
-        with self._scope("train_batch"), self._mode(True):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()  # type: ignore[operator]
-            self._optimizer.zero_grad()
-            return self._loss_pass(
-                input_, loss_fn, loss_weight_fn, outputs, temperature, backward=True
+        if self.config.moe.router_replay and ROUTED not in input_:
+            raise ValueError(
+                f"moe.router_replay=True: the batch has no {ROUTED!r} to replay; put forward()'s "
+                "output of that name into it, as an actor with recompute_logprob does"
             )
+        with self._scope("train_batch", PARTS), self._mode(True):
+            optimizer.zero_grad(self.built.optimizer, self.built.chunks)
+            return passes.loss_pass(
+                self.built, input_, loss_fn, loss_weight_fn, outputs=outputs,
+                temperature=temperature, whole_groups=whole_groups, backward=True,
+            )  # fmt: skip
 
     def eval_batch(
         self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
-        with self._scope("eval_batch"), self._mode(False), torch.no_grad():
-            return self._loss_pass(
-                input_, loss_fn, loss_weight_fn, outputs, temperature, backward=False
-            )
-
-    def _loss_pass(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn,
-        outputs: Sequence[str], temperature: float, *, backward: bool,
-    ) -> dict[str, float]:  # fmt: skip
-        plan = self._plan(input_)
-        weight = float(loss_weight_fn(input_))
-        if not weight > 0:
-            raise ValueError(
-                f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
-                "is there nothing to train on (loss_mask all False)?"
-            )
-        mine = micro_batch.build(input_, plan[self.groups.coords.dp], self.layout)
-        job = schedule.Pass(
-            outputs=check_outputs(outputs),
-            temperature=_checked_temperature(temperature),
-            loss_fn=loss_fn,
-            loss_scale=len(mine) * self.layout.dp / weight,
-        )
-        schedule.run(self.chunks, mine, job, backward=backward)
-        sums = schedule.reduce_sums(job, self.groups)
-        loss_sum, _ = sums.pop("loss")
-        means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
-        return {"loss": loss_sum / weight, **means}
+        with self._inference("eval_batch"):
+            return passes.loss_pass(
+                self.built, input_, loss_fn, loss_weight_fn, outputs=outputs,
+                temperature=temperature, whole_groups=whole_groups, backward=False,
+            )  # fmt: skip
 
     def forward(
         self, input_: Batch, output_seqlens: Sequence[int] | None = None,
@@ -231,98 +164,63 @@ class MegatronEngine(TrainEngine):
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
-        """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself:
-        its outputs {name: [n]} (the first output_seqlens[i] positions, all S by default) and its
-        row of the batch go through `post_hook`, and `aggregate_fn` joins the list.
-        """
-        with self._scope("forward"), self._mode(False), torch.no_grad():
-            plan = self._plan(input_)
-            mine = micro_batch.build(input_, plan[self.groups.coords.dp], self.layout)
-            job = schedule.Pass(
-                outputs=check_outputs(outputs), temperature=_checked_temperature(temperature)
-            )
-            schedule.run(self.chunks, mine, job, backward=False)
-            result = schedule.collect_outputs(
-                job, mine, input_["input_ids"].shape, self.groups,
-                extra={"logits": self.model_config.vocab_size},
-            )  # fmt: skip
+        """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
+        (passes.by_sequence), and `aggregate_fn` joins the list."""
+        with self._inference("forward"):
+            result = passes.forward_pass(self.built, input_, outputs, temperature)
         if output_seqlens is None and post_hook is None:
-            return result if len(result) > 1 else result[job.outputs[0]]
-        return aggregate_fn(_by_sequence(result, input_, output_seqlens, post_hook))
+            return result if len(result) > 1 else next(iter(result.values()))
+        return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
 
-    def _plan(self, input_: Batch) -> list[list[list[int]]]:
-        check_right_padded(input_)
-        return micro_batch.plan(input_, self.layout, self.config.mb_spec.max_tokens_per_mb)
+    @contextmanager
+    def _inference(self, what: str) -> Iterator[None]:
+        with self.memory.at_hand(), self._scope(what), self._mode(False), torch.no_grad():
+            yield
 
     def step_lr_scheduler(self) -> None:
-        if self._lr_schedule is None:
+        if self.built.schedule is None:
             raise ValueError("this engine has no optimizer, so no learning-rate schedule")
-        self._lr_schedule.step(1)
+        self.built.schedule.step(1)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Within it, `forward` and the like run the model below the adapters: the reference of a
+        policy trained with LoRA, at no cost in memory. Exports are not affected."""
+        if self.built.adapters is None:
+            raise ValueError("this engine has no adapters to disable: set its `lora`")
+        return self.built.adapters.disabled()
 
     # ---- weights -------------------------------------------------------------------------------
 
     def save(self, meta: SaveLoadMeta) -> None:
-        checkpoint.check_meta(meta, trained=self._optimizer is not None)
-        with self._scope("save"):
-            if meta.weight_format == "dist":
-                checkpoint.save(self._trainee(), meta.path, meta.with_optim, self._version)
-            else:
-                save_hf(
-                    meta.path, self.table, self.layout, self.groups.rank, self.params,
-                    base_model_path=meta.base_model_path or self.config.path,
-                    tokenizer=meta.tokenizer,
-                )  # fmt: skip
-            self.groups.barrier()
+        checkpoint.check_meta(meta, self.built)
+        with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
+            weights.save(self.built, meta, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        checkpoint.check_meta(meta, trained=self._optimizer is not None)
-        with self._scope("load"):
-            if meta.weight_format == "dist":
-                found = checkpoint.load(self._trainee(), meta.path, meta.with_optim)
-                if meta.with_optim:
-                    self._version = found["version"]
-            else:
-                load_hf(meta.path, self.table, self.layout, self.groups.rank, self.params)
-                if self._optimizer is not None:
-                    self._optimizer.reload_model_params()
-            self.groups.barrier()
-
-    def _trainee(self) -> checkpoint.Trainee:
-        return checkpoint.Trainee(
-            model=self.model_config, dtype=self.dtype, groups=self.groups, chunks=self.chunks,
-            optimizer=self._optimizer, schedule=self._lr_schedule, seed=self.seed,
-        )  # fmt: skip
+        checkpoint.check_meta(meta, self.built)
+        with self._scope("load", ("params", "optimizer")):
+            version = weights.load(self.built, meta)
+        if version is not None:
+            self._version = version
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         with self._scope("upload_weights"):
+            optimizer.gather_params(self.built.chunks)
             if self._sender is None:
-                self._sender = WeightSender(
-                    self.table, self.layout, self.groups.rank, self.params, self.groups.world
-                )
+                self._sender = weights.sender(self.built)
             stats: dict[str, float] = self._sender.upload(meta)
         return stats
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by HF name, on rank 0; the other ranks iterate too and see none.
+        """Full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate too and
+        see none.
 
         With `grads`, the gradients of the last backward_batch in fp32; they are whole only without
-        the distributed optimizer, which leaves each rank its own part. Memory: one bucket.
+        the distributed optimizer, which leaves each rank its own part. Those of adapters have
+        PEFT's names. Memory: one bucket.
         """
-        values: dict[str, torch.Tensor] = dict(self.params)
-        if grads:
-            if self._optimizer is None:
-                raise ValueError("this engine has no optimizer, so it keeps no gradients")
-            values = {n: p.main_grad for n, p in self.params.items()}  # type: ignore[attr-defined]
-        dtype = torch.float32 if grads else self.dtype
-        buckets = plan_buckets(self.table, dtype, _STATE_BUCKET_BYTES)
-        gatherer = BucketGatherer(
-            self.table, self.layout, self.groups.rank, values, buckets, device=mcore.device()
-        )
-        for bucket in buckets:
-            with self._scope("hf_state"):
-                flat = gatherer.gather(bucket)
-            if flat is not None:
-                yield from bucket.views(flat)
+        needs = ("params", "grads") if grads else ("params",)
+        return weights.hf_state(self.built, grads, partial(self._scope, "hf_state", needs))
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -332,50 +230,15 @@ class MegatronEngine(TrainEngine):
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def offload(self) -> None:
-        """Weights and optimizer state to host memory, gradients dropped. Nothing to do on a CPU,
-        where both are the same memory.
-        """
-        if not mcore.on_cuda() or self._parked is not None:
-            return
-        with self._scope("offload"):
-            parked = ParkedStorages()
-            scratch = gradient_tensors(self.chunks) if self._optimizer is not None else ()
-            state = optimizer_tensors(self._optimizer) if self._optimizer is not None else ()
-            parked.park((*self.params.values(), *state), scratch)
-        self._parked = parked
+    def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        with self._scope("offload", ()):
+            return self.memory.offload(parts)
 
-    def onload(self) -> None:
-        parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.restore()
+    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        return self.memory.onload(parts)
 
     def get_scheduling_config(self) -> dict[str, Any]:
         """What a launcher needs to place this engine's processes."""
         parallel = asdict(self.config.parallel)
         on_gpu = mcore.on_cuda()
         return {"gpus_per_process": int(on_gpu), "cpus_per_process": 4 if on_gpu else 1} | parallel
-
-
-def _checked_temperature(temperature: float) -> float:
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
-    return float(temperature)
-
-
-def _by_sequence(
-    outputs: Batch, batch: Batch, output_seqlens: Sequence[int] | None,
-    post_hook: Callable[[Batch, Batch], Any] | None,
-) -> list[Any]:  # fmt: skip
-    rows = len(batch["input_ids"])
-    if output_seqlens is not None and len(output_seqlens) != rows:
-        raise ValueError(f"output_seqlens has {len(output_seqlens)} entries for {rows} sequences")
-    if post_hook is None and len(outputs) > 1:
-        raise ValueError(f"several outputs {tuple(outputs)} by sequence need a post_hook")
-    results = []
-    for i in range(rows):
-        n = None if output_seqlens is None else output_seqlens[i]
-        mine = {name: values[i, :n] for name, values in outputs.items()}
-        row = {name: values[i] for name, values in batch.items()}
-        results.append(post_hook(mine, row) if post_hook else next(iter(mine.values())))
-    return results

@@ -5,12 +5,13 @@ B sequences of the global batch, b of a micro-batch, S positions (right-padded),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import Packed, pack, plan_micro_batches
+from megarl.parallel.packing import Alignment, Cost, Packed, pack, plan_micro_batches
 from megarl.utils.batch import Batch, select, seqlens
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -20,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 class MicroBatch:
     """`batch`: these rows [b,S] of the global batch, trimmed, on the host.
 
-    `packed`: the same sequences one after another, on the device.
+    `packed`: this context-parallel rank's share of the same sequences, packed, on the device.
     """
 
     rows: list[int]
@@ -30,11 +31,11 @@ class MicroBatch:
     def params(self) -> PackedSeqParams:
         """What attention and rotary embedding need to know about the packed tokens.
 
-        The longest slot is given as it is: a maximum equal to the total of several sequences would
-        make the unfused rotary embedding count positions through all of them.
+        Lengths are those of whole sequences: attention and rotary embedding know which share is
+        this rank's. The longest slot is given as it is: a maximum equal to the total of several
+        sequences would make the unfused rotary embedding count positions through all of them.
         """
         cu, longest = self.packed.cu_seqlens, self.packed.max_slot
-        assert len(cu) == 2 or longest < len(self.packed.input_ids)
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,
@@ -46,30 +47,66 @@ class MicroBatch:
         )
 
 
-def alignment(layout: Layout) -> int:
-    """A sequence's slot is a multiple of this: tensor-parallel ranks share its tokens under
-    sequence parallelism, context-parallel ranks take two chunks each.
+def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
+    """Context-parallel ranks take two chunks of every sequence; tensor-parallel ranks share the
+    tokens of a rank under sequence parallelism. Every share is a multiple of `token_unit`.
     """
-    return (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
+    slot = 2 * layout.cp if layout.cp > 1 else 1
+    share = layout.tp if layout.sequence_parallel else 1
+    return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
 
 
-def plan(batch: Batch, layout: Layout, max_tokens: int) -> list[list[list[int]]]:
-    """[dp rank][micro-batch] -> rows. The interleaved schedule wants a multiple of pp."""
+def plan(
+    batch: Batch,
+    layout: Layout,
+    max_tokens: int,
+    cost: Cost,
+    *,
+    whole_groups: bool = False,
+    token_unit: int = 1,
+) -> list[list[list[int]]]:
+    """[dp rank][micro-batch] -> rows. `max_tokens` is what one device holds of a micro-batch. The
+    interleaved schedule wants a multiple of pp. `whole_groups` keeps the rows of a group together.
+    """
     return plan_micro_batches(
         seqlens(batch),
         dp=layout.dp,
         max_tokens=max_tokens * layout.cp,
-        align=alignment(layout),
+        align=alignment(layout, token_unit),
         multiple_of=layout.pp if layout.vpp > 1 else 1,
+        cost=cost,
+        groups=_groups(batch) if whole_groups else None,
     )
 
 
-def build(batch: Batch, micro_batches: Sequence[list[int]], layout: Layout) -> list[MicroBatch]:
+def _groups(batch: Batch) -> list[list[int]]:
+    """Rows by their group_ids, in the order of first appearance."""
+    if "group_ids" not in batch:
+        raise ValueError(
+            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
+        )
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_ids"].tolist()):
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
+
+
+def build(
+    batch: Batch,
+    micro_batches: Sequence[list[int]],
+    layout: Layout,
+    *,
+    cp_rank: int,
+    token_unit: int = 1,
+) -> list[MicroBatch]:
     """This rank's micro-batches, in the order of the plan."""
     out = []
     for rows in micro_batches:
         mine = select(batch, rows)
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-        packed = pack(mine["input_ids"].long(), seqlens(mine), align=alignment(layout))
+        packed = pack(
+            mine["input_ids"].long(), seqlens(mine), align=alignment(layout, token_unit),
+            cp=layout.cp, cp_rank=cp_rank,
+        )  # fmt: skip
         out.append(MicroBatch(rows, mine, packed.to(mcore.device())))
     return out

@@ -3,59 +3,96 @@
 A parameter, its slice in the data-parallel buffer, the optimizer's shard of it: many tensors look
 at few storages. So storages are moved, not tensors: their bytes go to host memory and the storage
 shrinks to nothing; later it grows back and every tensor is valid again.
+
+On a CPU the bytes go to another place of the same memory. Nothing is gained, but the code is the
+same, and so is the error of whoever uses what is away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from megarl.api.engine import PARTS
+from megarl.parallel import mcore
+
+
+def check_parts(parts: Sequence[str]) -> tuple[str, ...]:
+    """In the order of PARTS. ValueError for one that does not exist, and for a bare string."""
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts={parts!r}: give a tuple of some of {PARTS}")
+    return tuple(p for p in PARTS if p in parts)
+
+
+# what is away, each with its host copy, or with its size where nothing is kept
+_Parked = list[tuple[torch.UntypedStorage, torch.Tensor | int]]
+
 
 class ParkedStorages:
-    """Host copies of device storages, from `park` until `restore`.
+    """Named groups of storages, each in device memory or away from it.
 
-    `scratch` tensors (gradients between steps) lose their numbers and come back as zeros. Host
-    memory holds one copy of the rest, pinned where the device is a GPU.
+    Host memory holds one copy of what is away, pinned where the device is a GPU.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._scratch: list[tuple[torch.UntypedStorage, int]] = []
+        self._away: dict[str, _Parked] = {}
 
-    def park(self, tensors: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor] = ()) -> None:
-        assert not self._kept and not self._scratch, "already parked"
-        seen: set[int] = set()
+    def __contains__(self, name: str) -> bool:
+        return name in self._away
+
+    def park(
+        self, name: str, tensors: Iterable[torch.Tensor], *, keep: bool = True,
+        but_not: Iterable[torch.Tensor] = (),
+    ) -> int:  # fmt: skip
+        """Bytes of device memory given up by `tensors`, but for what they share with `but_not`.
+
+        Without `keep` (gradients between steps) the numbers are lost, and zeros come back.
+        """
+        assert name not in self._away, f"{name} is parked already"
+        seen = {storage._cdata for storage in _storages(but_not, set())}
+        parked: _Parked = []
+        freed = 0
         for storage in _storages(tensors, seen):
-            host = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-            )
-            host.copy_(_bytes(storage), non_blocking=True)
-            self._kept.append((storage, host))
-        self._scratch.extend((s, s.nbytes()) for s in _storages(scratch, seen))
+            freed += storage.nbytes()
+            parked.append((storage, _to_host(storage) if keep else storage.nbytes()))
+            storage.resize_(0)  # in the order of the stream, so after the copy
+        self._away[name] = parked
         _synchronize()
-        for storage, _ in (*self._kept, *self._scratch):
-            storage.resize_(0)
         torch.cuda.empty_cache()
+        return freed
 
-    def restore(self) -> None:
-        for storage, host in self._kept:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
-        for storage, nbytes in self._scratch:
-            storage.resize_(nbytes)
-            _bytes(storage).zero_()
+    def restore(self, name: str) -> int:
+        """Bytes of device memory taken again."""
+        taken = 0
+        for storage, content in self._away.pop(name):
+            if isinstance(content, int):
+                storage.resize_(content)
+                _bytes(storage).zero_()
+            else:
+                storage.resize_(content.numel())
+                _bytes(storage).copy_(content, non_blocking=True)
+            taken += storage.nbytes()
         _synchronize()
-        self._kept, self._scratch = [], []
+        return taken
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    host = torch.empty(
+        storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+    )
+    return host.copy_(_bytes(storage), non_blocking=True)
 
 
 def _storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Every non-empty storage once; `seen` grows."""
+    """Every non-empty storage of the engine's device once; `seen` grows."""
     for t in tensors:
         storage = t.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        on_device = storage.device.type == mcore.device().type
+        if on_device and storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
             yield storage
 
 
@@ -68,14 +105,24 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def memory_in_use() -> int:
+    """Bytes of this process in device memory: tensors, or on a CPU all that is resident."""
+    if mcore.on_cuda():
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters and states of a megatron optimizer, chained or not."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         torch_optimizer = inner.optimizer
         if torch_optimizer is None:  # this rank holds no parameter of that kind
             continue
-        for group in torch_optimizer.param_groups:
-            yield from group["params"]
+        # one that keeps a part on the CPU consists of several
+        for each in getattr(torch_optimizer, "sub_optimizers", [torch_optimizer]):
+            for group in each.param_groups:
+                yield from group["params"]
         for state in torch_optimizer.state.values():
             yield from (v for v in state.values() if torch.is_tensor(v))
 

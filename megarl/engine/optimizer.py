@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from megarl.api.records import FinetuneSpec
+from megarl.config.check_engine import optimizer_problems
 from megarl.config.engine import OptimizerConfig
+from megarl.config.errors import raise_if_any
 from megarl.parallel import mcore
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
@@ -18,26 +21,44 @@ from megatron.core.distributed import finalize_model_grads  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+from megatron.core.utils import get_model_config  # isort: skip
 
 # a constant schedule never looks at its end, but megatron-core asks for one
 _ENDLESS = 1 << 40
 
 
+def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
+    """ValueError for what this machine or the weights' dtype cannot do."""
+    raise_if_any(optimizer_problems("optimizer", cfg))
+    if cfg.precision_aware and not (mcore.on_cuda() and find_spec("transformer_engine")):
+        raise ValueError(
+            "optimizer.precision_aware=True needs a GPU and Transformer Engine's FusedAdam "
+            "(pip install megarl[gpu]); use precision_aware=False"
+        )
+    if cfg.cpu_offload and dtype != torch.bfloat16:
+        raise ValueError(
+            "optimizer.cpu_offload=True: the CPU keeps float32 copies of bfloat16 weights, but "
+            f"these are {str(dtype).removeprefix('torch.')}; set dtype='bfloat16', or "
+            "cpu_offload=False"
+        )
+
+
 def wrap_chunks(
-    config: Any, chunks: Sequence[torch.nn.Module], *, distributed: bool
+    config: Any, chunks: Sequence[torch.nn.Module], cfg: OptimizerConfig
 ) -> list[torch.nn.Module]:
     """The chunks in data-parallel wrappers: gradients accumulate and reduce in fp32.
 
     NaN is not the wrapper's business (it would raise); `step` skips such an update.
     """
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=cfg.distributed,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=False,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=cfg.overlap_grad_reduce,
+        overlap_param_gather=cfg.overlap_param_gather,
     )
     config.finalize_model_grads_func = finalize_model_grads
     wrapped = [
@@ -48,29 +69,80 @@ def wrap_chunks(
         for module in (m for chunk in wrapped for m in chunk.modules()):
             if hasattr(module, "gradient_accumulation_fusion"):
                 module.gradient_accumulation_fusion = True  # type: ignore[assignment]
+    if cfg.overlap_grad_reduce:  # only the last micro-batch's backward pass reduces
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
+
+
+def gather_params(chunks: Sequence[Any]) -> None:
+    """Weights whole on every rank, where the last step left gathering them to the next pass."""
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):  # a frozen model's
+            continue
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.ddp_config.overlap_param_gather and not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+
+def zero_grad(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """The wrappers' gradient buffers, and what the optimizer keeps of them."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
 
 
 def build_optimizer(
     cfg: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> Any:
-    """megatron-core's optimizer over wrapped chunks. Vectors (norms, biases) do not decay."""
-    return get_megatron_optimizer(
-        McoreOptimizerConfig(
-            optimizer=cfg.type,
-            lr=cfg.lr,
-            min_lr=cfg.lr * cfg.min_lr_ratio,
-            weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.beta1,
-            adam_beta2=cfg.beta2,
-            adam_eps=cfg.eps,
-            clip_grad=cfg.gradient_clipping,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=cfg.distributed,
-        ),
-        list(chunks),
+    """megatron-core's optimizer over wrapped chunks. Vectors (norms, biases) do not decay.
+
+    Its fused Adam is Transformer Engine's, else apex's, else ours. In float16 the loss is scaled on
+    its way back, and `step` takes the scale out of the gradients.
+    """
+    optimizer = get_megatron_optimizer(_mcore_config(cfg, dtype), list(chunks))
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _settle_hybrid(part.optimizer)
+    if dtype == torch.float16:
+        get_model_config(chunks[0]).grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerConfig:
+    config = McoreOptimizerConfig(
+        optimizer=cfg.type,
+        lr=cfg.lr,
+        min_lr=cfg.lr * cfg.min_lr_ratio,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.beta1,
+        adam_beta2=cfg.beta2,
+        adam_eps=cfg.eps,
+        clip_grad=cfg.gradient_clipping,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+        use_distributed_optimizer=cfg.distributed,
+        overlap_param_gather=cfg.overlap_param_gather,
+        use_precision_aware_optimizer=cfg.precision_aware,
+        store_param_remainders=False,
+        main_params_dtype=getattr(torch, cfg.main_params_dtype),
+        exp_avg_dtype=getattr(torch, cfg.exp_avg_dtype),
+        exp_avg_sq_dtype=getattr(torch, cfg.exp_avg_sq_dtype),
+        optimizer_cpu_offload=cfg.cpu_offload,
+        optimizer_offload_fraction=cfg.cpu_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=mcore.on_cuda(),
+        initial_loss_scale=cfg.initial_loss_scale,
+        min_loss_scale=cfg.min_loss_scale,
+        loss_scale_window=cfg.loss_scale_window,
+        hysteresis=cfg.loss_scale_hysteresis,
     )
+    if cfg.cpu_offload:
+        # The hybrid optimizer takes gradients the way the precision-aware one does. Said after the
+        # fact: asked for from the start, it would want Transformer Engine, which it does not use.
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config
 
 
 def build_schedule(
@@ -112,19 +184,67 @@ def current_lr(optimizer: Any) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def step(optimizer: Any, loss: float) -> tuple[bool, float]:
-    """(updated, gradient norm before clipping). A loss or a norm that is not finite changes
-    nothing: neither weights nor moments. Both are the same on every rank, and so is the decision.
+def step(optimizer: Any, loss: float) -> dict[str, float]:
+    """Updates the weights; grad_norm (before clipping) and update_successful. A loss or a norm that
+    is not finite changes nothing: neither weights nor moments. All are the same on every rank.
+
+    In float16 also loss_scale, that of this step, and overflow: whether the gradients were too
+    large for it, which the next step's smaller scale may mend.
     """
-    optimizer.prepare_grads()
+    scale = float(optimizer.get_loss_scale()) if optimizer.config.fp16 else 1.0
+    overflow = _prepare_grads(optimizer, rescale=math.isfinite(loss))
     norm = float(optimizer.get_grad_norm())
-    if not (math.isfinite(norm) and math.isfinite(loss)):
-        return False, norm
-    # the rest of optimizer.step(), which would compute the norm again
+    updated = not overflow and math.isfinite(norm) and math.isfinite(loss)
+    if updated:
+        # the rest of optimizer.step(), which would compute the norm again
+        for part in _parts(optimizer):
+            if part.config.clip_grad > 0 and (params := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm, _decoupled(part))
+        updated = bool(optimizer.step_with_ready_grads())
+    figures = {"grad_norm": norm, "update_successful": float(updated)}
+    if optimizer.config.fp16:
+        mendable = overflow and math.isfinite(loss) and scale > optimizer.config.min_loss_scale
+        figures |= {"loss_scale": scale, "overflow": float(mendable)}
+    return figures
+
+
+@torch.no_grad()
+def _prepare_grads(optimizer: Any, *, rescale: bool) -> bool:
+    """Main gradients, without the loss scale; in float16 whether one of them is not finite.
+
+    There megatron-core lets every part judge its own gradients, so that the scales of dense weights
+    and experts would come apart. Here all parts go by what any of them found; without `rescale`
+    (the loss itself is broken) the scale stays.
+    """
+    if not optimizer.config.fp16:
+        return bool(optimizer.prepare_grads())
+    parts = _parts(optimizer)
+    for part in parts:
+        if not part.is_stub_optimizer:
+            part._copy_model_grads_to_main_grads()
+    found = [part._unscale_main_grads_and_check_for_nan() for part in parts]  # each a collective
+    overflow = any(found)
+    if rescale:
+        for part in parts:
+            part.grad_scaler.update(overflow)
+    return overflow
+
+
+def _decoupled(part: Any) -> bool:
+    """Whether gradients stand in `decoupled_grad`, since their dtype is not the parameter's."""
+    return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+
+
+def reload_main_params(optimizer: Any) -> None:
+    """Main weights from the model's, after those were loaded."""
+    optimizer.reload_model_params()
     for part in _parts(optimizer):
-        if part.config.clip_grad > 0 and (params := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm)
-    return bool(optimizer.step_with_ready_grads()), norm
+        if not _decoupled(part) or isinstance(part.optimizer, HybridDeviceOptimizer):
+            continue
+        for param in part.get_parameters():  # FusedAdam's own, which megatron-core leaves alone
+            if param in part.optimizer.state:
+                value = param.detach().to(torch.float32, copy=True)
+                part.optimizer.set_scaled_state(param, "master_param", value)
 
 
 def _parts(optimizer: Any) -> Sequence[Any]:
@@ -141,7 +261,25 @@ def kind(optimizer: Any) -> str:
 def materialize_state(optimizer: Any) -> None:
     """Moments exist from the first step on; megatron-core cannot save without, so zeros do."""
     for part in _parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
+        # the hybrid one has them from the start; None is where a rank trains nothing of that kind
+        if not isinstance(part.optimizer, HybridDeviceOptimizer | None):
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def _settle_hybrid(hybrid: HybridDeviceOptimizer) -> None:
+    """Moments of zero: megatron-core would make them by a step along random gradients. And groups
+    that a checkpoint can hold: the classes in them it would refuse to read.
+    """
+    for group in hybrid.param_groups:
+        for key in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+            group.pop(key, None)
+    for inner in hybrid.sub_optimizers:
+        for param in (p for group in inner.param_groups for p in group["params"]):
+            state = {k: torch.zeros_like(param) for k in ("exp_avg", "exp_avg_sq")}
+            if isinstance(inner, torch.optim.AdamW):
+                state["step"] = torch.zeros(())
+            inner.state[param] = state
+    hybrid._sync_sub_optimizers_state_to_hdo()
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
@@ -153,6 +291,12 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 def set_hyperparameters(optimizer: Any, values: Sequence[dict[str, Any]]) -> None:
     for group, value in zip(optimizer.param_groups, values, strict=True):
         group.update(value)
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            # a loaded count of steps is with the optimizers inside; left here, megatron-core would
+            # set theirs back to it at every step
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)
 
 
 def set_position(schedule: OptimizerParamScheduler, steps: int) -> None:

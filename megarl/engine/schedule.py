@@ -19,13 +19,16 @@ import torch.distributed as dist
 from megarl.api.engine import LossFn
 from megarl.engine.lm_head import HeadJob
 from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.routing import ROUTED, Routing
 from megarl.models.names import unwrap
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
+from megarl.parallel.vocab_parallel import TOP_IDS
 from megarl.utils.batch import Batch
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import mappings  # isort: skip
 
 Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar tensors
 
@@ -35,13 +38,16 @@ class Pass:
     """What a pass computes. Its results live on the ranks of the last pipeline stage.
 
     With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
-    of every micro-batch in `outputs_of`, in the order of the micro-batches.
+    of every micro-batch in `outputs_of`, in the order of the micro-batches. Every context-parallel
+    rank computes the loss of whole sequences, and sends back the gradient of its share.
     """
 
     outputs: tuple[str, ...]
     temperature: float
+    cp_group: dist.ProcessGroup
     loss_fn: LossFn | None = None
     loss_scale: float = 1.0
+    routing: Routing | None = None
     sums: list[Sums] = field(default_factory=list)
     outputs_of: list[Batch] = field(default_factory=list)
 
@@ -67,6 +73,8 @@ def run(
 def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
     mb = next(micro_batches)
     model: Any = unwrap(chunk)
+    if job.routing is not None:
+        job.routing.prepare(model, mb)
     if model.post_process:
         model.output_layer.prepare(
             HeadJob(labels=mb.packed.labels, outputs=job.outputs, temperature=job.temperature)
@@ -78,8 +86,11 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
 
 
 def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[Any, Any]:
-    """On the last stage: [1,T,K] to the micro-batch's (scaled loss, nothing)."""
-    per_token = head.split(out[0], job.outputs)
+    """On the last stage: [1,T/cp,K] to the micro-batch's (scaled loss, nothing)."""
+    whole = mappings.gather_from_sequence_parallel_region(  # [T,K]; backward takes the rank's slice
+        out[0], tensor_parallel_output_grad=False, group=job.cp_group
+    )
+    per_token = head.split(whole, job.outputs)
     outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
     nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
     if not mb.rows:
@@ -87,7 +98,7 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     if job.loss_fn is None:
         job.outputs_of.append(outputs)
         return nothing, None
-    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items()}
+    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items() if k != ROUTED}
     loss_sum, stats = job.loss_fn(outputs, batch)
     if loss_sum.ndim:
         raise ValueError(
@@ -102,12 +113,9 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
 def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, float]]:
     """Collective: the sums over all micro-batches and data-parallel ranks, on every rank.
 
-    One rank of each data-parallel replica speaks: the last stage's first tensor- and
-    context-parallel one. Numbers are added in rank order, in fp64.
+    Numbers are added in rank order, in fp64.
     """
-    c = groups.coords
-    speaks = groups.is_last_stage and c.tp == 0 and c.cp == 0
-    mine = _add_up(job.sums) if speaks else {}
+    mine = _add_up(job.sums) if _speaks(groups) else {}
     if groups.layout.world_size == 1:
         return mine
     said: list[Any] = [None] * groups.layout.world_size
@@ -116,6 +124,13 @@ def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, floa
     for sums in said:
         _accumulate(total, sums)
     return total
+
+
+def _speaks(groups: ProcessGroups) -> bool:
+    """One rank of each data-parallel replica does: the last stage's first tensor- and
+    context-parallel one."""
+    c = groups.coords
+    return groups.is_last_stage and c.tp == 0 and c.cp == 0
 
 
 def _add_up(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
@@ -146,16 +161,14 @@ def collect_outputs(
     """Collective: every rank's outputs as [B,S] (and [B,S,extra[name]]) on the host, in the order
     of the global batch. Each number has one owner; the others add zero.
     """
-    c = groups.coords
-    owner = groups.is_last_stage and c.tp == 0 and c.cp == 0
     filled = [mb for mb in micro_batches if mb.rows]
     result = {}
     for name in job.outputs:
         full = torch.zeros(
             *shape, *([extra[name]] if name in extra else []),
-            dtype=torch.float32, device=mcore.device(),
+            dtype=torch.long if name == TOP_IDS else torch.float32, device=mcore.device(),
         )  # fmt: skip
-        if owner:
+        if _speaks(groups):
             for mb, outputs in zip(filled, job.outputs_of, strict=True):
                 values = outputs[name]
                 full[torch.tensor(mb.rows, device=full.device), : values.shape[1]] = values

@@ -1,11 +1,12 @@
 """Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
 sequences, context parallelism. The contract is that of TEDotProductAttention:
 
-sbhd: query [s, b, nq, d], key and value [s, b, nk, d]  ->  [s, b, nq * d]
-thd:  query [T, nq, d], key and value [T, nk, d]        ->  [T, nq * d]
+sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
+thd:  query [T, nq, d], key [T, nk, d], value [T, nk, v]           ->  [T, nq * v]
 
-T packed tokens of this rank, nq query and nk key heads of this rank, d head dimension. Attention is
-causal always; attention masks are ignored, as padding comes after every real token.
+T packed tokens of this rank, nq query and nk key heads of this rank, d head dimension, v that of
+values (another in latent attention). Attention is causal always; attention masks are ignored, as
+padding comes after every real token.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class SDPACoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -45,7 +48,7 @@ class SDPACoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.cp_group = pg_collection.cp
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
     def forward(
         self,
@@ -85,7 +88,7 @@ class SDPACoreAttention(MegatronModule):
         return make_plan(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """q [T, nq, d], k and v [T, nk, d] -> [T, nq * d]."""
+        """q [T, nq, d], k [T, nk, d], v [T, nk, v] -> [T, nq * v]."""
         assert plan.tokens == len(q), "cu_seqlens must span all tokens"
         k, v = self._gather_kv(k, v, plan)
         outs = []
@@ -96,12 +99,12 @@ class SDPACoreAttention(MegatronModule):
             strict=True,
         ):
             qs, ks, vs = (x.unflatten(0, (g.n, -1)).transpose(1, 2) for x in qkv)
-            out = self._sdpa(qs, ks, vs, g.mask)  # [n, nq, Lq, d]
+            out = self._sdpa(qs, ks, vs, g.mask)  # [n, nq, Lq, v]
             outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return _take(outs[0] if len(outs) == 1 else torch.cat(outs), plan.take)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q [n, nq, Lq, d], k and v [n, nk, Lk, d] -> [n, nq, Lq, d]."""
+        """q [n, nq, Lq, d], k [n, nk, Lk, d], v [n, nk, Lk, v] -> [n, nq, Lq, v]."""
         grouped = q.shape[1] != k.shape[1]
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # of the CUDA kernels only flash takes grouped heads, and it takes neither masks nor
@@ -120,12 +123,12 @@ class SDPACoreAttention(MegatronModule):
         )
 
     def _gather_kv(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """[T, nk, d] twice -> [T * cp, nk, d] twice, in global order."""
+        """k [T, nk, d], v [T, nk, v] -> [T * cp, nk, d], [T * cp, nk, v], in global order."""
         if plan.kv_order is None:
             return k, v
-        kv = _AllGather.apply(torch.stack((k, v), dim=1), self.cp_group)
-        kv = kv.index_select(0, plan.kv_order)
-        return kv[:, 0], kv[:, 1]
+        kv = _AllGather.apply(torch.cat((k, v), dim=-1), self.cp_group)
+        k, v = kv.index_select(0, plan.kv_order).split((k.shape[-1], v.shape[-1]), dim=-1)
+        return k, v
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}

@@ -11,21 +11,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.config.engine import MoEConfig
 from megarl.models import rope
 from megarl.models.attention import SDPACoreAttention
+from megarl.models.families import SHARED_GATE
 from megarl.models.fill import fill_random
+from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
+from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
+from megarl.models.sandwich import SandwichLayer
+from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.moe import moe_utils  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,9 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
     attention: str = "auto",
-    gradient_checkpointing: bool = False,
     seed: int | None = None,
     vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
+    moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> BuiltModel:
     """This rank's chunks of `model`; collective over the layout's ranks.
@@ -64,13 +72,15 @@ def build_model(
         dtype=dtype,
         device=device,
         use_te=use_te,
-        gradient_checkpointing=gradient_checkpointing,
+        moe=moe,
         **overrides,
     )
     chunks = [
         _chunk(model, config, table.padded_vocab_size, i if layout.vpp > 1 else None, use_te)
         for i in range(layout.vpp)
     ]
+    for chunk in chunks:
+        _settle_experts(chunk, model, device)
     if seed is not None:
         coords = layout.coords(torch.distributed.get_rank())
         fill_random(table, coords, named_params(chunks), seed=seed)
@@ -102,23 +112,22 @@ def transformer_config(
     dtype: torch.dtype,
     device: torch.device,
     use_te: bool,
-    gradient_checkpointing: bool = False,
+    moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> TransformerConfig:
     fields = {
         **_architecture(model),
         **_parallel(layout),
-        **_kernels(device, use_te),
+        **_kernels(model, device, use_te),
+        **_experts(model, moe or MoEConfig(), use_te),
+        **(mla_fields(model) if model.mla else {}),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
-    if gradient_checkpointing:
-        fields.update(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    return TransformerConfig(**{**fields, **overrides})
+    kind = MLATransformerConfig if model.mla else TransformerConfig
+    return kind(**{**fields, **overrides})
 
 
 def _architecture(m: ModelConfig) -> dict[str, Any]:
@@ -136,6 +145,7 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
         qk_layernorm=m.qk_norm,
+        rotary_interleaved=m.declaration.glm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights are filled from the piece table. megatron's own initialisation still has to run,
@@ -150,12 +160,45 @@ def _leave(weight: torch.Tensor) -> None:
     """An initialisation that leaves the weight as it is."""
 
 
+def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
+    if m.moe is None:
+        return {}
+    family = m.declaration.moe
+    assert family is not None
+    if cfg.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "moe.token_dispatcher='flex' needs DeepEP, which is not installed; use 'alltoall'"
+        )
+    return dict(
+        num_moe_experts=m.moe.num_experts,
+        moe_router_topk=m.moe.top_k,
+        moe_ffn_hidden_size=m.moe.intermediate_size,
+        moe_layer_freq=[int(i not in m.moe.dense_layers) for i in range(m.num_layers)],
+        # softmax over the chosen experts is softmax over all, made to sum to 1 over the chosen
+        moe_router_pre_softmax=not m.moe.norm_topk_prob,
+        moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid" if m.moe.sigmoid else "softmax",
+        moe_router_topk_scaling_factor=m.moe.scale if m.moe.scale != 1 else None,
+        moe_router_enable_expert_bias=family.bias is not None,
+        moe_router_bias_update_rate=cfg.expert_bias_update_rate,
+        moe_shared_expert_intermediate_size=m.moe.shared_intermediate_size or None,
+        moe_shared_expert_gate=SHARED_GATE in family.shared,
+        moe_router_load_balancing_type="aux_loss" if cfg.aux_loss_coef else "none",
+        moe_aux_loss_coeff=cfg.aux_loss_coef,
+        moe_z_loss_coeff=cfg.z_loss_coef or None,
+        moe_token_dispatcher_type=cfg.token_dispatcher,
+        moe_grouped_gemm=use_te,
+        moe_permute_fusion=use_te and moe_utils.fused_permute_with_probs is not None,
+    )
+
+
 def _parallel(layout: Layout) -> dict[str, Any]:
     interleaved = layout.vpp > 1
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=_pipeline_layout(layout),
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -169,19 +212,26 @@ def _parallel(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
+def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
+    """What each chunk of an uneven split holds, in megatron-core's words."""
+    if layout.split is None:
+        return None
+    chunks = [["decoder"] * n for n in layout.split]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
+def _kernels(m: ModelConfig, device: torch.device, use_te: bool) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
     return dict(
         use_cpu_initialization=not on_gpu,
-        apply_rope_fusion=use_te or not on_gpu,
+        # for packed sequences megatron-core does not tell the kernel to turn pairs of neighbours
+        apply_rope_fusion=(use_te or not on_gpu) and not m.declaration.glm,
         bias_activation_fusion=True,
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=on_gpu and wgrad,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        moe_permute_fusion=False,
-        moe_grouped_gemm=False,
     )
 
 
@@ -195,7 +245,7 @@ def _chunk(
     ignore_virtual = vp_stage is None
     chunk = GPTModel(
         config,
-        _block_spec(config, vp_stage, use_te),
+        _block_spec(model, config, vp_stage, use_te),
         vocab_size=vocab_rows,
         max_sequence_length=model.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
@@ -206,12 +256,35 @@ def _chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    frequencies = chunk.rotary_pos_emb
-    frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
+    if model.head == "value" and chunk.post_process:
+        group = ps.get_tensor_model_parallel_group()
+        chunk.output_layer = ValueHead(config, bias=model.score_bias, tp_group=group)
+    if model.mla:
+        settle_mla(chunk)
+    else:
+        frequencies = chunk.rotary_pos_emb
+        frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
     return chunk
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
+def _settle_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
+    """Marks experts for the data-parallel wrapper and the optimizer. megatron-core does so
+    for ep > 1 only: with etp unlike tp it would average an expert over the wrong ranks, and a
+    checkpoint of another ep would have its optimizer state under other names.
+    """
+    for name, param in chunk.named_parameters():
+        param.data = param.data.to(device)  # routers and their like are made on the host
+        if ".mlp.experts." in name:
+            param.allreduce = False
+    if model.moe is not None and model.moe.groups > 1:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.router_replay = GroupLimited(model.moe)
+
+
+def _block_spec(
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, use_te: bool
+) -> Any:
     """megatron-core's spec; the local one with our norm and attention in place of its own."""
     spec = get_gpt_decoder_block_spec(
         config,
@@ -219,14 +292,21 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -
         normalization=config.normalization,
         vp_stage=vp_stage,
     )
-    if use_te:
-        return spec
+    if not use_te:
+        _use_own_parts(spec)
+    if model.declaration.post_norms:
+        for layer in spec.layer_specs:
+            layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+    return spec
+
+
+def _use_own_parts(spec: Any) -> None:
     norm: Callable[..., Any] = RMSNorm
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = SDPACoreAttention
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = norm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) is not IdentityOp:
+                setattr(attention, name, norm)
     spec.layer_norm = norm
-    return spec

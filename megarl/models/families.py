@@ -4,32 +4,49 @@ To add a family: list its layer's parameters (most are shared below), name its a
 it to FAMILIES. Loading, saving, streaming, coverage checks and random weights follow.
 
 Megatron names are those of megatron-core's local layer spec, with global layer numbers. Names in
-a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`.
+a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`; in names of an
+expert `#` stands for its number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megarl.models.ops import (
+    ColumnParallel,
     FusedQKV,
     GateUp,
     Op,
     Replicated,
     RowParallel,
     VocabParallel,
+    attended,
+    expert_intermediate,
     head_dim,
     hidden,
     intermediate,
+    kv_down,
+    kv_rank,
+    kv_up,
+    num_experts,
+    one,
+    q_rank,
     query,
+    shared_intermediate,
 )
+
+if TYPE_CHECKING:
+    from megarl.models.hf_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Param:
     """`stage`: "first" (beside the embedding), "layer", or "last" (beside the output layer).
     `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
+    `expert`: the number of the expert it belongs to, which says who holds it.
+    `buffer`: not trained, and fp32 in whichever dtype the model is.
     """
 
     name: str
@@ -37,13 +54,16 @@ class Param:
     op: Op
     stage: str = "layer"
     copy_on_last: str | None = None
+    expert: int | None = None
+    buffer: bool = False
 
     def at_layer(self, i: int) -> Param:
-        return Param(
-            f"decoder.layers.{i}.{self.name}",
-            tuple(f"model.layers.{i}.{h}" for h in self.hf),
-            self.op,
-        )
+        hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
+        return replace(self, name=f"decoder.layers.{i}.{self.name}", hf=hf)
+
+    def of_expert(self, e: int) -> Param:
+        name, *hf = (n.replace("#", str(e)) for n in (self.name, *self.hf))
+        return replace(self, name=name, hf=tuple(hf), expert=e)
 
 
 EMBEDDING = Param(
@@ -56,6 +76,9 @@ FINAL_NORM = Param(
     "decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden), "last"
 )
 OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
+# in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence ones do not
+VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(one, hidden), "last")
+VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(one), "last")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 QKV = Param(
@@ -67,7 +90,7 @@ QKV_BIAS = Param(
     FusedQKV(bias=True),
 )
 PROJ = Param(
-    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, query)
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, attended)
 )
 QK_NORMS = tuple(
     Param(
@@ -81,53 +104,264 @@ MLP = (
     Param("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
     Param("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel(hidden, intermediate)),
 )
+FUSED_MLP = (
+    Param("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), GateUp(fused=True)),
+    MLP[1],
+)
 NORMS = (
     Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(hidden)),
     Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(hidden)),
+)
+# of what attention and MLP add to the residual stream; HF has the same names
+POST_NORMS = tuple(
+    Param(name, (name,), Replicated(hidden))
+    for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+)
+
+
+def _latent(name: str, hf: str, op: Op) -> Param:
+    return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
+
+
+# --8<-- [start:mla]
+# multi-head latent attention; queries by way of a latent, or straight from the hidden state
+MLA_Q = (_latent("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
+MLA_Q_LATENT = (
+    _latent("linear_q_down_proj", "q_a_proj", Replicated(q_rank, hidden)),
+    _latent("q_layernorm", "q_a_layernorm", Replicated(q_rank)),
+    _latent("linear_q_up_proj", "q_b_proj", ColumnParallel(query, q_rank)),
+)
+MLA = (
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(kv_down, hidden)),
+    _latent("kv_layernorm", "kv_a_layernorm", Replicated(kv_rank)),
+    _latent("linear_kv_up_proj", "kv_b_proj", ColumnParallel(kv_up, kv_rank)),
+    PROJ,
+)
+# --8<-- [end:mla]
+
+
+@dataclass(frozen=True)
+class MoE:
+    """What stands in place of MLP in a mixture-of-experts layer: the router, each expert, and what
+    every token meets (held like a dense MLP). `bias`: added to a sigmoid router's scores when it
+    chooses; without one the router has a softmax."""
+
+    router: Param
+    expert: tuple[Param, ...]
+    shared: tuple[Param, ...] = ()
+    bias: Param | None = None
+
+
+def moe(
+    hf: str,
+    gate: str,
+    up: str,
+    down: str,
+    shared: tuple[Param, ...] = (),
+    bias: Param | None = None,
+) -> MoE:
+    """`hf`: HF's name of the block; `gate`, `up`, `down`: its names of an expert's matrices."""
+    fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
+    gate, up, down = (f"{hf}.experts.#.{x}.weight" for x in (gate, up, down))
+    return MoE(
+        Param("mlp.router.weight", (f"{hf}.gate.weight",), Replicated(num_experts, hidden)),
+        (
+            Param(fc1, (gate, up), GateUp(expert_intermediate)),
+            Param(fc2, (down,), RowParallel(hidden, expert_intermediate)),
+        ),
+        shared,
+        bias,
+    )
+
+
+def shared_expert(hf: str) -> tuple[Param, ...]:
+    """`hf`: HF's name of the expert that every token meets."""
+    return (
+        Param(
+            "mlp.shared_experts.linear_fc1.weight",
+            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+            GateUp(shared_intermediate),
+        ),
+        Param(
+            "mlp.shared_experts.linear_fc2.weight",
+            (f"{hf}.down_proj.weight",),
+            RowParallel(hidden, shared_intermediate),
+        ),
+    )
+
+
+SHARED_GATE = Param(
+    "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Replicated(one, hidden)
+)
+ROUTER_BIAS = Param(
+    "mlp.router.expert_bias",
+    ("mlp.gate.e_score_correction_bias",),
+    Replicated(num_experts),
+    buffer=True,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`ignored_fields`: config fields that HF's own implementation of the family does not read."""
+    """`attention`: a layer's parameters before its MLP. `mlp`: of a dense layer's MLP. `norms`: of
+    its norms. `moe`: its mixture-of-experts block.
+    `mla`: its queries have parameters of their own, before those of `attention`, and its config is
+    DeepSeek's.
+    `glm`: rotary embeddings turn pairs of neighbours, and its config, GLM's, says how many of them
+    and whether queries, keys and values have biases.
+    `expert_size_field`: the config field with an expert's intermediate size.
+    `norm_topk_prob`: its experts' weights sum to 1, whatever the config says.
+    `always_slides`: a config with `sliding_window` means it.
+    `ignored_fields`: config fields that HF's own implementation of the family does not read, or
+    that are read for what they say.
+    """
 
     name: str
     architecture: str
-    layer: tuple[Param, ...]
+    attention: tuple[Param, ...]
+    mlp: tuple[Param, ...] = MLP
+    norms: tuple[Param, ...] = NORMS
+    moe: MoE | None = None
+    mla: bool = False
+    glm: bool = False
+    expert_size_field: str = "moe_intermediate_size"
+    norm_topk_prob: bool = False
+    always_slides: bool = False
     default_head_dim: int | None = None
+    default_rms_norm_eps: float = 1e-6
     ignored_fields: tuple[str, ...] = ()
 
     @property
     def qkv_bias(self) -> bool:
-        return QKV_BIAS in self.layer
+        return QKV_BIAS in self.attention
 
     @property
     def qk_norm(self) -> bool:
-        return QK_NORMS[0] in self.layer
+        return QK_NORMS[0] in self.attention
 
-    def params(self, num_layers: int, tied: bool) -> Iterator[tuple[Param, int | None]]:
-        """Every parameter in HF order, with the layer it belongs to."""
-        yield (TIED_EMBEDDING if tied else EMBEDDING), None
-        for i in range(num_layers):
-            for p in self.layer:
+    @property
+    def post_norms(self) -> bool:
+        return POST_NORMS[0] in self.norms
+
+    def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
+        """Every parameter of `m` in HF order, with the layer it belongs to."""
+        yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
+        for i in range(m.num_layers):
+            for p in (*self._attention(m), *self._mlp(m, i), *self.norms):
                 yield p.at_layer(i), i
         yield FINAL_NORM, None
-        if not tied:
+        if m.head == "value":
+            yield VALUE_HEAD, None
+            if m.score_bias:
+                yield VALUE_HEAD_BIAS, None
+        elif not m.tie_word_embeddings:
             yield OUTPUT, None
 
+    def _attention(self, m: ModelConfig) -> tuple[Param, ...]:
+        if m.mla is not None:
+            queries = MLA_Q if m.mla.q_rank is None else MLA_Q_LATENT
+            return (*queries, *self.attention)
+        return tuple(p for p in self.attention if p != QKV_BIAS or m.qkv_bias)
 
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layer=(QKV, PROJ, *MLP, *NORMS))
+    def _mlp(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
+        if m.moe is None or layer in m.moe.dense_layers:
+            return self.mlp
+        assert self.moe is not None
+        each = (p.of_expert(e) for e in range(m.moe.num_experts) for p in self.moe.expert)
+        bias = () if self.moe.bias is None else (self.moe.bias,)
+        return (self.moe.router, *bias, *each, *self.moe.shared)
+
+
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", attention=(QKV, PROJ))
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    layer=(QKV, QKV_BIAS, PROJ, *MLP, *NORMS),
+    attention=(QKV, QKV_BIAS, PROJ),
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    layer=(QKV, PROJ, *QK_NORMS, *MLP, *NORMS),
+    attention=(QKV, PROJ, *QK_NORMS),
     default_head_dim=128,
     ignored_fields=("mlp_bias",),
 )
-FAMILIES = {f.name: f for f in (LLAMA, QWEN2, QWEN3)}
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    attention=(QKV, QKV_BIAS, PROJ),
+    moe=moe(
+        "mlp",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        (*shared_expert("mlp.shared_expert"), SHARED_GATE),
+    ),
+    ignored_fields=("attention_bias", "mlp_bias"),
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    attention=(QKV, PROJ, *QK_NORMS),
+    moe=moe("mlp", "gate_proj", "up_proj", "down_proj"),
+    ignored_fields=("mlp_bias",),
+)
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    attention=(QKV, PROJ),
+    moe=moe("block_sparse_moe", "w1", "w3", "w2"),
+    expert_size_field="intermediate_size",
+    norm_topk_prob=True,
+    always_slides=True,
+    ignored_fields=("attention_bias", "mlp_bias"),
+)
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    attention=MLA,
+    moe=moe("mlp", "gate_proj", "up_proj", "down_proj", shared_expert("mlp.shared_experts")),
+    mla=True,
+)
+# --8<-- [start:deepseek_v3]
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    attention=MLA,
+    moe=moe(
+        "mlp",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        shared_expert("mlp.shared_experts"),
+        ROUTER_BIAS,
+    ),
+    mla=True,
+)
+# --8<-- [end:deepseek_v3]
+GLM = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    attention=(QKV, QKV_BIAS, PROJ),
+    mlp=FUSED_MLP,
+    glm=True,
+    default_head_dim=128,
+    default_rms_norm_eps=1.5625e-7,
+    ignored_fields=("attention_bias", "mlp_bias", "partial_rotary_factor"),
+)
+GLM4 = replace(GLM, name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS))
+FAMILIES = {
+    f.name: f
+    for f in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM,
+        GLM4,
+    )
+}

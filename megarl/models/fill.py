@@ -50,13 +50,14 @@ def fill_random(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, s
     def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
         nonlocal drawn
         if drawn[0] != tensor.name:
-            drawn = (tensor.name, _draw(tensor, seed, std))
+            drawn = (tensor.name, draw(tensor, seed, std))
         return drawn[1][box]
 
     fill_params(table, c, params, read)
 
 
-def _draw(tensor: HfTensor, seed: int, std: float) -> Tensor:
+def draw(tensor: HfTensor, seed: int, std: float) -> Tensor:
+    """The whole tensor as `fill_random` makes it."""
     if len(tensor.shape) == 1:
         return torch.zeros(tensor.shape) if "bias" in tensor.name else torch.ones(tensor.shape)
     key = zlib.crc32(f"{seed}:{tensor.name}".encode())

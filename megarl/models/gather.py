@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.fill import local_view
-from megarl.models.piece_table import Piece, PieceTable
+from megarl.models.piece_table import HfTensor, Piece, PieceTable
 from megarl.parallel.layout import Layout
 
 
@@ -45,13 +46,19 @@ class Bucket:
             yield m.name, data.view(m.dtype).view(m.shape)
 
 
+def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
+    """`dtype`, one for all or by HF name; fp32 for what is so in every model."""
+    if tensor.buffer:
+        return torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else dtype[tensor.name]
+
+
 def plan_buckets(
     table: PieceTable, dtype: torch.dtype | Mapping[str, torch.dtype], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
     """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order.
 
     Offsets are multiples of the member's itemsize; a tensor larger than a bucket gets its own.
-    `dtype` is that of the export, one for all or by HF name.
     """
     buckets: list[Bucket] = []
     members: list[Member] = []
@@ -64,7 +71,7 @@ def plan_buckets(
         members, end = [], 0
 
     for t in table.tensors:
-        dt = dtype if isinstance(dtype, torch.dtype) else dtype[t.name]
+        dt = export_dtype(t, dtype)
         nbytes = t.numel * dt.itemsize
         start = -(-end // dt.itemsize) * dt.itemsize
         if members and start + nbytes > bucket_bytes:
@@ -183,12 +190,20 @@ class BucketGatherer:
     def _place_own(self, bucket: Bucket, parts: Sequence[_Part], out: Tensor) -> None:
         assert out.dtype == torch.uint8 and out.is_contiguous() and out.numel() >= bucket.nbytes
         views = dict(bucket.views(out))
-        for part in parts:
-            _place(views, part, local_view(self.params[part.piece.param], part.piece))
+        for part, source in self._local(parts):
+            _place(views, part, source)
 
     def _pack(self, parts: Sequence[_Part], message: Tensor) -> None:
-        for part in parts:
-            _slot(message, part).copy_(local_view(self.params[part.piece.param], part.piece))
+        for part, source in self._local(parts):
+            _slot(message, part).copy_(source)
+
+    def _local(self, parts: Sequence[_Part]) -> Iterator[tuple[_Part, Tensor]]:
+        """Each part's numbers. A parameter may be made on demand (merged adapters): it is asked for
+        once for its parts, which follow each other."""
+        for name, group in groupby(parts, key=lambda part: part.piece.param):
+            param = self.params[name]
+            for part in group:
+                yield part, local_view(param, part.piece)
 
     def _message(self, src: int, parts: Sequence[_Part], *, shared: bool) -> Tensor:
         """Of `parts` from `src`; where memory is shared, a byte that says they are in place."""

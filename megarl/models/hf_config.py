@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.parallel import ParallelConfig
+from megarl.models import deepseek, glm
 from megarl.models.families import FAMILIES, Family
+from megarl.models.shapes import MLAShape, MoEShape, RopeScaling
+from megarl.models.shapes import positive as _positive
+from megarl.models.value_model import language_model, value_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """type "linear" uses `factor` only; "llama3" uses all fields."""
-
-    type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary)."""
+    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
+
+    head_dim: of queries and keys; values have `v_head_dim`, which is another in latent attention.
+    rotary_dim: how many numbers of a head are rotated. qkv_bias: queries, keys and values have one.
+    mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
+    head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
+    with `new_head` the directory is a language model's and has no score yet.
+    """
 
     family: str
     num_layers: int
@@ -41,6 +41,8 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
+    qkv_bias: bool
     vocab_size: int
     tie_word_embeddings: bool
     rms_norm_eps: float
@@ -49,23 +51,32 @@ class ModelConfig:
     max_position_embeddings: int
     initializer_range: float
     dtype: str
+    moe: MoEShape | None = None
+    mla: MLAShape | None = None
+    mtp_layers: int = 0
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    head: str = "lm"
+    score_bias: bool = False
+    new_head: bool = field(default=False, compare=False)
 
     @property
     def declaration(self) -> Family:
         return FAMILIES[self.family]
 
     @property
-    def qkv_bias(self) -> bool:
-        return self.declaration.qkv_bias
+    def v_head_dim(self) -> int:
+        return self.head_dim if self.mla is None else self.mla.v_dim
 
     @property
     def qk_norm(self) -> bool:
         return self.declaration.qk_norm
 
 
-def read_hf_config(path: str | Path) -> ModelConfig:
-    """ModelConfig of the model directory `path`. ValueError naming what is wrong or unsupported."""
+def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
+    """ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
+
+    ValueError naming what is wrong or unsupported.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -78,6 +89,8 @@ def read_hf_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+    if head == "value":
+        return value_model(parse_hf_config(language_model(raw), str(file)), raw, str(file))
     return parse_hf_config(raw, str(file))
 
 
@@ -86,8 +99,12 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
     family = _family(raw, source)
     _refuse_unsupported(raw, family, source)
     hidden = _positive(raw, "hidden_size", source)
-    heads, kv_heads, head_dim = _heads(raw, family, hidden, source)
-    theta, scaling = _rope(raw, source)
+    mla = deepseek.mla_shape(raw, source) if family.mla else None
+    heads, kv_heads, head_dim = _heads(raw, family, mla, hidden, source)
+    theta, scaling = _rope(raw, family, source)
+    rotary_dim = mla.rope_dim if mla else head_dim
+    if family.glm:
+        rotary_dim = glm.rotary_dim(raw, head_dim, source)
     return ModelConfig(
         family=family.name,
         num_layers=_positive(raw, "num_hidden_layers", source),
@@ -96,14 +113,19 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        qkv_bias=bool(raw.get("attention_bias", True)) if family.glm else family.qkv_bias,
         vocab_size=_positive(raw, "vocab_size", source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=_positive(raw, "max_position_embeddings", source, default=2048),
         initializer_range=float(raw.get("initializer_range", 0.02)),
         dtype=_dtype(raw, source),
+        moe=_moe(raw, family, source),
+        mla=mla,
+        mtp_layers=int(raw.get("num_nextn_predict_layers") or 0) if family.mla else 0,
         raw=dict(raw),
     )
 
@@ -122,22 +144,52 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    qkv_rows = (heads + 2 * kv) * m.head_dim
-    for name, size in (("intermediate_size", m.intermediate_size), ("qkv rows", qkv_rows)):
+    sizes = {} if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
+    if m.moe is None or m.moe.dense_layers:
+        sizes["intermediate_size"] = m.intermediate_size
+    if m.moe is not None:
+        sizes["shared_expert_intermediate_size"] = m.moe.shared_intermediate_size
+    for name, size in sizes.items():
         if size % tp:
             raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; lower tp")
     chunks = parallel.pp * parallel.vpp
-    if m.num_layers % chunks:
+    if (split := parallel.pipeline_split) is not None and sum(split) != m.num_layers:
+        raise ValueError(
+            f"parallel.pipeline_split={split} adds up to {sum(split)} layers, but "
+            f"num_hidden_layers={m.num_layers}; change its numbers"
+        )
+    if split is None and m.num_layers % chunks:
         raise ValueError(
             f"parallel.pp*vpp={parallel.pp}*{parallel.vpp}={chunks} does not divide "
-            f"num_hidden_layers={m.num_layers}; choose a product from {_divisors(m.num_layers)}"
+            f"num_hidden_layers={m.num_layers}; choose a product from {_divisors(m.num_layers)}, "
+            "or give the layers of each chunk in parallel.pipeline_split"
         )
-    for degree in ("ep", "etp"):
-        if getattr(parallel, degree) > 1:
+    _check_expert_layout(m, parallel)
+
+
+def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
+    if m.moe is None:
+        for degree in ("ep", "etp"):
+            if getattr(p, degree) > 1:
+                raise ValueError(
+                    f"parallel.{degree}={getattr(p, degree)} needs a mixture-of-experts model, "
+                    f"and {m.family} is dense; set parallel.{degree}=1"
+                )
+        return
+    for degree, name, size in (
+        ("ep", "num_experts", m.moe.num_experts),
+        ("etp", "the experts' intermediate size", m.moe.intermediate_size),
+    ):
+        if size % getattr(p, degree):
             raise ValueError(
-                f"parallel.{degree}={getattr(parallel, degree)} needs a mixture-of-experts model, "
-                f"and {m.family} is dense; set parallel.{degree}=1"
+                f"parallel.{degree}={getattr(p, degree)} does not divide {name}={size}; choose "
+                f"{degree} from {_divisors(size)}"
             )
+    if p.tp > 1 and not p.sequence_parallel:
+        raise ValueError(
+            f"parallel.tp={p.tp} with a mixture-of-experts model ({m.family}) needs tokens shared "
+            "out to the ranks' routers; set parallel.sequence_parallel=true"
+        )
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
@@ -155,7 +207,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
 
 
 def _heads(
-    raw: Mapping[str, Any], family: Family, hidden: int, source: str
+    raw: Mapping[str, Any], family: Family, mla: MLAShape | None, hidden: int, source: str
 ) -> tuple[int, int, int]:
     """(attention heads, key/value heads, head dimension)."""
     heads = _positive(raw, "num_attention_heads", source)
@@ -165,6 +217,8 @@ def _heads(
             f"{source}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={kv_heads}"
         )
+    if mla is not None:
+        return heads, kv_heads, mla.nope_dim + mla.rope_dim
     if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
         raise ValueError(
             f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
@@ -176,6 +230,44 @@ def _heads(
     return heads, kv_heads, head_dim
 
 
+def _moe(raw: Mapping[str, Any], family: Family, source: str) -> MoEShape | None:
+    """Both names of the number of experts are read: transformers 4 and 5 differ."""
+    if family.moe is None:
+        return None
+    if family.mla:
+        return deepseek.moe_shape(raw, source, sigmoid=family.moe.bias is not None)
+    key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
+    experts, top_k = _positive(raw, key, source), _positive(raw, "num_experts_per_tok", source)
+    if top_k > experts:
+        raise ValueError(f"{source}: num_experts_per_tok={top_k} of {key}={experts} experts")
+    shared = "shared_expert_intermediate_size" if family.moe.shared else None
+    normed = family.norm_topk_prob or bool(raw.get("norm_topk_prob", False))
+    if normed and top_k == 1:
+        raise ValueError(
+            f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
+            "weight is 1, so the router has no gradient; supported: norm_topk_prob=false"
+        )
+    return MoEShape(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=_positive(raw, family.expert_size_field, source),
+        norm_topk_prob=normed,
+        dense_layers=_dense_layers(raw, source),
+        shared_intermediate_size=_positive(raw, shared, source) if shared else 0,
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    layers = range(_positive(raw, "num_hidden_layers", source))
+    step = _positive(raw, "decoder_sparse_step", source, default=1)
+    dense = {i for i in layers if (i + 1) % step} | set(raw.get("mlp_only_layers") or ())
+    if len(dense.intersection(layers)) == len(layers):
+        raise ValueError(
+            f"{source}: decoder_sparse_step={step} and mlp_only_layers leave no layer with experts"
+        )
+    return tuple(sorted(dense.intersection(layers)))
+
+
 # Fields that change the maths: (values that are implemented, what they mean in the message).
 # A field that is absent or null is fine; fields not listed here do not change a forward pass.
 _IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -185,6 +277,8 @@ _IMPLEMENTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_dropout": ((0,), "0"),
     "use_mrope": ((False,), "false"),
     "rope_interleaved": ((False,), "false"),
+    "router_jitter_noise": ((0,), "0"),
+    "qkv_bias": ((True,), "true"),
     "partial_rotary_factor": ((1,), "1.0"),
     "quantization_config": ((), "none: dequantise the checkpoint first"),
 }
@@ -197,11 +291,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> 
         value = raw.get(name)
         if value is not None and value not in allowed:
             raise ValueError(f"{source}: {name}={value!r} is not supported; supported: {meaning}")
-    _refuse_sliding_window(raw, source)
+    _refuse_sliding_window(raw, family, source)
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
+def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, source: str) -> None:
     """Qwen configs carry `sliding_window` even where it is off; only its use is refused."""
+    if family.always_slides and raw.get("sliding_window") is not None:
+        raise ValueError(
+            f"{source}: sliding_window={raw['sliding_window']} is not supported; supported: full "
+            "attention (sliding_window=null)"
+        )
     types = raw.get("layer_types")
     if types:
         other = sorted(set(types) - {"full_attention"})
@@ -220,7 +319,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], family: Family, source: str) -> tuple[float, RopeScaling | None]:
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(params, Mapping):
         raise ValueError(f"{source}: rope settings {params!r}; expected an object")
@@ -229,7 +328,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
             f"{source}: rope_parameters per layer type ({sorted(params)}) is not supported; "
             "supported: one set for all layers"
         )
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
+    if not family.glm and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"{source}: partial_rotary_factor={params['partial_rotary_factor']} is not supported; "
             "supported: 1.0"
@@ -247,10 +346,13 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
             "original_max_position_embeddings",
         ),
     }
-    if kind not in needed:
+    if family.mla and kind == "yarn":
+        return theta, deepseek.yarn(params, source)
+    if kind not in needed or family.mla:
+        supported = ("yarn",) if family.mla else needed
         raise ValueError(
             f"{source}: rope scaling type {kind!r} is not supported; supported: default, "
-            f"{', '.join(needed)}"
+            f"{', '.join(supported)}"
         )
     missing = [k for k in needed[kind] if params.get(k) is None]
     if missing:
@@ -263,17 +365,6 @@ def _dtype(raw: Mapping[str, Any], source: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"{source}: dtype {name!r} is not supported; supported: {DTYPES}")
     return name
-
-
-def _positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{source}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
-    return value
 
 
 def _divisors(n: int) -> list[int]:

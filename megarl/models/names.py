@@ -1,29 +1,45 @@
 """One name per parameter: local layer spec and Transformer Engine spec, every pipeline chunk.
 
 Transformer Engine fuses a norm into the linear layer after it and names its weight accordingly;
-canonical names are those of the local spec, with global layer numbers.
+canonical names are those of the local spec, with global layer and expert numbers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 # Transformer Engine spec -> local spec (dense layers), relative to the layer
 _ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
+_ROUTER_BIAS = "mlp.router.expert_bias"  # a buffer that belongs to the model's weights
 _LAYERS = "decoder.layers."
+# experts one by one (local spec), or a layer's in one module (Transformer Engine's grouped GEMM)
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<e>\d+)\.)?"
+    r"(?P<fc>linear_fc[12](?:\.weight|_lora\.[AB]))(?P<grouped_e>\d*)"
+)
 
 
-def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Canonical name -> parameter over this rank's chunks, wrapped (DDP, Float16Module) or not."""
-    out: dict[str, nn.Parameter] = {}
+def named_params(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Canonical name -> parameter over this rank's chunks, wrapped (DDP, Float16Module) or not.
+
+    Routers' biases, which are buffers, are among them, in fp32. A Float16Module makes new buffers:
+    what was found before it wraps a chunk is no longer the chunk's.
+    """
+    out: dict[str, Tensor] = {}
     for chunk in chunks:
         model = unwrap(chunk)
-        for name, param in model.named_parameters():
+        biases = [(n, b) for n, b in model.named_buffers() if n.endswith(_ROUTER_BIAS)]
+        for _, bias in biases:
+            bias.data = bias.data.float()
+        for name, param in (*model.named_parameters(), *biases):
             canonical = canonical_name(model, name)
             assert canonical not in out, f"two parameters are called {canonical}"
             out[canonical] = param
@@ -43,4 +59,8 @@ def canonical_name(model: nn.Module, name: str) -> str:
     index, rest = name.removeprefix(_LAYERS).split(".", 1)
     layer = model.get_submodule(_LAYERS + index)
     number: int = layer.layer_number - 1  # type: ignore[assignment, operator]  # megatron counts from 1
+    if expert := _EXPERT.fullmatch(rest):
+        local = int(expert["e"] or expert["grouped_e"])
+        e = layer.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
+        rest = f"mlp.experts.local_experts.{e}.{expert['fc']}"
     return f"{_LAYERS}{number}.{_ALIASES.get(rest, rest)}"

@@ -1,9 +1,10 @@
 """How one Megatron parameter is made of HF tensors: the invertible ops of a family's declaration.
 
-An op answers three questions about a model cut over `tp` ranks: the shapes of the HF tensors it is
-made of, the shape of the local parameter, and its *segments*: which rows of which HF tensor lie at
-which rows of which rank's parameter. Nothing else in the project knows how weights are fused or
-sharded; loading, saving and streaming all follow from the segments, so each op is written once.
+An op answers three questions about a model cut over `tp` ranks (for an expert's parameter those
+that share the expert): the shapes of the HF tensors it is made of, the shape of the local
+parameter, and its *segments*: which rows of which HF tensor lie at which rows of which rank's
+parameter. Nothing else in the project knows how weights are fused or sharded; loading, saving and
+streaming all follow from the segments, so each op is written once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ Shape = tuple[int, ...]
 Dim = Callable[["ModelConfig"], int]
 
 
+def one(m: ModelConfig) -> int:
+    return 1
+
+
 def hidden(m: ModelConfig) -> int:
     return m.hidden_size
 
@@ -28,12 +33,54 @@ def intermediate(m: ModelConfig) -> int:
     return m.intermediate_size
 
 
+def expert_intermediate(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.intermediate_size
+
+
+def shared_intermediate(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.shared_intermediate_size
+
+
+def num_experts(m: ModelConfig) -> int:
+    assert m.moe is not None
+    return m.moe.num_experts
+
+
 def head_dim(m: ModelConfig) -> int:
     return m.head_dim
 
 
 def query(m: ModelConfig) -> int:
     return m.num_attention_heads * m.head_dim
+
+
+def q_rank(m: ModelConfig) -> int:
+    assert m.mla is not None and m.mla.q_rank is not None
+    return m.mla.q_rank
+
+
+def kv_rank(m: ModelConfig) -> int:
+    assert m.mla is not None
+    return m.mla.kv_rank
+
+
+def kv_down(m: ModelConfig) -> int:
+    """The latent of keys and values, and the rotated part of the key."""
+    assert m.mla is not None
+    return m.mla.kv_rank + m.mla.rope_dim
+
+
+def kv_up(m: ModelConfig) -> int:
+    """Of every head, the part of its key without position and its value."""
+    assert m.mla is not None
+    return m.num_attention_heads * (m.mla.nope_dim + m.mla.v_dim)
+
+
+def attended(m: ModelConfig) -> int:
+    """What all heads have to say: their values' sizes."""
+    return m.num_attention_heads * m.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +119,22 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Replicated(Op):
-    """A vector every rank holds: norms."""
+    """A vector, or with `cols` a matrix, that every rank holds: norms, value heads."""
 
     rows: Dim
+    cols: Dim | None = None
     replicated = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        return ((self.rows(m),),)
+        return ((self.rows(m), self.cols(m)) if self.cols else (self.rows(m),),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        return (self.rows(m),)
+        return self.hf_shapes(m)[0]
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        cols = self.cols(m) if self.cols else 1
         for rank in range(tp):
-            yield Segment(rank, 0, 0, 0, self.rows(m), 0, 1)
+            yield Segment(rank, 0, 0, 0, self.rows(m), 0, cols)
 
 
 @dataclass(frozen=True)
@@ -108,6 +157,25 @@ class RowParallel(Op):
 
 
 @dataclass(frozen=True)
+class ColumnParallel(Op):
+    """A matrix [rows, cols] cut along its output dimension (rows)."""
+
+    rows: Dim
+    cols: Dim
+
+    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        return ((self.rows(m), self.cols(m)),)
+
+    def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        return (self.rows(m) // tp, self.cols(m))
+
+    def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        per = self.rows(m) // tp
+        for rank in range(tp):
+            yield Segment(rank, 0, 0, rank * per, per, 0, self.cols(m))
+
+
+@dataclass(frozen=True)
 class VocabParallel(Op):
     """[V, H] cut along the vocabulary, padded with rows that are zero and never exported."""
 
@@ -127,19 +195,26 @@ class VocabParallel(Op):
 
 @dataclass(frozen=True)
 class GateUp(Op):
-    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up."""
+    """SwiGLU's first matrix: every rank holds its rows of gate, then its rows of up. `fused`: in HF
+    they are one matrix too, all of gate above all of up."""
+
+    rows: Dim = intermediate
+    fused: bool = False
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        return ((m.intermediate_size, m.hidden_size),) * 2
+        rows = self.rows(m)
+        return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        return (2 * m.intermediate_size // tp, m.hidden_size)
+        return (2 * self.rows(m) // tp, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        per = m.intermediate_size // tp
+        per = self.rows(m) // tp
         for rank in range(tp):
-            for source in (0, 1):
-                yield Segment(rank, source, source * per, rank * per, per, 0, m.hidden_size)
+            for part in (0, 1):
+                source, first = (0, part * self.rows(m)) if self.fused else (part, 0)
+                hf_row = first + rank * per
+                yield Segment(rank, source, part * per, hf_row, per, 0, m.hidden_size)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.parallel.packing import zigzag_index
+
 SHORT = 32
 GROWTH = 1.25
 
@@ -116,17 +118,6 @@ def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) 
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
         kv_order = torch.argsort(held).to(device)
     return Plan(tokens, tuple(groups), q_index, k_index, take, kv_order)
-
-
-def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
-    """Positions, in the packed global order, of the tokens that context-parallel rank holds."""
-    out, base = [], 0
-    for n in lengths:
-        c = n // (2 * cp)
-        for chunk in (rank, 2 * cp - 1 - rank):
-            out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c))
-        base += n
-    return torch.cat(out)
 
 
 def _group(

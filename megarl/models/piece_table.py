@@ -7,14 +7,15 @@ same row-major order.
 `pieces` are owners: together they cover every element of the HF tensor exactly once. `replicas`
 repeat an owner's numbers elsewhere (norms on the other tensor-parallel ranks, the tied embedding on
 the last pipeline stage). Loading fills both; saving and streaming read owners. Data- and
-context-parallel replicas hold everything their (pp, tp) peer holds and are not listed.
+context-parallel replicas hold everything their peer, (pp, tp) or for experts (pp, ep, etp), holds
+and are not listed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -99,10 +100,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
+    """`buffer`: not trained, and fp32 in every model, file and message."""
+
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
+    buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -135,6 +139,16 @@ class PieceTable:
     def by_name(self) -> Mapping[str, HfTensor]:
         return {t.name: t for t in self.tensors}
 
+    @cached_property
+    def trained(self) -> PieceTable:
+        """Without the buffers."""
+        return replace(self, tensors=tuple(t for t in self.tensors if not t.buffer))
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names of the parameters that are buffers."""
+        return frozenset(p.param for t in self.tensors if t.buffer for p in t.pieces)
+
     def local_params(self, c: Coords) -> dict[str, LocalParam]:
         """The parameters the rank at `c` must have."""
         return {p.name: p for p in self.params if p.place.holds(c)}
@@ -149,12 +163,17 @@ class PieceTable:
 
 
 def build_piece_table(
-    model: ModelConfig, layout: Layout, *, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
+    params: Iterable[tuple[Param, int | None]] | None = None,
 ) -> PieceTable:
-    """The table of `model` cut as `layout` says, its coverage checked."""
+    """The table of `model` cut as `layout` says, its coverage checked. `params` with the layers
+    they belong to stand in for those of its family."""
     vocab = padded_vocab_size(model.vocab_size, layout.tp, vocab_divisible_by)
     tensors: list[HfTensor] = []
-    params: list[LocalParam] = []
+    local: list[LocalParam] = []
     chunk_of = {
         i: (pp, vpp)
         for pp in range(layout.pp)
@@ -162,7 +181,7 @@ def build_piece_table(
         for i in layout.layers(model.num_layers, pp, vpp)
     }
     last = (layout.pp - 1, layout.vpp - 1)
-    for param, layer in model.declaration.params(model.num_layers, model.tie_word_embeddings):
+    for param, layer in model.declaration.params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
         else:
@@ -170,20 +189,35 @@ def build_piece_table(
         homes = [(chunk, param.name)]
         if param.copy_on_last and layout.pp > 1:
             homes.append((last, param.copy_on_last))
-        tensors.extend(_tensors(model, layout.tp, vocab, param, homes))
-        params.extend(_local_params(model, layout.tp, vocab, param, homes))
-    table = PieceTable(model, layout, vocab, tuple(tensors), tuple(params))
+        tensors.extend(_tensors(model, layout, vocab, param, homes))
+        local.extend(_local_params(model, layout, vocab, param, homes))
+    table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
     return table
 
 
-Home = tuple[tuple[int, int], str]  # ((pp, vpp), parameter name); the first home owns
+Chunk = tuple[int, int]  # (pp, vpp)
+Home = tuple[Chunk, str]  # chunk, parameter name; the first home owns
+
+
+def _ranks(layout: Layout, param: Param) -> int:
+    """How many ranks a parameter is cut over."""
+    return layout.tp if param.expert is None else layout.etp
+
+
+def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank: int) -> Place:
+    """Experts lie on expert-parallel ranks in order, equally many on each."""
+    if param.expert is None:
+        return Place(*chunk, tp=rank)
+    assert model.moe is not None
+    return Place(*chunk, ep=param.expert * layout.ep // model.moe.num_experts, etp=rank)
 
 
 def _tensors(
-    model: ModelConfig, tp: int, vocab: int, param: Param, homes: list[Home]
+    model: ModelConfig, layout: Layout, vocab: int, param: Param, homes: list[Home]
 ) -> Iterator[HfTensor]:
     shapes = param.op.hf_shapes(model)
+    tp = _ranks(layout, param)
     segments = sorted(
         param.op.segments(model, tp, vocab), key=lambda s: (s.source, s.tp, s.hf_row, s.hf_col)
     )
@@ -191,13 +225,14 @@ def _tensors(
     for source, (name, shape) in enumerate(zip(param.hf, shapes, strict=True)):
         owners: list[Piece] = []
         replicas: list[Piece] = []
-        for home, ((pp, vpp), local_name) in enumerate(homes):
+        for home, (chunk, local_name) in enumerate(homes):
             for run in _merge(by_source[source]):
                 rank = run[0].tp
                 owned = home == 0 and (rank == 0 or not param.op.replicated)
-                piece = _piece(Place(pp, vpp, tp=rank), local_name, run, len(shape))
+                place = _place(model, layout, param, chunk, rank)
+                piece = _piece(place, local_name, run, len(shape))
                 (owners if owned else replicas).append(piece)
-        yield HfTensor(name, shape, tuple(owners), tuple(replicas))
+        yield HfTensor(name, shape, tuple(owners), tuple(replicas), param.buffer)
 
 
 def _merge(segments: list[Segment]) -> Iterator[list[Segment]]:
@@ -239,15 +274,17 @@ def _piece(place: Place, name: str, run: list[Segment], ndim: int) -> Piece:
 
 
 def _local_params(
-    model: ModelConfig, tp: int, vocab: int, param: Param, homes: list[Home]
+    model: ModelConfig, layout: Layout, vocab: int, param: Param, homes: list[Home]
 ) -> Iterator[LocalParam]:
+    tp = _ranks(layout, param)
     shape = param.op.local_shape(model, tp, vocab)
     filled = [0] * tp
     for s in param.op.segments(model, tp, vocab):
         filled[s.tp] = max(filled[s.tp], s.row + s.rows)
-    for (pp, vpp), name in homes:
+    for chunk, name in homes:
         for rank in range(tp):
-            yield LocalParam(Place(pp, vpp, tp=rank), name, shape, (filled[rank], shape[0]))
+            place = _place(model, layout, param, chunk, rank)
+            yield LocalParam(place, name, shape, (filled[rank], shape[0]))
 
 
 def check_coverage(table: PieceTable) -> None:

@@ -15,8 +15,8 @@ from megarl.models.hf_config import ModelConfig, RopeScaling
 
 
 def inv_freq(model: ModelConfig) -> Tensor:
-    """[head_dim / 2] float32, on the host."""
-    d = model.head_dim
+    """[rotary_dim / 2] float32, on the host."""
+    d = model.rotary_dim
     exponent = torch.arange(0, d, 2, dtype=torch.int64).float() / d
     freq = 1.0 / (model.rope_theta**exponent)
     scaling = model.rope_scaling

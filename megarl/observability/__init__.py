@@ -2,6 +2,8 @@
 
 logging        get_logger: one line format, with the rank
 timers         seconds per phase of a step
+profiler       traces of some steps
+utilization    model FLOP/s and their share of the hardware's peak
 stats_logger   figures of every step to the console, jsonl, tensorboard and wandb
 bootstrap      confidence intervals of accuracies
 report         a summary at the end, and one self-contained HTML file for a person to look at

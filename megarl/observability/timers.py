@@ -22,7 +22,8 @@ class Timers:
         stats |= timers.export()  # {"timing/rollout_s": 1.25}
 
     Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
-    that a phase is charged for the kernels it launched; `clock` is for tests.
+    that a phase is charged for the kernels it launched; `clock` is for tests. In a profiler's trace
+    phases are ranges.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Timers:
             _synchronize()
         start = self._clock()
         try:
-            yield
+            with torch.profiler.record_function(name):
+                yield
             if self._sync:
                 _synchronize()
         finally:

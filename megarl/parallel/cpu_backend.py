@@ -19,6 +19,7 @@ on such a machine, so no working code changes its meaning. Checked against megat
   P12  fused rotary, SwiGLU, weight gradient  are those of megarl.parallel.cpu_kernels
   P13  process groups of a single rank        are made once: each costs a thread that wakes
   P14  large tensors                          are allocated in huge pages
+  P15  the optimizer that is partly on CPUs   knows its host copies although all tensors are there
 """
 
 from __future__ import annotations
@@ -407,11 +408,44 @@ def p14_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def p15_hybrid_optimizer() -> None:
+    """HybridDeviceOptimizer moves parameters to the host until a fraction of them is there, and
+    tells the copies from the rest by is_cuda. Here it goes by which ones it copied.
+    """
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    def split(self: Any, fraction: float) -> tuple[Any, ...]:
+        left = fraction * sum(p.numel() for g in self.param_groups for p in g["params"])
+        groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        host_of, device_of, fp32_of = {}, {}, {}
+        for group in self.param_groups:
+            parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+            for param in group["params"]:
+                moves = left > 0
+                inner = param.detach().clone() if moves else param
+                if self.param_update_in_fp32 and inner.dtype != torch.float32:
+                    inner = fp32_of[param] = inner.detach().clone().float()
+                if moves:
+                    left -= param.numel()
+                    host_of[param], device_of[inner] = inner, param
+                parts[moves].append(inner)
+            for moved, params in parts.items():
+                if params:
+                    groups[moved].append(group | {"params": params})
+        return groups[True], groups[False], host_of, device_of, fp32_of
+
+    _patch(
+        HybridDeviceOptimizer,
+        _get_sub_optimizer_param_groups=split,
+        _move_new_state_to_right_device=_nothing,  # it is there
+    )
+
+
 _installed = False
 
 
 def install() -> None:
-    """Installs P1..P14, once."""
+    """Installs P1..P15, once."""
     global _installed
     if _installed:
         return
@@ -434,4 +468,5 @@ def install() -> None:
         p11_one_rank_collectives()
         p12_fused_kernels()
         p13_one_rank_groups()
+        p15_hybrid_optimizer()
     _installed = True

@@ -37,6 +37,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    split: tuple[int, ...] | None = None  # layers of every chunk in their order; None is evenly
 
     @classmethod
     def from_config(cls, cfg: ParallelConfig, world_size: int) -> Layout:
@@ -52,6 +53,7 @@ class Layout:
             ep=cfg.ep,
             etp=cfg.etp,
             sequence_parallel=cfg.sequence_parallel,
+            split=tuple(cfg.pipeline_split) if cfg.pipeline_split else None,
         )
 
     @property
@@ -85,12 +87,14 @@ class Layout:
         return etp + self.etp * (ep + self.ep * (edp + self.edp * pp))
 
     def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
-        """Global layer numbers of chunk (pp, vpp). Raises ValueError if they do not divide."""
+        """Global layer numbers of chunk (pp, vpp). Raises ValueError if they do not fit."""
         chunks = self.pp * self.vpp
-        if num_layers % chunks:
+        split = self.split or (num_layers // chunks,) * chunks
+        if sum(split) != num_layers or len(split) != chunks:
             raise ValueError(
                 f"{num_layers} layers do not divide into pp*vpp = {self.pp}*{self.vpp} chunks"
+                + (f" of {list(split)}" if self.split else "")
             )
-        per = num_layers // chunks
-        start = (vpp * self.pp + pp) * per
-        return range(start, start + per)
+        chunk = vpp * self.pp + pp
+        start = sum(split[:chunk])
+        return range(start, start + split[chunk])

@@ -41,6 +41,7 @@ def comm_backend() -> str:
 # what megatron-core says about choices that are right here, once per rank and engine
 for _message in (
     "full scope is deprecated. Use empty cuda_graph_scope",  # its own default
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # an expert's
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",  # ZeRO-1 shards
     r"`torch\.distributed\.\w+` is deprecated. Please use `torch\.distributed\.\w+_single`",
 ):

@@ -16,20 +16,70 @@ from megarl.utils.batch import Batch
 Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the global batch
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Work of a sequence of n tokens: linear * n + quadratic * n^2 (matrices, causal attention)."""
+
+    linear: int = 1
+    quadratic: int = 0
+
+    def __call__(self, n: int) -> int:
+        return (self.linear + self.quadratic * n) * n
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Every slot of a packed row is a multiple of `slot`; the row is one of `row`, itself one."""
+
+    slot: int = 1
+    row: int = 1
+
+
+TOKENS, UNALIGNED = Cost(), Alignment()
+
+
 def padded_length(length: int, align: int) -> int:
     """Room one sequence takes in a packed row; an empty sequence still takes one unit."""
     return -(-max(1, length) // align) * align
 
 
-def _spread(items: Sequence[int], sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Longest first into the lightest bin (LPT); ties by position, so always the same."""
-    out: list[list[int]] = [[] for _ in range(bins)]
-    load = [0] * bins
-    for i in sorted(items, key=lambda i: (-sizes[i], i)):
-        k = min(range(bins), key=lambda k: (load[k], len(out[k]), k))
-        out[k].append(i)
-        load[k] += sizes[i]
-    return out
+def slot_lengths(lengths: Sequence[int], align: Alignment) -> list[int]:
+    """Room of each sequence of a packed row; the last fills up the row. Without sequences there is
+    one dummy slot, because every pipeline stage and every peer expects a forward pass.
+    """
+    slots = [padded_length(n, align.slot) for n in lengths or [0]]
+    slots[-1] += -sum(slots) % align.row
+    return slots
+
+
+def _spread(items: Sequence[int], costs: Sequence[int], bins: int) -> list[list[int]]:
+    """Costliest first into the lightest bin (LPT); ties by position, so always the same.
+
+    No bin costs more than 4/3 - 1/(3*bins) times the best possible, nor than the mean plus one
+    sequence (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+    """
+    everything = [sum(costs[i] for i in items)] * bins  # a bound that never binds
+    return _spread_within(items, costs, costs, everything) or []
+
+
+def _spread_within(
+    items: Sequence[int], costs: Sequence[int], sizes: Sequence[int], room: Sequence[int]
+) -> list[list[int]] | None:
+    """LPT by cost over bins of `room` tokens; one that is too long has a bin of its own.
+
+    None where a sequence finds no bin.
+    """
+    bins: list[list[int]] = [[] for _ in room]
+    load, left = [0] * len(room), list(room)
+    for i in sorted(items, key=lambda i: (-costs[i], i)):
+        fits = [k for k in range(len(bins)) if sizes[i] <= left[k] or not bins[k]]
+        if not fits:
+            return None
+        k = min(fits, key=lambda k: (load[k], len(bins[k]), k))
+        bins[k].append(i)
+        load[k] += costs[i]
+        left[k] -= sizes[i]
+    return bins
 
 
 def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -49,43 +99,64 @@ def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[
 
 
 def plan_micro_batches(
-    seqlens: Sequence[int], *, dp: int, max_tokens: int, align: int = 1, multiple_of: int = 1
-) -> Plan:
+    seqlens: Sequence[int], *, dp: int, max_tokens: int, align: Alignment = UNALIGNED,
+    multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
+) -> Plan:  # fmt: skip
     """Every sequence once, over dp ranks and micro-batches of at most `max_tokens` padded tokens.
 
     All ranks get the same number of micro-batches, a multiple of `multiple_of`; some are empty when
-    there are too few sequences. Tokens are balanced over ranks and over a rank's micro-batches, and
-    a rank's micro-batches run from heavy to light so that the ranks stay in step. A sequence longer
-    than the budget is alone in its micro-batch. The same input gives the same plan on every rank.
+    there are too few sequences. Work by `cost` is balanced over ranks and over a rank's
+    micro-batches, and these run from heavy to light so that the ranks stay in step. A sequence
+    longer than the budget is alone in its micro-batch. The same input gives the same plan on every
+    rank. The rows of each of `groups` (a partition; None takes every row by itself) share a
+    micro-batch, and all this is said of groups in place of sequences.
     """
     if max_tokens < 1:
         raise ValueError(f"mb_spec.max_tokens_per_mb={max_tokens}: a micro-batch needs a token")
-    sizes = [padded_length(n, align) for n in seqlens]
-    ranks = _spread(range(len(sizes)), sizes, dp)
-    fitted = [_first_fit(items, sizes, max_tokens) for items in ranks]
+    budget = max_tokens // align.row * align.row  # filling up the row stays within
+    units = groups if groups is not None else [[i] for i in range(len(seqlens))]
+    slots = [padded_length(n, align.slot) for n in seqlens]
+    sizes = [sum(slots[i] for i in unit) for unit in units]
+    costs = [sum(cost(slots[i]) for i in unit) for unit in units]
+    ranks = _spread(range(len(sizes)), costs, dp)
+    fitted = [_first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of
 
-    def load(rows: list[int]) -> int:
-        return sum(sizes[i] for i in rows)
-
     plan: Plan = []
     for items, fallback in zip(ranks, fitted, strict=True):
-        mbs = _spread(items, sizes, count)
-        if any(len(mb) > 1 and load(mb) > max_tokens for mb in mbs):
+        mbs = _spread_within(items, costs, sizes, [budget] * count)
+        if mbs is None:
             mbs = fallback + [[] for _ in range(count - len(fallback))]
-        plan.append([sorted(mb) for mb in sorted(mbs, key=lambda mb: (-load(mb), mb))])
+        mbs.sort(key=lambda mb: (-sum(costs[i] for i in mb), sorted(mb)))
+        plan.append([sorted(i for unit in mb for i in units[unit]) for mb in mbs])
     return plan
+
+
+def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
+    """Positions, in the packed global order, of the tokens that context-parallel rank holds: chunks
+    r and 2*cp-1-r of every sequence cut into 2*cp, so that causal work is balanced."""
+    out, base = [], 0
+    for n in lengths:
+        c = n // (2 * cp)
+        for chunk in (rank, 2 * cp - 1 - rank):
+            out.append(torch.arange(base + chunk * c, base + (chunk + 1) * c))
+        base += n
+    return torch.cat(out)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """b sequences one after another in T tokens; `lengths` are real tokens, `slots` padded ones."""
+    """b sequences one after another in T tokens, T/cp of them on this context-parallel rank.
 
-    input_ids: torch.Tensor  # [T] int64
-    labels: torch.Tensor  # [T] int64: the next token of the same sequence, 0 where there is none
-    position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
-    cu_seqlens: torch.Tensor  # [b+1] int32, of the slots
+    `index` and `valid` speak of all T, gathered rank after rank.
+    """
+
+    input_ids: torch.Tensor  # [T/cp] int64
+    labels: torch.Tensor  # [T/cp] int64: the next token of the same sequence, 0 where there is none
+    position_ids: torch.Tensor  # [T/cp] int64, from 0 in every sequence
+    token: torch.Tensor  # [T/cp] int64: row * S + t of the token, -1 in filling
+    cu_seqlens: torch.Tensor  # [b+1] int32, of the slots (padded, not shared out)
     index: torch.Tensor  # [b,S] int64: where the output for (row, position t) stands, for t >= 1
     valid: torch.Tensor  # [b,S] bool: t >= 1 and real
     max_slot: int
@@ -99,20 +170,22 @@ class Packed:
         return replace(self, **moved)
 
 
-def pack(input_ids: torch.Tensor, lengths: Sequence[int], *, align: int = 1) -> Packed:
-    """Packs right-padded [b,S] rows, each filled up with zeros to a multiple of `align`.
+def pack(
+    input_ids: torch.Tensor, lengths: Sequence[int], *, align: Alignment = UNALIGNED, cp: int = 1,
+    cp_rank: int = 0,
+) -> Packed:  # fmt: skip
+    """Packs right-padded [b,S] rows into slots, filled up with zeros, and takes the rank's share.
 
     The filling belongs to its sequence: under causal attention nothing real sees it, and attention
-    kernels need no notion of gaps between sequences. With b = 0 there is one dummy token, because
-    every pipeline stage and every tensor-parallel peer expects a forward pass.
+    kernels need no notion of gaps between sequences.
     """
     b, width = input_ids.shape
     device = input_ids.device
-    slots = [padded_length(n, align) for n in lengths] or [padded_length(0, align)]
+    slots = slot_lengths(lengths, align)
     cu = torch.tensor([0, *slots], device=device).cumsum(0)
     total = sum(slots)
     ids = torch.zeros(total, dtype=torch.long, device=device)
-    labels = torch.zeros_like(ids)
+    labels, token = torch.zeros_like(ids), torch.full_like(ids, -1)
     positions = torch.arange(total, device=device) - torch.repeat_interleave(
         cu[:-1], torch.tensor(slots, device=device)
     )
@@ -121,16 +194,21 @@ def pack(input_ids: torch.Tensor, lengths: Sequence[int], *, align: int = 1) -> 
     real = t < lens
     place = (cu[:-1][:b, None] + t).clamp(max=total - 1)  # of token (row, t)
     ids[place[real]] = input_ids[real]
+    token[place[real]] = torch.arange(b * width, device=device).view(b, width)[real]
     valid = real & (t >= 1)
     index = (place - 1).clamp(min=0)  # what is said about x_t is read off position t-1
     labels[index[valid]] = input_ids[valid]
-    return Packed(ids, labels, positions, cu.int(), index, valid, max(slots))
+    if cp > 1:
+        shares = [zigzag_index(slots, cp, r).to(device) for r in range(cp)]
+        mine = shares[cp_rank]
+        ids, labels, positions, token = ids[mine], labels[mine], positions[mine], token[mine]
+        index = torch.argsort(torch.cat(shares))[index]
+    return Packed(ids, labels, positions, token, cu.int(), index, valid, max(slots))
 
 
 def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """[T,...] per-token values, made at t-1 about x_t, to padded [b,S,...]; 0 at t=0 and padding.
-
-    Differentiable.
+    """[T,...] per-token values of all context-parallel ranks, made at t-1 about x_t, to padded
+    [b,S,...]; 0 at t=0 and padding. Differentiable.
     """
     out = values[packed.index]
     mask = packed.valid.reshape(*packed.valid.shape, *[1] * (values.ndim - 1))

@@ -1,13 +1,19 @@
-"""Log-probabilities, entropy and greedy match from hidden states over a sharded vocabulary.
+"""Log-probabilities, entropy, greedy match and top k from hidden states over a sharded vocabulary.
 
 The full logits never exist: tokens go through the vocabulary projection in chunks, and every chunk
-is reduced over the shards to one number per token and output. With logits l (already divided by the
+is reduced over the shards to a few numbers per token. With logits l (already divided by the
 temperature), Z = sum_j exp(l_j), p = exp(l) / Z:
 
     logprob(y) = l_y - log Z              d/dl_j = [j = y] - p_j
     entropy    = log Z - sum_j p_j l_j    d/dl_j = -p_j (log p_j + entropy)
 
-T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, K outputs.
+No library's fused kernel gives these: the cross entropies of megatron-core 0.16
+(fused_vocab_parallel_cross_entropy) and Transformer Engine take whole logits, keep as much for
+backward, and know neither entropy nor temperature; Liger's starts from hidden states, but wants the
+whole vocabulary on one rank.
+
+T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, k of the top, K
+numbers per token.
 """
 
 from __future__ import annotations
@@ -19,8 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match")
+TOP_LOGPROBS, TOP_IDS = "topk_logprobs", "topk_ids"  # k numbers a token, the others one
+TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match", TOP_LOGPROBS, TOP_IDS)
 _CACHED = 1 << 17  # numbers that fit a CPU's cache
+_LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +79,53 @@ def _greedy_match(
     return (winner == labels).to(logits.dtype)
 
 
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """int32 bits of a float to an int32 of the same order, and back: negatives are mirrored."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+def _top(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of all shards' [c,v] logits, in fp32, and their ids, both [c,k]: largest first,
+    of equal ones the lowest id first. One collective, of 8 * k bytes per token and shard.
+
+    torch.topk leaves the order of equals open. So it is given integers that differ: the logit's
+    bits above, the id's complement below. They also carry both through the collective. Made for an
+    eighth of the chunk at a time, since they take several times the logits' memory.
+    """
+    real = shard.real_rows
+    below = _LOW - torch.arange(shard.start, shard.start + real, device=logits.device)
+    keys = torch.full((len(logits), k), torch.iinfo(torch.long).min, device=logits.device)
+    rows = -(-len(logits) // 8)
+    for part, out in zip(logits.split(rows), keys.split(rows), strict=True):
+        bits = part.float().add(0.0).view(torch.int32)  # -0.0 becomes 0.0
+        key = _ordered(bits).long().bitwise_left_shift_(32).bitwise_or_(below)
+        out[:, : min(k, real)] = key.topk(min(k, real)).values
+    if shard.group is not None and shard.group.size() > 1:
+        everyones = [torch.empty_like(keys) for _ in range(shard.group.size())]
+        dist.all_gather(everyones, keys, group=shard.group)
+        keys = torch.cat(everyones, -1).topk(k).values
+    values = _ordered((keys >> 32).int()).view(torch.float32)
+    return values, _LOW - (keys & _LOW)
+
+
+def columns(outputs: Sequence[str], topk: int) -> dict[str, slice]:
+    """Where each output stands among the K numbers of a token."""
+    found, end = {}, 0
+    for name in outputs:
+        width = topk if name in (TOP_LOGPROBS, TOP_IDS) else 1
+        found[name] = slice(end, end + width)
+        end += width
+    return found
+
+
 def _reduce_chunk(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str],
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """[c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
 
-    Two collectives, a third for greedy_match. Entropy is 0 where it is not asked for.
+    Two collectives, one more for greedy_match and one for the top k. Entropy is 0 where it is not
+    asked for.
     """
     if shard.real_rows:
         top = logits.amax(-1)
@@ -86,6 +135,10 @@ def _reduce_chunk(
     values = {}
     if "greedy_match" in outputs:
         values["greedy_match"] = _greedy_match(logits, top, labels, shard)
+    highest = None
+    if TOP_LOGPROBS in outputs or TOP_IDS in outputs:
+        highest, ids = _top(logits, shard, topk)
+        values[TOP_IDS] = ids.to(top.dtype)  # exact: below 2^24
     centred = logits.sub_(top[:, None])
     row, here = _local_target(labels, shard)
     target = torch.zeros_like(top)
@@ -97,8 +150,11 @@ def _reduce_chunk(
     values["logprobs"] = target - log_total
     values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
     centred.sub_(log_total[:, None])
-    stacked = torch.stack([values[o] for o in outputs], -1)
-    return stacked, log_total + top, values["entropy"]
+    log_z = log_total + top
+    if highest is not None:
+        values[TOP_LOGPROBS] = highest - log_z[:, None]
+    numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
+    return torch.cat(numbers, -1), log_z, values["entropy"]
 
 
 def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
@@ -117,46 +173,53 @@ def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
 class _TokenOutputs(torch.autograd.Function):
     """[T,K] from hidden [T,H] and weight [rows,H], a chunk of tokens at a time.
 
-    Backward computes each chunk's logits again, except when all tokens fit one chunk: then they are
-    kept. The gradient of `hidden` is this shard's part only (its sum over the group is the caller's
-    business); the weight's is summed over chunks in fp32 and rounded once.
+    Backward computes each chunk's logits again, except when those of all tokens fit `keep_bytes`:
+    then they are kept. The gradient of `hidden` is this shard's part only (its sum over the group
+    is the caller's business); the weight's is summed over chunks in fp32 and rounded once.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
         shard: VocabShard, outputs: tuple[str, ...], temperature: float, chunk: int,
+        keep_bytes: int, topk: int,
     ) -> torch.Tensor:  # fmt: skip
         real = weight[: shard.real_rows]
-        parts, log_zs, entropies = [], [], []
+        parts, log_zs, entropies, ctx.kept = [], [], [], []
+        wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
+        keep = any(ctx.needs_input_grad) and len(hidden) * len(real) * wide <= keep_bytes
         log_p = None
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             log_p = None  # the chunk before is freed before this one is made
             log_p = _logits(h, real, temperature)
-            part, log_z, entropy = _reduce_chunk(log_p, y, shard, outputs)
+            part, log_z, entropy = _reduce_chunk(log_p, y, shard, outputs, topk)
             parts.append(part)
             log_zs.append(log_z)
             entropies.append(entropy)
-        ctx.kept = log_p if len(parts) == 1 and any(ctx.needs_input_grad) else None
+            if keep:
+                ctx.kept.append(log_p)
         ctx.save_for_backward(hidden, weight, labels, torch.cat(log_zs), torch.cat(entropies))
-        ctx.how = shard, outputs, temperature, chunk
+        ctx.how = shard, columns(outputs, topk), temperature, chunk
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        shard, outputs, temperature, chunk = ctx.how
+        shard, at, temperature, chunk = ctx.how
         real = weight[: shard.real_rows]
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight = None
         if ctx.needs_input_grad[1]:
             g_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
-        for lo in range(0, len(hidden), chunk):
+        kept, ctx.kept = ctx.kept, []  # they are overwritten
+        for i, lo in enumerate(range(0, len(hidden), chunk)):
             s = slice(lo, lo + chunk)
-            log_p, ctx.kept = ctx.kept, None  # it is overwritten
-            if log_p is None:
+            log_p = g = None  # the chunk before is freed before this one is made
+            if kept:
+                log_p, kept[i] = kept[i], None
+            else:
                 log_p = _logits(hidden[s], real, temperature).sub_(log_z[s, None])
-            g = _grad_logits(log_p, labels[s], entropy[s], grad[s] / temperature, shard, outputs)
+            g = _grad_logits(log_p, labels[s], entropy[s], grad[s] / temperature, shard, at)
             g = g.to(hidden.dtype)
             if g_hidden is not None:
                 torch.mm(g, real, out=g_hidden[s])
@@ -164,7 +227,7 @@ class _TokenOutputs(torch.autograd.Function):
                 accumulate(g_weight[: shard.real_rows], g, hidden[s])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
-        return g_hidden, g_weight, None, None, None, None, None
+        return g_hidden, g_weight, *[None] * 7
 
 
 def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
@@ -179,18 +242,20 @@ def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
 
 def _grad_logits(
     log_p: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor,
-    shard: VocabShard, outputs: Sequence[str],
+    shard: VocabShard, at: dict[str, slice],
 ) -> torch.Tensor:  # fmt: skip
-    """[c,v]: what `grad` [c,K] of the outputs says about the logits. Overwrites log_p."""
+    """[c,v]: what `grad` [c,K] of the outputs, which stand `at` columns, says about the logits.
+    Overwrites log_p.
+    """
 
     def of(name: str) -> torch.Tensor:
-        known = name in outputs
-        return grad[:, outputs.index(name)] if known else torch.zeros_like(grad[:, 0])
+        return grad[:, at[name].start] if name in at else torch.zeros_like(grad[:, 0])
 
     g_logprob, g_entropy = of("logprobs"), of("entropy")
     # an entropy that is only watched costs nothing, where looking does not stall the device
-    if "entropy" in outputs and (grad.is_cuda or g_entropy.any()):
-        factor = g_entropy[:, None] * (log_p + entropy[:, None]) + g_logprob[:, None]
+    if "entropy" in at and (grad.is_cuda or g_entropy.any()):
+        factor = log_p + entropy[:, None]
+        factor.mul_(g_entropy[:, None]).add_(g_logprob[:, None])
         out = log_p.exp_().mul_(factor).neg_()
     else:
         out = log_p.exp_().mul_(-g_logprob[:, None])
@@ -203,18 +268,22 @@ def _grad_logits(
 def token_outputs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
     shard: VocabShard, outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = 4096, keep_bytes: int = 0, topk: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """Per-token outputs [T,K] in fp32, K in the order of `outputs` (names of TOKEN_OUTPUTS).
+    """Per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS); `columns`
+    says where each stands. logprobs and entropy have gradients.
 
     hidden [T,H], weight [rows,H] of this shard, labels [T]. Peak memory is one chunk of logits
-    [chunk_tokens, v] in fp32 with its softmax.
+    [chunk_tokens, v] in fp32 with its softmax, whatever T is, and `keep_bytes` for logits that
+    backward finds again where those of all T fit.
     """
     assert outputs and set(outputs) <= set(TOKEN_OUTPUTS), outputs
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
+    assert topk <= shard.vocab_size < 1 << 24, (topk, shard)
     return _TokenOutputs.apply(
-        hidden, weight, labels, shard, tuple(outputs), float(temperature), chunk_tokens
-    )
+        hidden, weight, labels, shard, tuple(outputs), float(temperature), chunk_tokens,
+        keep_bytes, topk,
+    )  # fmt: skip
 
 
 def gathered_logits(

@@ -9,12 +9,14 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
+from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.trainer.run_dir import claim
@@ -45,6 +47,7 @@ class RunContext:
         bounds = self._zero_timeouts
         self.zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
         self.resumed = self.zero(self._claim)
+        self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
             self._logger = StatsLogger(
@@ -70,6 +73,7 @@ class RunContext:
         try:
             if self._logger is not None:
                 self._logger.close(final=self.final_counters, error=error)
+            self.profiler.close()
         finally:
             if self._lock is not None:
                 self._lock.close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megarl.utils.batch import Batch
+from megarl.models.flops import train_flops
+from megarl.observability.utilization import this_device_peak, utilization
+from megarl.utils.batch import Batch, seqlens
 
 
 def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
@@ -42,6 +45,20 @@ def batch_figures(batch: Batch) -> dict[str, float]:
         "tokens/trained": float(batch["loss_mask"].sum()),
         "tokens/total": float(batch["attention_mask"].sum()),
     }
+
+
+def update_speed(
+    engine: Any, batch: Batch, *, seconds: float, peak_tflops: float | None
+) -> dict[str, float]:
+    """perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of `seconds` that went
+    into training `engine` on every sequence of the batch once.
+    """
+    return utilization(
+        train_flops(engine.model_config, seqlens(batch)),
+        seconds=seconds,
+        devices=dist.get_world_size(),
+        peak=peak_tflops or this_device_peak(engine.dtype),
+    )
 
 
 def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,12 +11,13 @@ from megarl.observability.bootstrap import bootstrap_ci
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
-from megarl.trainer.figures import batch_figures
+from megarl.trainer.figures import batch_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
+from megarl.utils.batch import Batch
 
 log = get_logger(__name__)
 
@@ -54,8 +55,14 @@ class SFTTrainer:
         self.check.watch(self.model)
         self.saver = Saver(
             cfg.saver,
-            run_dir=ctx.run_dir,
-            base_model_path=cfg.model.path,
+            models=[
+                Saved(
+                    model=self.model,
+                    base_model_path=cfg.model.path,
+                    home=ctx.run_dir,
+                    lora=cfg.model.lora,
+                )
+            ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
@@ -63,7 +70,7 @@ class SFTTrainer:
         self.data_key = data_of(cfg, len(data))
         self.exact_match = 0.0  # the last evaluation's
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
-        self.recovery = Recovery(ctx, self.model, clocks)
+        self.recovery = Recovery(ctx, {"model": self.model}, clocks)
         self.steps_done = self.recovery.restore(self._load_state)
 
     def fit(self) -> None:
@@ -78,17 +85,15 @@ class SFTTrainer:
             for rows in self.loader:
                 step += 1
                 self.check.begin_step(step)
-                with self.timers.phase("step"), self.timers.phase("train"):
-                    batch = collate_sft(rows)
-                    stats = self.model.train(batch) | batch_figures(batch)
-                    self.model.step_lr_scheduler()
+                with self.ctx.profiler.step(step):
+                    stats = self._step(collate_sft(rows))
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 done = step >= total or self._out_of_time()
                 due = self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended)
                 if due or (done and self.cfg.evaluator.at_end):
                     stats |= self._evaluate()
                     done = done or self._good_enough()
-                self.saver.maybe_save(self.model, step=step, epoch=epoch, epoch_ended=ended)
+                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
                 self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
                 with self.timers.phase("recover"):
                     self.recovery.maybe_save(
@@ -97,7 +102,18 @@ class SFTTrainer:
                 if done:
                     break
         if total:
-            self.saver.save_final(self.model)
+            self.saver.save_final()
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        with self.timers.phase("step"), self.timers.phase("train"):
+            stats = self.model.train(batch) | batch_figures(batch)
+            self.model.step_lr_scheduler()
+        return stats | update_speed(
+            self.model.engine,
+            batch,
+            seconds=self.timers.seconds()["train"],
+            peak_tflops=self.cfg.profiler.peak_tflops,
+        )
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:

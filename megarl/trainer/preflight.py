@@ -12,6 +12,7 @@ from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
+from megarl.models.lora import check_lora
 
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
@@ -65,11 +66,18 @@ def check_models(cfg: BaseConfig) -> None:
     problems = []
     for name, engine in engines(cfg).items():
         try:
-            model = read_hf_config(model_path(cfg, name))
+            model = read_hf_config(model_path(cfg, name), head=engine.head)
             check_layout(model, engine.parallel)
+            if engine.lora is not None:
+                check_lora(model, engine.parallel.tp, engine.lora)
         except ValueError as e:
             problems.append(f"{name}: {e}")
             continue
+        if name == "reward_model" and model.new_head:
+            problems.append(
+                f"reward_model.path={engine.path}: a language model without a score; name a "
+                "ForSequenceClassification model with one label"
+            )
         if name == "actor" and isinstance(cfg, GRPOConfig):
             room, most = cfg.server.context_length, model.max_position_embeddings
             if room > most:

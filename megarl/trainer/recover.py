@@ -1,15 +1,16 @@
 """Checkpoints of a run: taken at the end of a step, continued from by the next start.
 
-<run>/recover/step_000123/ holds the engine's state (weights, optimizer, schedule, random states)
-and the trainer's (place in the data, prompts in flight, counters, clocks). Both are written beside
-it and renamed into place together, see utils/staging.py. At the end of a step the servers have its
-weights, so that the version is the step and a start only has to send them again.
+<run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
+random states) by its name, and the trainer's (place in the data, prompts in flight, counters,
+clocks). All are written beside it and renamed into place together, see utils/staging.py. At the end
+of a step the servers have its weights, so that the version is the step and a start only has to send
+them again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import engines, model_path
+from megarl.config.check import model_path, trained_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
-from megarl.trainer.run_dir import ENGINE
 from megarl.trainer.saver import Saver
 from megarl.utils.staging import put_in_place, remove, stage
 
@@ -46,10 +46,16 @@ class Recovers(Protocol):
 
 
 class Recovery:
-    """Collective. `clocks` are the run's other frequencies, whose time goes on."""
+    """Collective. `models`: what is trained, by its name in the configuration; the first one's
+    version is the run's. `clocks` are the run's other frequencies, whose time goes on.
+    """
 
-    def __init__(self, ctx: RunContext, model: Recovers, clocks: dict[str, Frequency]) -> None:
-        self._ctx, self._model, self._config = ctx, model, ctx.cfg.recover
+    def __init__(
+        self, ctx: RunContext, models: Mapping[str, Recovers], clocks: dict[str, Frequency]
+    ) -> None:
+        assert tuple(models) == trained_engines(ctx.cfg), tuple(models)
+        self._ctx, self._models, self._config = ctx, models, ctx.cfg.recover
+        self._first = next(iter(models.values()))
         self._freq = Frequency(self._config, ctx.clock)
         self._clocks = clocks | {"recover": self._freq}
         self._dir = ctx.run_dir / RECOVER_DIR
@@ -62,8 +68,9 @@ class Recovery:
         if found is None:
             return 0
         saved: State = self._ctx.zero(_read, found.path / STATE_FILE)
-        self._model.load(_engine_meta(found.path))
-        self._model.set_version(found.info["version"])
+        for name, model in self._models.items():
+            model.load(_engine_meta(found.path, name))
+            model.set_version(found.info["version"])
         for name, clock in self._clocks.items():
             clock.load_state_dict(saved["clocks"][name])
         load_state(saved["state"])
@@ -89,12 +96,13 @@ class Recovery:
     def _save(self, state: Callable[[], State], step: int, epoch: int) -> None:
         target = self._dir / f"step_{step:06d}"
         staging = self._ctx.zero(stage, target)
-        self._model.save(_engine_meta(staging))
+        for name, model in self._models.items():
+            model.save(_engine_meta(staging, name))
         clocks = {name: clock.state_dict() for name, clock in self._clocks.items()}
         info = {
             "step": step,
             "epoch": epoch,
-            "version": self._model.get_version(),
+            "version": self._first.get_version(),
             "elapsed_s": self._ctx.elapsed(),
         }
         self._ctx.zero(self._complete, staging, target, info, clocks, state)
@@ -106,7 +114,7 @@ class Recovery:
         """Rank 0: the trainer's part, the marker, the rename; then older ones may go."""
         cfg = self._ctx.cfg
         torch.save({"clocks": clocks, "state": state()}, staging / STATE_FILE)
-        info["model"] = architecture(model_path(cfg, next(iter(engines(cfg)))))
+        info["models"] = {name: architecture(model_path(cfg, name)) for name in self._models}
         (staging / MARKER).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         put_in_place(staging, target)
         whole, _ = checkpoints(self._ctx.run_dir)
@@ -128,12 +136,12 @@ class Recovery:
             return False
         log.info("the run in %s ended at step %d of %d: nothing to do", run, found.step, total)
         if not self._ctx.zero(_is_newer, saver.final, found.path / MARKER):
-            saver.save_final(self._model)
+            saver.save_final()
         return True
 
 
-def _engine_meta(path: Path) -> SaveLoadMeta:
-    return SaveLoadMeta(path=str(path / ENGINE), weight_format="dist", with_optim=True)
+def _engine_meta(path: Path, name: str) -> SaveLoadMeta:
+    return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=True)
 
 
 def _read(path: Path) -> State:

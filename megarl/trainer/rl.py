@@ -6,9 +6,11 @@ import copy
 from functools import partial
 from typing import Any
 
+from megarl.algos import Role
 from megarl.api.inference import Batch, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
+from megarl.config.check import engines, model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -18,18 +20,18 @@ from megarl.observability.timers import Timers
 from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import Evaluator
-from megarl.trainer.figures import rollout_figures
+from megarl.trainer.figures import rollout_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronRef
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils.importing import load_object
 
 log = get_logger(__name__)
 
 
-def run(cfg: GRPOConfig) -> None:
+def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
     """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
     timeouts = {
         "rollout.episode_timeout": cfg.rollout.episode_timeout,
@@ -37,7 +39,7 @@ def run(cfg: GRPOConfig) -> None:
         "weight_sync.timeout": cfg.weight_sync.timeout,
     }
     with RunContext(cfg, model_path=cfg.actor.path, zero_timeouts=timeouts) as ctx:
-        trainer = RLTrainer(cfg, ctx)
+        trainer = (trainer_class or RLTrainer)(cfg, ctx)
         try:
             trainer.set_up()
             trainer.fit()
@@ -153,17 +155,29 @@ class RLTrainer:
         self.check = SelfCheck(cfg, ctx)
         recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
+        trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
         self.saver = Saver(
             cfg.saver,
-            run_dir=ctx.run_dir,
-            base_model_path=cfg.actor.path,
+            models=[
+                Saved(
+                    model=role,
+                    base_model_path=model_path(cfg, name),
+                    home=ctx.run_dir if name == "actor" else ctx.run_dir / name,
+                    lora=engines(cfg)[name].lora,
+                )
+                for name, role in trained.items()
+            ],
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
-        self.recovery = Recovery(ctx, self.actor, clocks)
+        self.recovery = Recovery(ctx, trained, clocks)
         self.steps_done = self.recovery.restore(partial(ctx.zero, self._load_state))
+
+    def set_up_others(self) -> dict[str, Role]:
+        """For algorithms with more roles: makes them; those that are trained, by name."""
+        return {}
 
     def _start_generation(self) -> int:
         self.generation = Generation(self.cfg, self.ctx.tokenizer)
@@ -191,11 +205,12 @@ class RLTrainer:
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total)
         while step < total and not self._out_of_time():
-            stats = self.step(step)
+            with self.ctx.profiler.step(step + 1):
+                stats = self.step(step)
             step += 1
             epoch, ended = -(-step // per_epoch), step % per_epoch == 0
             with self.timers.phase("save"):
-                self.saver.maybe_save(self.actor, step=step, epoch=epoch, epoch_ended=ended)
+                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
             last = step == total or self._out_of_time()
             if last and self.cfg.evaluator.at_end:
                 stats |= self._evaluate("after")
@@ -209,7 +224,7 @@ class RLTrainer:
             if last:
                 break
         if total:
-            self.saver.save_final(self.actor)
+            self.saver.save_final()
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""
@@ -228,10 +243,20 @@ class RLTrainer:
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
+            stats |= self.speed(batch)
             stats |= self.ctx.zero(self._account, batch)
             with self.timers.phase("update_weights"):
                 stats |= self.update_weights(step + 1)
         return stats
+
+    def speed(self, batch: Batch) -> dict[str, float]:
+        """Of the phase "train" of this step, which was the actor's."""
+        return update_speed(
+            self.actor.engine,
+            batch,
+            seconds=self.timers.seconds()["train"],
+            peak_tflops=self.cfg.profiler.peak_tflops,
+        )
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Streams the new weights to every server and bumps the version everywhere."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from megarl.algos.actor import Actor
+from megarl.algos.critic import Critic
 from megarl.algos.metrics import Decode, spell_ids
 from megarl.algos.ref import Ref
+from megarl.algos.reward import RewardModel
 from megarl.algos.sft import SFT
-from megarl.config.algo import PPOActorConfig
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import MegatronEngine
 
@@ -31,6 +33,24 @@ class MegatronActor(Actor):
             seed=seed,
             decode=decode,
         )
+
+
+class MegatronCritic(Critic):
+    """The value function: `compute_values`, `ppo_update` + engine verbs."""
+
+    engine: MegatronEngine
+
+    def __init__(self, config: PPOCriticConfig, *, seed: int = 1) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed), seed=seed)
+
+
+class MegatronRewardModel(RewardModel):
+    """A frozen scorer of answers: `compute_rewards`."""
+
+    engine: MegatronEngine
+
+    def __init__(self, config: ValueModelConfig, *, seed: int = 1) -> None:
+        super().__init__(MegatronEngine(config, seed=seed))
 
 
 class MegatronRef(Ref):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.ckpt.dist import read_info
+from megarl.config.check import trained_engines
 from megarl.config.earlier_run import (
     CONFIG_FILE,
     RECOVER_DIR,
@@ -27,7 +28,6 @@ from megarl.utils.staging import clean_up, remove
 
 log = get_logger(__name__)
 
-ENGINE = "engine"  # the engine's part of a checkpoint
 LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0
@@ -41,7 +41,9 @@ def claim(cfg: BaseConfig) -> tuple[TextIO, Checkpoint | None]:
     directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory)
     check_run_dir(cfg)
-    for place in (directory, *(directory / name for name in (RECOVER_DIR, "hf", "weights"))):
+    homes = (directory, *(directory / name for name in trained_engines(cfg)[1:]))
+    places = (RECOVER_DIR, "weights")
+    for place in (*homes, *(h / "hf" for h in homes), *(directory / name for name in places)):
         for path in clean_up(place):
             log.info("%s: left by a process that was killed, cleaned up", path)
     newest = _newest(directory) if cfg.recover.mode == "auto" else None
@@ -83,7 +85,8 @@ def _newest(directory: Path) -> Checkpoint | None:
         _set_aside(path, "its marker is missing")
     for checkpoint in reversed(whole):
         try:
-            read_info(checkpoint.path / ENGINE)
+            for name in checkpoint.info["models"]:
+                read_info(checkpoint.path / name)
             return checkpoint
         except ValueError as e:
             _set_aside(checkpoint.path, str(e))

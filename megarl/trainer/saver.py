@@ -1,12 +1,14 @@
-"""Saves the model as a normal HF directory, every n steps, epochs or seconds and at the end."""
+"""Saves the models as normal HF directories, every n steps, epochs or seconds and at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import LoRAConfig
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import get_logger
 from megarl.trainer.frequency import Frequency
@@ -19,36 +21,58 @@ class Saves(Protocol):
     def save(self, meta: SaveLoadMeta) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A model, what it was made from, and where it goes: <home>/hf/step_000123, <home>/final."""
+
+    model: Saves
+    base_model_path: str
+    home: Path
+    lora: LoRAConfig | None = None
+
+    @property
+    def weight_format(self) -> str:
+        return "peft" if self.lora is not None and self.lora.save == "adapter" else "hf"
+
+
 class Saver:
+    """Collective. The first of `models` is the one the run is about: it is saved last."""
+
     def __init__(
         self,
         config: SaverConfig,
         *,
-        run_dir: Path,
-        base_model_path: str,
+        models: Sequence[Saved],
         clock: Callable[[], float],
         is_zero: bool,
     ) -> None:
-        self.config, self.run_dir, self.base = config, run_dir, base_model_path
-        self.final = run_dir / "final"
+        self.config, self.models = config, models
+        self.final = models[0].home / "final"
         self.freq = Frequency(config, clock)
         self._is_zero = is_zero
 
-    def maybe_save(self, model: Saves, *, step: int, epoch: int, epoch_ended: bool) -> None:
+    def maybe_save(self, *, step: int, epoch: int, epoch_ended: bool) -> None:
         if not self.freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended):
             return
-        self._save(model, self.run_dir / "hf" / f"step_{step:06d}")
-        if self._is_zero and self.config.keep_last:
-            for old in sorted((self.run_dir / "hf").glob("step_*"))[: -self.config.keep_last]:
-                remove(old)
+        for saved in reversed(self.models):
+            self._save(saved, saved.home / "hf" / f"step_{step:06d}")
+            if self._is_zero and self.config.keep_last:
+                for old in sorted((saved.home / "hf").glob("step_*"))[: -self.config.keep_last]:
+                    remove(old)
 
-    def save_final(self, model: Saves) -> Path | None:
+    def save_final(self) -> Path | None:
         if not self.config.final:
             return None
-        self._save(model, self.final)
+        for saved in reversed(self.models):
+            self._save(saved, saved.home / "final")
         return self.final
 
-    def _save(self, model: Saves, path: Path) -> None:
+    def _save(self, saved: Saved, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(SaveLoadMeta(path=str(path), weight_format="hf", base_model_path=self.base))
+        meta = SaveLoadMeta(
+            path=str(path),
+            weight_format=saved.weight_format,
+            base_model_path=saved.base_model_path,
+        )
+        saved.model.save(meta)
         log.info("saved %s", path)

@@ -30,7 +30,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
-from megarl.trainer.roles import MegatronActor, MegatronRef, MegatronSFT
+from megarl.trainer.roles import MegatronActor, MegatronCritic, MegatronRef, MegatronSFT
 
 log = get_logger(__name__)
 
@@ -55,7 +55,10 @@ class SelfCheck:
         self._step, self._minibatch = step, -1
 
     def watch(
-        self, role: MegatronActor | MegatronSFT, *, first_ratio_to: str | None = None
+        self,
+        role: MegatronActor | MegatronCritic | MegatronSFT,
+        *,
+        first_ratio_to: str | None = None,
     ) -> None:
         """From here on every update of `role` is checked.
 
@@ -75,7 +78,7 @@ class SelfCheck:
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
             return
         dtypes = {actor.engine.dtype, ref.engine.dtype}
-        bounds = checks.ROUNDING[torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32]
+        bounds = checks.ROUNDING[min(dtypes, key=lambda d: torch.finfo(d).bits)]
         if dtypes == {torch.float32} and same_shapes(actor.config, ref.config):
             bounds = checks.SAME_SHAPES
         finding = checks.same_policy(

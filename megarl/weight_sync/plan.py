@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megarl.models.gather import Bucket, plan_buckets
+from megarl.models.gather import Bucket, export_dtype, plan_buckets
 from megarl.models.piece_table import PieceTable
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
@@ -50,11 +50,7 @@ def plan_sync(table: PieceTable, dtype: Dtypes, bucket_bytes: int, owner: int) -
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
-
-    def itemsize(name: str) -> int:
-        return (dtype if isinstance(dtype, torch.dtype) else dtype[name]).itemsize
-
-    tensors = tuple(sorted(table.tensors, key=lambda t: -itemsize(t.name)))
+    tensors = tuple(sorted(table.tensors, key=lambda t: -export_dtype(t, dtype).itemsize))
     buckets = plan_buckets(dataclasses.replace(table, tensors=tensors), dtype, bucket_bytes)
     for b in buckets:
         assert sum(m.nbytes for m in b.members) == b.nbytes, f"bucket {b.index} has gaps"

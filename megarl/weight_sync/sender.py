@@ -43,10 +43,11 @@ class WeightSender:
         if not 0 <= owner < layout.world_size:
             raise ValueError(f"owner={owner}: use a rank of the layout, 0..{layout.world_size - 1}")
         self.owner, self._group = owner, group
+        trained = {n: p for n, p in params.items() if n not in table.buffers}
         self._agreement = Agreement(group)
         self._distributed = DistributedTransport(
             table, layout, rank, params, group, agreement=self._agreement, owner=owner,
-            dtype=dtype or uniform_dtype(params), device=next(iter(params.values())).device,
+            dtype=dtype or uniform_dtype(trained), device=next(iter(params.values())).device,
         )  # fmt: skip
         self._disk = DiskTransport(
             table, layout, rank, params, group, agreement=self._agreement,

@@ -1,4 +1,4 @@
-"""What the engine tests run on every rank, and the Hugging Face reference they compare with."""
+"""A batch, a loss over its tokens and sequences, and an engine to train with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
-from tests.tiny import random_batch
+from tests.tiny import random_batch, save_tiny
 
 Tensors = dict[str, torch.Tensor]
 TEMPERATURE = 0.8
@@ -29,8 +29,10 @@ def loss_fn(outputs: Tensors, b: Tensors) -> tuple[torch.Tensor, dict[str, Any]]
     mask = b["loss_mask"].float()
     pg = -(b["advantages"][:, None] * outputs["logprobs"] * mask).sum()
     entropy = (outputs["entropy"] * mask).sum()
+    # a part that is not a sum over tokens: it needs whole sequences
+    means = (outputs["logprobs"] * mask).sum(1) / mask.sum(1).clamp(min=1)
     stats = {"entropy": (entropy.detach(), mask.sum()), "rows": (len(mask), 1.0)}
-    return pg - 0.1 * entropy, stats
+    return pg - 0.1 * entropy + means.square().sum(), stats
 
 
 def weight_fn(b: Tensors) -> float:
@@ -43,7 +45,10 @@ def make_engine(path: str, parallel: dict[str, Any], *, trained: bool = True, **
     optimizer = OptimizerConfig(**{**OPTIMIZER, **over.pop("optimizer", {})}) if trained else None
     cfg = TrainEngineConfig(
         path=path, parallel=ParallelConfig(**parallel), optimizer=optimizer,
-        mb_spec=MicroBatchSpec(max_tokens_per_mb=over.pop("max_tokens", 40)),
+        mb_spec=MicroBatchSpec(
+            max_tokens_per_mb=over.pop("max_tokens", 40),
+            forward_max_tokens_per_mb=over.pop("forward_max_tokens", None),
+        ),
         **{"lm_head_chunk_tokens": 16, **over},
     )  # fmt: skip
     engine = MegatronEngine(cfg)
@@ -55,71 +60,7 @@ def state(engine: Any, **kw: Any) -> Tensors:
     return {n: t.clone() for n, t in engine.hf_state(**kw)}
 
 
-def run_all(path: str, parallel: dict[str, Any], **over: Any) -> dict[str, Any]:
-    """Outputs, gradients (without ZeRO-1), figures of one step, and the weights after it."""
-    engine = make_engine(path, parallel, **over)
-    names = ("logprobs", "entropy", "greedy_match")
-    result: dict[str, Any] = {"outputs": engine.forward(
-        batch(), outputs=(*names, "logits"), temperature=TEMPERATURE
-    )}  # fmt: skip
-    kw = dict(outputs=names, temperature=TEMPERATURE)
-    result["eval"] = engine.eval_batch(batch(), loss_fn, weight_fn, **kw)
-    if not engine.config.optimizer.distributed:
-        engine.backward_batch(batch(), loss_fn, weight_fn, **kw)
-        result["grads"] = state(engine, grads=True)
-    result["stats"] = engine.train_batch(batch(), loss_fn, weight_fn, **kw)
-    result["weights"] = state(engine)
-    engine.destroy()
-    return result
-
-
-def hf_outputs(hf: Any, b: Tensors) -> Tensors:
-    """The outputs of contract 3 by dense formulas: position t speaks about input_ids[:, t]."""
-    logits = hf(b["input_ids"], attention_mask=b["attention_mask"].long()).logits.float()
-    logp = torch.log_softmax(logits / TEMPERATURE, -1)[:, :-1]
-    ids = b["input_ids"][:, 1:]
-    mask = b["attention_mask"][:, 1:]
-
-    def shifted(x: torch.Tensor) -> torch.Tensor:
-        m = mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
-        return torch.cat([torch.zeros_like(x[:, :1]), torch.where(m, x, 0.0)], 1)
-
-    return {
-        "logprobs": shifted(logp.gather(-1, ids[..., None])[..., 0]),
-        "entropy": shifted(-(logp.exp() * logp).sum(-1)),
-        "greedy_match": shifted((logp.argmax(-1) == ids).float()),
-        "logits": shifted(logits[:, :-1] / TEMPERATURE),
-    }
-
-
-def hf_reference(hf: Any) -> dict[str, Any]:
-    """What `run_all` should give, from Hugging Face's model, autograd and torch's AdamW."""
-    b = batch()
-    outputs = hf_outputs(hf, b)
-    loss_sum, stats = loss_fn(outputs, b)
-    loss = loss_sum / weight_fn(b)
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in hf.named_parameters()}
-    norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0))
-    decay = [p for p in hf.parameters() if p.ndim > 1]
-    rest = [p for p in hf.parameters() if p.ndim == 1]
-    torch.optim.AdamW(
-        [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
-        lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
-    ).step()  # fmt: skip
-    return {
-        "outputs": {k: v.detach() for k, v in outputs.items()},
-        "grads": grads,
-        "loss": float(loss.detach()),
-        "entropy": float(stats["entropy"][0] / stats["entropy"][1]),
-        "grad_norm": norm,
-        "weights": {n: p.detach().clone() for n, p in hf.named_parameters()},
-    }
-
-
 def save_model(root: Path, kind: str, tie: bool) -> str:
-    from tests.tiny import save_tiny
-
     path = root / f"{kind}-{'tied' if tie else 'untied'}"
     if not path.exists():
         save_tiny(path, kind, tie=tie)

@@ -70,8 +70,8 @@ def train(engine: Any, steps: int) -> list[tuple[float, float, float]]:
 
 def local_tensors(engine: Any) -> dict[str, Any]:
     """This rank's weights, fp32 weights, moments and their progress."""
-    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.params.items()}
-    for part in engine._optimizer.chained_optimizers:
+    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.built.params.items()}
+    for part in engine.built.optimizer.chained_optimizers:
         for g, group in enumerate(part.optimizer.param_groups):
             found[f"group {g}"] = {k: v for k, v in group.items() if k != "params"}
             for i, p in enumerate(group["params"]):
@@ -148,6 +148,10 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "dp2": (2, dict(), ZERO, "qwen2", False),
     "dp2-plain": (2, dict(), PLAIN, "llama", False),
     "tp2-bf16": (2, dict(tp=2), BF16, "qwen3", True),
+    "cp2": (2, dict(cp=2), ZERO, "qwen3", True),
+    "pp2-uneven": (2, dict(pp=2, pipeline_split=[1, 3]), ZERO, "qwen2", True),
+    "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
+    "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
 }
 
@@ -219,6 +223,7 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 MOVES: dict[str, tuple[dict[str, Any], bool, tuple[int, Parallel], tuple[int, Parallel]]] = {
     "dp2-dp1": (ZERO, True, (2, dict()), (1, dict())),
     "tp2-pp2": (ZERO, True, (2, dict(tp=2)), (2, dict(pp=2))),
+    "cp2-pp2-uneven": (ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1]))),
     "pp2vpp2-tp2sp-plain": (
         PLAIN, False, (2, dict(pp=2, vpp=2)), (2, dict(tp=2, sequence_parallel=True)),
     ),
@@ -232,6 +237,20 @@ def test_another_layout_continues_with_the_same_state(world1, world2, models, tm
     check_move(here, there, models, tmp_path, over, tie, before, after)
 
 
+SP2: Parallel = dict(tp=2, sequence_parallel=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
+@pytest.mark.parametrize(
+    "before, after",
+    [(dict(ep=2), SP2), (dict(ep=2), dict(pp=2)), (SP2, dict(etp=2)), (SP2 | dict(ep=2), dict())],
+    ids=str,
+)
+def test_experts_move(world2, models, tmp_path, before, after, over):
+    check_move(world2, world2, models, tmp_path, over, False, before, after, kind="qwen3_moe")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
 @pytest.mark.parametrize(
@@ -241,6 +260,7 @@ def test_another_layout_continues_with_the_same_state(world1, world2, models, tm
         (dict(), dict(tp=2, sequence_parallel=True)),
         (dict(tp=2), dict(pp=2, vpp=2)),
         (dict(tp=4), dict(pp=4)),
+        (dict(tp=2, cp=2), dict(pp=2, pipeline_split=[1, 3])),
     ],
     ids=str,
 )
@@ -250,9 +270,9 @@ def test_moves_between_four_ranks(world4, models, tmp_path, before, after, over)
 
 def check_move(
     here: World, there: World, models: Path, tmp_path: Path, over: dict[str, Any], tie: bool,
-    before: Parallel, after: Parallel,
+    before: Parallel, after: Parallel, kind: str = "qwen3",
 ) -> None:  # fmt: skip
-    path, ck, back = save_model(models, "qwen3", tie), str(tmp_path / "a"), str(tmp_path / "b")
+    path, ck, back = save_model(models, kind, tie), str(tmp_path / "a"), str(tmp_path / "b")
     want = here.run(train_and_save, path, ck, before, over)
     got = there.run(load_and_train, path, ck, after, over, out=back)
     for name, weight in want[0]["weights"].items():
@@ -291,8 +311,8 @@ def weights_only(path: str, out: str) -> dict[str, Any]:
     wide.load(dist_meta(out, with_optim=False))
     result["wide"] = state(wide)
     wide.destroy()
-    # a step of length 0 writes the optimizer's fp32 weights back: they must be the loaded ones
-    still = make_engine(path, dict(), optimizer={"lr": 0.0}, **BF16)
+    # a step no weight notices writes the optimizer's fp32 weights back: those that were loaded
+    still = make_engine(path, dict(), optimizer={"lr": 1e-30}, **BF16)
     still.load(dist_meta(out, with_optim=False))
     still.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
     result |= dict(still=state(still), version=still.get_version())
@@ -342,7 +362,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
     other = engine_for(path, dict(), dict(optimizer=dict(lr=4e-3, lr_scheduler_type="linear")))
     other.load(dist_meta(out))
     (_, lr, _) = train(other, 1)[0]
-    group = other._optimizer.param_groups[0]
+    group = other.built.optimizer.param_groups[0]
     other.destroy()
     return lr, group["max_lr"], group["step"]
 

@@ -23,7 +23,13 @@ from tests.tiny import save_tiny
 
 Parallel = dict[str, Any]
 # without a degree, the ranks are data-parallel
-TWO: tuple[Parallel, ...] = (dict(tp=2), dict(pp=2), {}, dict(tp=2, sequence_parallel=True))
+TWO: tuple[Parallel, ...] = (
+    dict(tp=2),
+    dict(pp=2),
+    {},
+    dict(tp=2, sequence_parallel=True),
+    dict(pp=2, pipeline_split=[1, 3]),
+)
 FOUR: tuple[Parallel, ...] = (
     dict(tp=2, pp=2),
     dict(pp=2, vpp=2),
@@ -82,7 +88,7 @@ def test_round_trip_is_bit_exact(
     world2: World, world4: World, i: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     parallel: dict[str, Any] = (*TWO, *FOUR)[i]
-    kind = ("llama", "qwen2", "qwen3")[(i + (dtype == torch.float32)) % 3]
+    kind = ("llama", "qwen2", "qwen3", "glm", "glm4")[(i + (dtype == torch.float32)) % 5]
     source = save_tiny(tmp_path / "a", kind, tie=i % 2 == 0, dtype=dtype)
     world = world2 if i < len(TWO) else world4
     zero = world.run(

@@ -12,10 +12,10 @@ import torch
 
 from megarl.models import BucketGatherer, named_params, plan_buckets
 from megarl.models.build import resolve_attention
-from megarl.models.packing_plan import zigzag_index
+from megarl.parallel.packing import zigzag_index
 from tests.dist.models_util import all_gather_dim, built, positions, thd
 from tests.dist.world import World
-from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
+from tests.tiny import GLM_KINDS, KINDS, VOCAB, save_tiny, tiny_hf
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -23,7 +23,7 @@ LLAMA3 = dict(
 )  # fmt: skip
 LINEAR = dict(rope_type="linear", factor=2.5, rope_theta=10000.0)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{k: (k, {}) for k in KINDS},
+    **{k: (k, {}) for k in (*KINDS, *GLM_KINDS)},
     "llama-tied": ("llama", dict(tie=True)),
     "llama-llama3-rope": ("llama", dict(rope_parameters=LLAMA3)),
     "qwen3-linear-rope": ("qwen3", dict(rope_parameters=LINEAR)),
@@ -61,6 +61,22 @@ def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torc
         return padded[..., :VOCAB], packed[..., :VOCAB]
 
 
+def run_requires_grad(path: Path) -> list[bool]:
+    """Of what every layer gives where no gradients are wanted."""
+    found: list[bool] = []
+    with built(path, {}) as (model, _), torch.no_grad():
+        for layer in model.chunks[0].decoder.layers:
+            layer.register_forward_hook(lambda m, args, out: found.append(out[0].requires_grad))
+        model.chunks[0](ids_of(8)[None], positions(ids_of(8)[None]), None)
+    return found
+
+
+@pytest.mark.parametrize("kind", ("qwen3", "glm4"))
+def test_layers_keep_no_graph_without_gradients(one: World, kind: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, kind, layers=2)
+    assert one.run(run_requires_grad, tmp_path) == [[False, False]]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> None:
     kind, over = MODELS[name]
@@ -80,24 +96,26 @@ def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> N
             assert (packed - want_packed).abs().max() < 1e-4
 
 
-def run_gradients(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gradients of a sum over the same tokens: packed with and without recomputation."""
+def run_gradients(path: Path) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a sum over the same tokens: packed, without and with recomputation."""
     grads = []
-    for checkpointing in (False, True):
-        with built(path, {}, gradient_checkpointing=checkpointing) as (model, _):
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    for over in ({}, full, dict(recompute_granularity="selective")):
+        with built(path, {}, **over) as (model, _):
             chunk = model.chunks[0].train()
             ids = ids_of(sum(LENGTHS), seed=1)[None]
             out = chunk(ids, positions(ids), None, packed_seq_params=thd(LENGTHS))
             out[..., :VOCAB].logsumexp(-1).sum().backward()
             grads.append({n: p.grad for n, p in chunk.named_parameters()})
-    return grads[0], grads[1]
+    return grads
 
 
 def test_packed_gradients_do_not_change_under_recomputation(one: World, tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", layers=2)
-    plain, recomputed = one.run(run_gradients, tmp_path)[0]
+    plain, *recomputed = one.run(run_gradients, tmp_path)[0]
+    assert len(recomputed) == 2
     for name, grad in plain.items():
-        assert torch.equal(grad, recomputed[name]), name
+        assert all(torch.equal(grad, other[name]) for other in recomputed), name
 
 
 def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]:

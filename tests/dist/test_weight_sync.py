@@ -32,9 +32,11 @@ from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
-from tests.tiny import save_tiny
+from tests.tiny import MOE_KINDS, save_tiny
 
-LAYOUTS: dict[str, dict[str, Any]] = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]), "dp2": {}, "cp2": dict(cp=2),
+}  # fmt: skip
 SOME = 60_000  # bytes of a bucket: about ten of them
 
 
@@ -165,6 +167,23 @@ def test_tied_bf16_weights(world: World, tied: Server, i: int, home: Path, tmp_p
     assert checksums(tied) != streamed
     load(tied, saved)
     assert checksums(tied) == streamed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", (*MOE_KINDS, "glm4"))
+def test_every_family_reaches_a_server(world: World, kind: str, tmp_path: Path) -> None:
+    parallel = dict(ep=2) if kind in MOE_KINDS else dict(tp=2)
+    source, saved = save_tiny(tmp_path / "new", kind, seed=50), tmp_path / "saved"
+    old = save_tiny(tmp_path / "old", kind)
+    with embedded_server(old, log=tmp_path / "log") as server:
+        before = checksums(server)
+        stats = world.run(run_syncs, source, saved, parallel, torch.float32, metas_for([server], 1))
+        assert all(figures["weight_sync/verified"] == 1 for figures in stats[0])
+        streamed = checksums(server)
+        load(server, old)
+        assert checksums(server) == before != streamed
+        load(server, saved)
+        assert checksums(server) == streamed
 
 
 def test_disk_and_streaming_agree_and_old_versions_go(

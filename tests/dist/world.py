@@ -15,6 +15,7 @@ and the world is torn down (ranks may be stuck in a collective).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -46,8 +47,12 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size
     )
+    libraries_known = False
     while (job := pipe.recv()) is not None:
         fn, args, kw = job
+        if not libraries_known:  # engines collect garbage as they go: it need not look through them
+            gc.freeze()  # once: what a job leaves behind in cycles, threads too, must be collected
+            libraries_known = True
         try:
             pipe.send((True, fn(*args, **kw)))
         except BaseException:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -127,6 +132,49 @@ def test_grpo(name, model, tmp_path):
     assert {"before", "after"} == set(whens)
     assert "<svg" in (run / "report.html").read_text()
     check_books(run, done.stdout, prompts=8, samples=8)
+
+
+def reward_model(path: Path, like: Path) -> Path:
+    """A scorer of whole answers with the policy's transformer and a random head."""
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(like, num_labels=1)
+    scorer.save_pretrained(path)
+    return path
+
+
+def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
+    command = [
+        "quickstart_ppo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        "train_dataset.batch_size=8", "train_dataset.size=40", "train_dataset.options.level=1",
+        "valid_dataset=null", "critic.optimizer.lr=1e-3", "weight_sync.verify=every",
+        f"reward_model.path={reward_model(tmp_path / 'scorer', model)}",
+        "reward_model.parallel.pp=2", "profiler.start_step=2", "profiler.ranks=[0,1]",
+        "profiler.peak_tflops=0.001",
+    ]  # fmt: skip
+    done = launch(*command, "total_train_steps=2")
+    assert done.returncode == 0, done.stdout
+    for passed in ("the first update starts from ratio 1", "actor and reference, of the same"):
+        assert done.stdout.count(f"self check: {passed}") == 1, done.stdout
+    assert "has no value head: it starts as zero" in done.stdout
+    done = launch(*command, "total_train_steps=3")
+    assert done.returncode == 0 and "from step 2 of 3 (version 2)" in done.stdout, done.stdout
+
+    run = tmp_path / "e" / "ppo"
+    rows = stats(run)
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    assert max(r["train_rollout_logprob_abs_diff/max"] for r in rows) < 1e-4
+    assert all(r["update_successful"] == r["critic/update_successful"] == 1 for r in rows)
+    assert rows[0]["critic/explained_variance"] == 0  # all values were
+    # scores, where the function gives ones and zeros to 32 samples
+    assert all(r["reward/mean"] * 32 % 1 and r["timing/reward_model_s"] > 0 for r in rows)
+    assert all(r["perf/mfu"] == r["perf/tflops_per_gpu"] / 0.001 > 0 for r in rows)
+    files = {f"steps_{n}-{n}.rank{r}.json.gz" for n in (2, 3) for r in (0, 1)}
+    assert {p.name for p in (run / "profile").iterdir()} == files
+    assert all(r["critic/n_updates"] == 4 and r["critic/value"] != 0 for r in rows[1:])
+    critic = AutoModelForTokenClassification.from_pretrained(run / "critic" / "final")
+    assert critic.num_labels == 1 and critic.score.weight.any()
+    AutoModelForCausalLM.from_pretrained(run / "final")
+    check_books(run, done.stdout, prompts=8, samples=4)
 
 
 def test_torchrun_against_a_running_server(model, tmp_path):

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification, LlamaForSequenceClassification
 
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_hf
 from tests.tiny_tokenizer import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ class Run:
 
     def figures(self) -> list[dict[str, Any]]:
         """stats.jsonl without what depends on the clock."""
-        clocks = r"time|elapsed_s|(timing|weight_sync)/.*|rollout/(wait_time|latency_\w+)"
+        clocks = r"time|elapsed_s|(timing|weight_sync|perf)/.*|rollout/(wait_time|latency_\w+)"
         return [{k: v for k, v in r.items() if not re.fullmatch(clocks, k)} for r in self.rows()]
 
     def trained_rows(self, name: str) -> list[list[int]]:
@@ -178,6 +179,47 @@ def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     check_same(run, whole, model)
     assert run.rows("samples") == whole.rows("samples")
     assert [r["step"] for r in run.rows("stats.superseded")] == [3, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random, so that any two answers differ in their score; without a bias."""
+    path = tmp_path_factory.mktemp("reward_model")
+    config = tiny_hf("llama", layers=2).config
+    config.num_labels = 1
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ppo_killed_and_started_again(model, reward_model, uninterrupted, tmp_path):
+    """Actor, critic, reference and reward model, each in its own layout. Both trained models
+    continue, and both come out as directories that transformers loads.
+    """
+    ppo = [
+        "recipe=ppo", *LAYOUTS["tp2"], "actor.adv_norm=batch", "kl_ctl=0.01", "gae_lambda=0.9",
+        "bootstrap_truncated=true", "critic.parallel.pp=2", "critic.ppo_n_minibatches=2",
+        *(f"critic.optimizer.{o}" for o in OPTIMIZER), "ref.parallel.pp=2",
+        f"reward_model.path={reward_model}", "reward_model.parallel.tp=2",
+        "reward_model.parallel.sequence_parallel=true",
+    ]  # fmt: skip
+    command = (*GRPO[1:], *COMMON, *ppo, f"actor.path={model}")
+    whole = uninterrupted(*command)
+    run = Run(tmp_path, command)
+    status, output = run.start(kill="update:4")
+    assert status in SIGKILLED, output
+    assert "continuing" in run.finish()
+    check_same(run, whole, model)
+    values = [AutoModelForTokenClassification.from_pretrained(
+        r.dir / "critic" / "final").state_dict() for r in (run, whole)]  # fmt: skip
+    assert values[0]["score.weight"].any()  # it started as zero
+    assert all(torch.equal(values[0][k], values[1][k]) for k in values[1])
+    for row in whole.rows()[1:]:
+        assert row["update_successful"] == row["critic/update_successful"] == 1
+        assert row["critic/grad_norm"] > 0 and row["reward/std"] > 0
+    assert {p.name for p in (run.dir / "critic" / "hf").iterdir()} == {"step_000002", "step_000004"}
 
 
 # phase:step of the kills of one run, and the step the next start continues from

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.algos import Actor
-from megarl.api.engine import TrainEngine
+from megarl.api.engine import PARTS, TrainEngine
 from megarl.config.algo import PPOActorConfig
 
 VOCAB = 11
@@ -111,10 +111,10 @@ class BigramEngine(TrainEngine):
     def train(self, mode=True):
         return self
 
-    def onload(self):
+    def onload(self, parts=PARTS):
         self._note("onload")
 
-    def offload(self):
+    def offload(self, parts=PARTS):
         self._note("offload")
 
     def save(self, meta):

@@ -13,8 +13,8 @@ from megarl.algos import SFT, Actor, Ref, minibatch_rows, sequence_weight, worst
 from megarl.algos.metrics import logp_gap_stats
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
-from megarl.config.engine import TrainEngineConfig
-from tests.unit.bigram import VOCAB, BigramEngine, prepared
+from megarl.config.engine import MoEConfig, TrainEngineConfig
+from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout
 
 
 def test_one_update_raises_the_probability_of_what_was_rewarded():
@@ -57,6 +57,28 @@ def test_minibatches_cover_every_sequence_once_and_average_their_figures():
     assert stats["n_updates"] == 3
     assert stats["lr"] == actor.engine.lr / 3  # the last
     assert stats["first_ratio_abs_dev"] == 0.0 < stats["ratio_abs_dev"]  # later ones are off-policy
+
+
+class RoutingEngine(BigramEngine):
+    """Every token's expert is its id."""
+
+    def _outputs(self, batch, outputs, temperature):
+        made = super()._outputs(batch, [o for o in outputs if o != "routed_experts"], temperature)
+        return made | {"routed_experts": batch["input_ids"][..., None, None]}
+
+
+def test_updates_replay_the_routing_of_the_logp_pass():
+    config = PPOActorConfig(ppo_n_minibatches=2, moe=MoEConfig(router_replay=True))
+    actor: Any = Actor(config, RoutingEngine())
+    batch = rollout(BigramEngine())
+    actor.compute_advantages(batch)
+    batch["prox_logp"] = batch["logprobs"]
+    with pytest.raises(ValueError, match=r"no 'routed_experts': call actor.compute_prox_logp"):
+        actor.ppo_update(batch)
+    actor.compute_prox_logp(batch)
+    actor.ppo_update(batch)
+    for part in actor.engine.calls:
+        assert torch.equal(part["routed_experts"][..., 0, 0], part["input_ids"])
 
 
 def test_minibatch_order_is_seeded_and_changes_with_the_version():

@@ -41,8 +41,8 @@ def test_command_line_in_any_order(tmp_path: Path) -> None:
 def test_recipe_key_picks_the_dataclass() -> None:
     assert isinstance(load_config(None), GRPOConfig)
     assert isinstance(load_config(None, ["recipe=sft"]), SFTConfig)
-    assert problems("recipe=[sft]") == ["recipe=['sft']: not one of sft, grpo"]
-    assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo"]
+    assert problems("recipe=[sft]") == ["recipe=['sft']: not one of sft, grpo, ppo"]
+    assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo, ppo"]
 
 
 def test_null_sections_become_real_when_a_key_is_set(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_plus_adds_only_to_free_form_dicts() -> None:
         ("gconfig.temperature={a: 1}", "gconfig.temperature={'a': 1}: not of type float"),
         ("seed=null", "seed=null: needs a value of type int"),
         ("trial_name=yes", "trial_name=true: YAML reads a boolean; quote the text"),
-        ("actor.adv_norm=grp", "actor.adv_norm=grp: not one of group, group_mean, none"),
+        ("actor.adv_norm=grp", "actor.adv_norm=grp: not one of group, group_mean, batch, none"),
         ("nonsense", "'nonsense': an override is key=value or +key=value"),
         ("a..b=1", "'a..b=1': an override is key=value or +key=value"),
     ],
@@ -176,7 +176,8 @@ def test_wrong_value_names_key_value_and_what_is_allowed(override: str, expected
 def test_section_given_a_value_lists_its_keys() -> None:
     (problem,) = problems("actor.mb_spec=3")
     assert problem == (
-        "actor.mb_spec=3: a section, not a value; it has actor.mb_spec.max_tokens_per_mb"
+        "actor.mb_spec=3: a section, not a value; it has actor.mb_spec.max_tokens_per_mb, "
+        "actor.mb_spec.forward_max_tokens_per_mb"
     )
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.check import check_config, smallest_world_size
+from megarl.config.check import (
+    check_config,
+    engines,
+    model_path,
+    smallest_world_size,
+    trained_engines,
+)
 from megarl.config.check_parallel import check_parallel
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -37,6 +43,64 @@ def problems(cfg, world_size: int | None = 1) -> list[str]:
     return list(caught.value.problems)
 
 
+def ppo(model: Path, *overrides: str):
+    base = ["recipe=ppo", f"actor.path={model}", "actor.optimizer.lr=1e-5"]
+    return load_config(None, [*base, "critic.optimizer.lr=1e-5", *overrides])
+
+
+def test_a_sound_ppo_passes(model: Path) -> None:
+    cfg = ppo(model, "ref={}", "kl_ctl=0.1", f"reward_model.path={model}")
+    assert (cfg.actor.adv_norm, cfg.critic.head, cfg.reward_model.head) == (
+        "batch", "value", "value"
+    )  # fmt: skip
+    check_config(cfg, 1)
+    assert list(engines(cfg)) == ["actor", "ref", "critic", "reward_model"]
+    assert trained_engines(cfg) == ("actor", "critic")
+    assert model_path(cfg, "critic") == model_path(cfg, "ref") == str(model)
+    with pytest.raises(
+        ConfigError, match=r"reward_model\.path=.*: a language model without a score"
+    ):
+        check_models(cfg)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("critic.optimizer=null", ["critic.optimizer=null", "set critic.optimizer.lr"]),
+        ("critic.parallel.tp=2", ["critic.parallel", "world size 1"]),
+        ("critic.ppo_n_minibatches=3", ["critic.ppo_n_minibatches=3", "sequences of a step"]),
+        ("critic.value_clip=0", ["critic.value_clip=0", "or null"]),
+        ("discount=1.1", ["discount=1.1", "0 to 1"]),
+        ("gae_lambda=-1", ["gae_lambda=-1", "0 to 1"]),
+        ("kl_ctl=-1", ["kl_ctl=-1"]),
+        ("kl_ctl=0.1", ["kl_ctl=0.1", "needs a reference"]),
+        ("actor.adv_norm=group", ["adv_norm=group", "take batch or none"]),
+        ("actor.head=value", ["actor.head=value", "leave it lm"]),
+        ("critic.moe.router_replay=true", ["critic.moe.router_replay", "only the actor's is"]),
+        ("critic.lm_head_keep_mb=-1", ["critic.lm_head_keep_mb=-1", "0 keeps none"]),
+        ("actor.lm_head_topk=0", ["actor.lm_head_topk=0"]),
+        ("profiler.start_step=0", ["profiler.start_step=0", "count from 1"]),
+        ("profiler.peak_tflops=0", ["profiler.peak_tflops=0", "or null"]),
+        ("reward_model.parallel.pp=1", ["reward_model.path is empty"]),
+    ],
+)
+def test_problems_of_ppo(model: Path, override: str, names: list[str]) -> None:
+    more = ["gconfig.n_samples=2"] if "group" in override else []
+    (problem,) = problems(ppo(model, override, *more))
+    for name in names:
+        assert name in problem
+
+
+def test_a_reward_model_is_frozen_and_leaves_no_groups_to_pick(model: Path) -> None:
+    cfg = ppo(
+        model, f"reward_model.path={model}", "reward_model.optimizer.lr=1",
+        "actor.dynamic_sampling=true", "gconfig.n_samples=2",
+    )  # fmt: skip
+    frozen, dynamic = problems(cfg)
+    assert "reward_model.optimizer: the reward model is frozen" in frozen
+    assert "dynamic_sampling" in dynamic and "reward_model" in dynamic
+
+
 def test_sound_configs_pass(model: Path) -> None:
     check_config(grpo(model), 1)
     check_config(grpo(model, "actor.parallel.tp=2", "actor.parallel.pp=2"), 8)
@@ -56,6 +120,32 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.optimizer.warmup_steps_proportion=2"], ["warmup_steps_proportion=2", "0 to 1"]),
         (["actor.optimizer=null"], ["actor.optimizer=null", "set actor.optimizer.lr"]),
         (["actor.mb_spec.max_tokens_per_mb=0"], ["actor.mb_spec.max_tokens_per_mb=0"]),
+        (["ref.mb_spec.forward_max_tokens_per_mb=0"], ["forward_max_tokens_per_mb=0"]),
+        (
+            ["actor.optimizer.overlap_param_gather=true"],
+            ["actor.optimizer.overlap_param_gather", "overlap_grad_reduce=true"],
+        ),
+        (
+            ["actor.optimizer.precision_aware=true", "actor.optimizer.distributed=false"],
+            ["actor.optimizer.precision_aware", "actor.optimizer.distributed=true"],
+        ),
+        (
+            ["actor.optimizer.exp_avg_dtype=bfloat16"],
+            ["exp_avg_dtype=bfloat16", "precision_aware=true"],
+        ),
+        (
+            ["actor.optimizer.cpu_offload=true", "actor.dtype=float32"],
+            ["actor.optimizer.cpu_offload", "actor.dtype=bfloat16 (it is float32)"],
+        ),
+        (["actor.optimizer.cpu_offload_fraction=0"], ["cpu_offload_fraction=0"]),
+        (
+            ["actor.optimizer.initial_loss_scale=0.5"],
+            ["initial_loss_scale=0.5", "actor.optimizer.min_loss_scale=1.0"],
+        ),
+        (["actor.optimizer.loss_scale_window=0"], ["loss_scale_window=0"]),
+        (["actor.fp8=delayed", "actor.dtype=float16"], ["actor.fp8=delayed", "dtype=bfloat16"]),
+        (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=te"]),
+        (["actor.offload=true"], ["actor.offload=true", "ref, reward_model", "cpu_offload"]),
         (["actor.path="], ["actor.path is empty"]),
         (["actor.path=Qwen/Qwen3-0.6B"], ["hf download Qwen/Qwen3-0.6B"]),
         (["actor.path=/"], ["actor.path=/", "config.json"]),
@@ -143,6 +233,9 @@ def test_all_problems_come_together(model: Path) -> None:
         ({"ep": 4}, 2, ["etp*ep*pp = 1*4*1 = 4", "world size 2"]),
         ({"tp": 0}, 1, ["parallel.tp=0"]),
         ({"vpp": 2}, 1, ["parallel.vpp=2", "parallel.pp > 1"]),
+        ({"pp": 2, "pipeline_split": [3]}, 2, ["pipeline_split=[3]", "pp*vpp = 2*1", "per chunk"]),
+        ({"pp": 2, "pipeline_split": [4, 0]}, 2, ["pipeline_split=[4, 0]", "at least one layer"]),
+        ({"cp_comm_type": "p2p"}, 1, ["cp_comm_type=p2p", "parallel.cp > 1"]),
         ({"sequence_parallel": True}, 1, ["parallel.sequence_parallel=true", "parallel.tp > 1"]),
     ],
 )
@@ -168,5 +261,8 @@ def test_models_are_checked_without_torch(model: Path) -> None:
     by_engine = caught.value.problems
     assert by_engine[0].startswith("actor: ") and "num_attention_heads=4" in by_engine[0]
     assert by_engine[1].startswith("ref: ") and "num_hidden_layers=4" in by_engine[1]
+    check_models(grpo(model, "actor.parallel.pp=3", "actor.parallel.pipeline_split=[1,2,1]"))
+    with pytest.raises(ConfigError, match=r"pipeline_split=\[1, 2\] adds up to 3 layers"):
+        check_models(grpo(model, "actor.parallel.pp=2", "actor.parallel.pipeline_split=[1,2]"))
     with pytest.raises(ConfigError, match="max_position_embeddings is 4096"):
         check_models(grpo(model, "server.context_length=8192"))

@@ -92,7 +92,7 @@ def test_sliding_window_that_is_off_is_fine() -> None:
 @pytest.mark.parametrize(
     "over, words",
     (
-        (dict(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM.*supported: Llama"),
+        (dict(architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM.*supported: Llama"),
         (dict(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
         (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),
         (dict(mlp_bias=True), "mlp_bias=True"),

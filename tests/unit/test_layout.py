@@ -48,6 +48,33 @@ def test_expert_coordinates_are_megatrons(layout):
         assert together(layout, *sorted(rest)) == megatron(axis, **sizes), axis
 
 
+def test_two_model_function_calls_on_a_mesh_of_two_nodes():
+    """The example of ReaL's documentation ("Parallelism Strategy", arXiv 2406.14088): 2 nodes of 8
+    GPUs, one call on the second node, the other on both. A mesh is a run of consecutive ranks.
+    """
+    second_node = range(8, 16)
+    call_1, call_2 = Layout(dp=2, tp=2, pp=2), Layout(dp=4, tp=4, pp=1)
+    assert call_1.world_size == len(second_node) and call_2.world_size == 16
+
+    def groups(layout: Layout, axis: str, mesh: range = range(16)) -> list[list[int]]:
+        rest = {"tp", "cp", "dp", "pp"} - {axis}
+        return sorted(sorted(mesh[r] for r in g) for g in together(layout, *sorted(rest)))
+
+    assert groups(call_1, "pp", second_node) == [[8, 12], [9, 13], [10, 14], [11, 15]]
+    assert groups(call_1, "tp", second_node) == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    assert groups(call_1, "dp", second_node) == [[8, 10], [9, 11], [12, 14], [13, 15]]
+    assert groups(call_2, "tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert groups(call_2, "dp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    # pp=1: every stage is alone, where ReaL speaks of one virtual group of all
+    assert groups(call_2, "pp") == [[r] for r in range(16)]
+    # GPU 13 holds half of the second half of call 1's layers, and a quarter of each of call 2's
+    assert call_1.coords(second_node.index(13)) == Coords(
+        tp=1, cp=0, dp=0, pp=1, ep=0, etp=0, edp=1
+    )
+    assert call_1.layers(8, pp=1) == range(4, 8) and call_2.layers(8, pp=0) == range(8)
+    assert (call_2.coords(13).tp, call_2.coords(13).dp) == (1, 3)
+
+
 @pytest.mark.parametrize("layout", DENSE + EXPERTS, ids=str)
 def test_ranks_and_coordinates_are_inverse(layout):
     assert len(set(layout.all_coords)) == layout.world_size

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.parallel.vocab_parallel import VocabShard, gathered_logits, token_outputs
+from megarl.parallel import vocab_parallel
+from megarl.parallel.vocab_parallel import VocabShard, columns, gathered_logits, token_outputs
 
 T, H, V, ROWS = 11, 6, 13, 16  # the last three rows are padding
 OUTPUTS = ("logprobs", "entropy", "greedy_match")
@@ -98,3 +99,101 @@ def test_logits_are_those_of_the_real_vocabulary():
     hidden, weight, _ = inputs()
     got = gathered_logits(hidden, weight, shard=SHARD, temperature=2.0)
     torch.testing.assert_close(got, hidden @ weight[:V].T / 2)
+
+
+def top(hidden, weight, labels, k, outputs=("topk_ids", "entropy", "topk_logprobs"), **kw):
+    shard = kw.pop("shard", SHARD)
+    out = token_outputs(hidden, weight, labels, shard=shard, outputs=outputs, topk=k, **kw)
+    at = columns(outputs, k)
+    return out[:, at["topk_logprobs"]], out[:, at["topk_ids"]].long(), out[:, at["entropy"]]
+
+
+@pytest.mark.parametrize("k", [1, 4, V])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_top_k_equals_sorting_the_dense_formula(k, chunk):
+    hidden, weight, labels = inputs(torch.float32)
+    logprobs, ids, entropy = top(hidden, weight, labels, k, temperature=0.7, chunk_tokens=chunk)
+    logp = F.log_softmax(hidden @ weight[:V].T / 0.7, -1)
+    want = logp.sort(-1, descending=True)
+    assert torch.equal(ids, want.indices[:, :k])
+    torch.testing.assert_close(logprobs, want.values[:, :k], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1, keepdim=True))
+
+
+def test_top_k_of_equals_takes_the_lowest_ids_and_zero_has_no_sign():
+    logits = torch.tensor([[-0.0, 2.0, -1.0, 2.0, 0.0, -1.0, 2.0]])
+    shard = VocabShard(start=0, rows=7, vocab_size=7)
+    labels = torch.zeros(1, dtype=torch.long)
+    _, ids, _ = top(torch.ones(1, 1), logits.T, labels, 7, shard=shard)
+    assert ids.tolist() == [[1, 3, 6, 0, 4, 2, 5]]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, T])
+def test_logits_that_fit_the_budget_are_not_computed_again(chunk, monkeypatch):
+    made, logits = [], vocab_parallel._logits
+    monkeypatch.setattr(vocab_parallel, "_logits", lambda *args: made.append(1) or logits(*args))
+    hidden, weight, labels = inputs()
+    chunks = -(-T // chunk)
+    size = T * V * 8
+
+    def grads(keep):
+        made.clear()
+        out = token_outputs(
+            hidden, weight, labels, shard=SHARD, outputs=("entropy", "logprobs"),
+            chunk_tokens=chunk, keep_bytes=keep,
+        )  # fmt: skip
+        found = torch.autograd.grad(out.square().sum(), (hidden, weight), retain_graph=True)
+        count = len(made)
+        again = torch.autograd.grad(out.square().sum(), (hidden, weight))
+        for a, b in zip(found, again, strict=True):  # what was kept is gone by now
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        return count, found
+
+    once, kept = grads(size)
+    twice, recomputed = grads(size - 1)
+    assert (once, twice) == (chunks, 2 * chunks)
+    for a, b in zip(kept, recomputed, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def peak_bytes(fn):
+    """The most that torch's CPU allocator held at once for what fn allocated."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        fn()
+    events = profile.profiler.kineto_results.events()
+    live = peak = 0
+    for e in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += e.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_peak_memory_is_a_few_chunks_of_logits_whatever_the_batch(shards):
+    rows, chunk = 8192 // shards, 32
+    shard = VocabShard(start=0, rows=rows, vocab_size=8192)
+    weight = torch.randn(rows, 2, requires_grad=True)
+    one_chunk = chunk * rows * 4
+    small = rows * 2 * 4 * 3 + 128 * chunk * 160  # the weight's gradient; numbers by token
+
+    def peak(tokens, keep=0, outputs=("logprobs", "entropy"), chunk=chunk):
+        hidden = torch.randn(tokens, 2, requires_grad=True)
+        labels = torch.randint(0, rows, (tokens,))
+
+        def step():
+            out = token_outputs(
+                hidden, weight, labels, shard=shard, outputs=outputs, chunk_tokens=chunk,
+                keep_bytes=keep, topk=4,
+            )  # fmt: skip
+            out[:, :2].sum().backward()
+
+        return peak_bytes(step)
+
+    for chunks in (4, 32, 128):
+        assert one_chunk < peak(chunks * chunk) < 2.2 * one_chunk + small, chunks
+        top = peak(chunks * chunk, outputs=("logprobs", "entropy", "topk_logprobs", "topk_ids"))
+        assert top < 2.2 * one_chunk + small, chunks
+    assert peak(8 * chunk, chunk=8 * chunk) > 8 * one_chunk
+    assert 8 * one_chunk < peak(8 * chunk, keep=8 * one_chunk) < 10.2 * one_chunk + small
+    assert peak(8 * chunk, keep=8 * one_chunk - 1) < 2.2 * one_chunk + small

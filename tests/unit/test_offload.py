@@ -1,11 +1,12 @@
 """Storages leave memory and come back under every tensor that looks at them."""
 
+import pytest
 import torch
 
-from megarl.engine.offload import ParkedStorages
+from megarl.engine.offload import ParkedStorages, check_parts, memory_in_use
 
 
-def test_views_survive_and_scratch_comes_back_as_zeros():
+def test_views_survive_and_what_is_not_kept_comes_back_as_zeros():
     buffer = torch.arange(12.0)
     param = torch.nn.Parameter(buffer[2:8].view(2, 3))
     shard = param.data.view(-1)[:3]
@@ -13,15 +14,38 @@ def test_views_survive_and_scratch_comes_back_as_zeros():
     grad = torch.ones(5)
     empty = torch.empty(0)
     parked = ParkedStorages()
-    parked.park([param, shard, moment, empty], scratch=[grad[1:], buffer])
-    assert buffer.untyped_storage().nbytes() == 0
-    assert moment.untyped_storage().nbytes() == 0 and grad.untyped_storage().nbytes() == 0
-    parked.restore()
-    assert buffer.tolist() == list(range(12))  # kept, although named as scratch too
+    # a storage counts once, however many look at it
+    assert parked.park("weights", [param, shard, empty]) == 12 * 4
+    assert parked.park("state", [moment]) == 4 * 2
+    assert parked.park("grads", [grad[1:], buffer], keep=False) == 5 * 4  # the buffer is away
+    for t in (buffer, moment, grad):
+        assert t.untyped_storage().nbytes() == 0
+    assert all(name in parked for name in ("weights", "state", "grads"))
+    assert [parked.restore(n) for n in ("grads", "weights", "state")] == [20, 48, 8]
+    assert "weights" not in parked
+    assert buffer.tolist() == list(range(12))
     assert param.tolist() == [[2, 3, 4], [5, 6, 7]] and shard.tolist() == [2, 3, 4]
     assert moment.tolist() == [7.0] * 4 and grad.tolist() == [0.0] * 5
     buffer[2] = -1.0
     assert param[0, 0] == -1.0  # still the same memory
-    parked.park([param])  # reusable
-    parked.restore()
+    parked.park("weights", [param])  # reusable
+    parked.restore("weights")
     assert param[0, 0] == -1.0
+
+
+def test_what_belongs_to_another_part_stays():
+    buffer, moment = torch.arange(6.0), torch.ones(3)
+    parked = ParkedStorages()
+    # main weights of fp32 training are a part of the model's
+    assert parked.park("optimizer", [buffer[:3], moment], but_not=[buffer]) == 3 * 4
+    assert buffer.tolist() == list(range(6)) and moment.untyped_storage().nbytes() == 0
+    parked.restore("optimizer")
+    assert moment.tolist() == [1.0] * 3
+
+
+def test_parts_are_named():
+    assert check_parts(["grads", "params"]) == ("params", "grads")
+    for wrong in ("params", ("weights",)):
+        with pytest.raises(ValueError, match=r"parts=.*'params', 'optimizer', 'grads'"):
+            check_parts(wrong)
+    assert memory_in_use() > 0

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from megarl.models.packing_plan import GROWTH, SHORT, items, make_plan, zigzag_index
+from megarl.models.packing_plan import GROWTH, SHORT, items, make_plan
+from megarl.parallel.packing import zigzag_index
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,10 @@ from megarl.models.piece_table import (
 )
 from megarl.parallel.layout import Layout
 
-ARCH = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCH = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+}  # fmt: skip
 
 
 def config(family: str = "qwen3", **over: Any) -> ModelConfig:
@@ -116,6 +119,15 @@ def test_gate_and_up_stand_one_after_the_other_on_every_rank() -> None:
     for rank in (0, 1):
         assert (gate.pieces[rank].view.offset, up.pieces[rank].view.offset) == (0, size)
         assert gate.pieces[rank].start == up.pieces[rank].start == (rank * half, 0)
+
+
+def test_gate_and_up_of_one_hf_matrix_are_cut_each() -> None:
+    m = config("glm4")
+    (fused,) = (t for t in build_piece_table(m, Layout(tp=2)).tensors if "1.mlp.gate_up" in t.name)
+    half, size = m.intermediate_size // 2, m.intermediate_size // 2 * m.hidden_size
+    assert fused.shape == (4 * half, m.hidden_size)
+    found = {(p.place.tp, p.view.offset): p.start[0] for p in fused.pieces}
+    assert found == {(0, 0): 0, (1, 0): half, (0, size): 2 * half, (1, size): 3 * half}
 
 
 def test_row_parallel_cuts_columns() -> None:

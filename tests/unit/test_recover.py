@@ -17,7 +17,7 @@ import torch
 from megarl import run as entry
 from megarl.ckpt.dist import FORMAT
 from megarl.ckpt.dist import MARKER as ENGINE_MARKER
-from megarl.config.check import check_config
+from megarl.config.check import check_config, trained_engines
 from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
@@ -27,7 +27,7 @@ from megarl.trainer import run_dir as claims
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.run_dir import claim
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 from megarl.utils import staging
 from tests.hf_stub import write_stub
 
@@ -183,19 +183,28 @@ class Start:
             cfg=cfg, run_dir=run, resumed=resumed, zero=lambda fn, *args: fn(*args),
             clock=lambda: self.now, elapsed=lambda: self.now,
         )  # fmt: skip
-        self.weights, self.state = Weights(), {"place": 0}
+        self.state = {"place": 0}
         self.clock = Frequency(FrequencyConfig(freq_secs=50), lambda: self.now)
+        self.models = {name: Weights() for name in trained_engines(cfg)}
         self.saver = Saver(
-            SaverConfig(), run_dir=run, base_model_path="", clock=self.ctx.clock, is_zero=True
+            SaverConfig(),
+            models=[
+                Saved(model=model, base_model_path="", home=run / name if i else run)
+                for i, (name, model) in enumerate(self.models.items())
+            ],
+            clock=self.ctx.clock,
+            is_zero=True,
         )
-        self.recovery = Recovery(self.ctx, self.weights, {"other": self.clock})
+        self.recovery = Recovery(self.ctx, self.models, {"other": self.clock})
         self.step = self.recovery.restore(self.state.update)
 
     def train(self, steps: int, *, last: bool = False) -> None:
         for _ in range(steps):
             self.step += 1
             self.now += 10
-            self.weights.value = self.weights.version = self.state["place"] = self.step
+            self.state["place"] = self.step
+            for i, weights in enumerate(self.models.values()):
+                weights.value, weights.version = self.step + 5 * i, self.step
             self.recovery.maybe_save(
                 lambda: self.state,
                 step=self.step,
@@ -203,6 +212,10 @@ class Start:
                 epoch_ended=False,
                 last=last and self.step == steps,
             )
+
+    @property
+    def weights(self) -> Weights:
+        return next(iter(self.models.values()))
 
     def saved(self) -> list[int]:
         return [c.step for c in checkpoints(self.ctx.run_dir)[0]]
@@ -221,6 +234,30 @@ def test_a_run_continues_where_its_newest_checkpoint_is(tmp_path, model):
     assert second.clock.due(step=7, epoch=1, epoch_ended=False)
     second.train(1)
     assert second.saved() == [4, 6]
+
+
+def ppo(root: Path, model: Path, *more: str) -> BaseConfig:
+    run = [f"fileroot={root}", "experiment_name=e", "trial_name=t", f"actor.path={model}"]
+    return load_config(None, ["recipe=ppo", *run, "ref.dtype=auto", *more])
+
+
+def test_every_trained_model_continues(tmp_path, model):
+    cfg = ppo(tmp_path, model, "recover.freq_steps=1", "recover.keep_last=2")
+    Start(cfg).train(2)
+    start = Start(cfg)
+    assert list(start.models) == ["actor", "critic"]
+    assert [(m.value, m.version) for m in start.models.values()] == [(2, 2), (7, 2)]
+    assert start.recovery.ended_already(start.saver, total=2, over=True)
+    run = tmp_path / "e" / "t"
+    assert (run / "final").exists() and (run / "critic" / "final").exists()
+
+    with pytest.raises(ConfigError, match=r"critic\.path=.*other: it was"):
+        check_run_dir(ppo(tmp_path, model, f"critic.path={write_stub(tmp_path / 'other')}"))
+    (run / "recover" / "step_000002" / "critic" / "weights").write_text("")
+    (run / "critic" / ".final.tmp-0123abcd").mkdir()
+    start = Start(cfg)
+    assert start.step == 1 and [m.value for m in start.models.values()] == [1, 6]
+    assert not list((run / "critic").glob(".final*"))
 
 
 def test_a_checkpoint_every_so_many_seconds_also_over_starts(tmp_path, model):
@@ -249,8 +286,8 @@ def test_incomplete_and_damaged_checkpoints_are_skipped(tmp_path, model, caplog,
     Start(cfg).train(4)
     recover = tmp_path / "e" / "t" / "recover"
     (recover / "step_000004" / "trainer.json").unlink()
-    (recover / "step_000003" / "engine" / "weights").write_text("")
-    shutil.rmtree(recover / "step_000002" / "engine")
+    (recover / "step_000003" / "model" / "weights").write_text("")
+    shutil.rmtree(recover / "step_000002" / "model")
     (recover / ".step_000009.tmp-0123abcd").mkdir()
     start = Start(cfg)
     assert start.step == 1 and not list(recover.glob(".step*"))

@@ -13,7 +13,7 @@ from megarl.rollout.server.sampling_params import SamplingParams
 from megarl.rollout.server.sequence import Report, Sequence
 from megarl.rollout.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
-from tests.tiny import KINDS, VOCAB, save_tiny, tiny_hf
+from tests.tiny import KINDS, MLA_KINDS, VOCAB, save_tiny, tiny_hf
 
 
 class _NoCall:
@@ -39,7 +39,7 @@ def prompts(lengths, seed=0):
     return [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=(*KINDS, "glm4"))
 def pair(request, tmp_path_factory):
     """(runner, the HF model it serves)."""
     torch.set_num_threads(1)
@@ -211,6 +211,34 @@ def test_experts_are_served_and_loaded_under_their_checkpoint_names(tmp_path):
     store.load([(name, torch.zeros(16, 32))])
     store.load_directory(str(tmp_path))  # every name of the checkpoint is known
     assert store.checksums() == sums
+
+
+@pytest.mark.parametrize("kind", MLA_KINDS)
+def test_latent_attention_is_served_and_loaded(kind, tmp_path, monkeypatch):
+    """Keys and values of unlike sizes, cached and grown; the router's bias is loaded in float32
+    even where the model is not."""
+    path = save_tiny(tmp_path, kind, layers=2)
+    runner = ModelRunner(ServerArgs(model_path=str(path), dtype="float32", device="cpu"))
+    assert runner.cache.keys.shape[-1] == 20 and runner.cache.values.shape[-1] == 16
+    model, given = tiny_hf(kind, layers=2), prompts([5, 70, 5, 17])
+    for waste in (kv_cache._WASTE, 1.0):  # one call, and one for each class of lengths
+        monkeypatch.setattr(kv_cache, "_WASTE", waste)
+        monkeypatch.setattr(kv_cache, "_SPLIT_FROM", 0)
+        got = teacher_forced(runner, [make_sequence(p) for p in given], steps=3)
+        for logits, prompt in zip(got, given, strict=True):
+            torch.testing.assert_close(logits, reference(model, prompt, 3), atol=1e-4, rtol=1e-4)
+
+    half = ModelRunner(ServerArgs(model_path=str(path), dtype="bfloat16", device="cpu"))
+    store = WeightStore(half.model)
+    before = store.checksums()
+    save_tiny(tmp_path / "other", kind, layers=2, seed=1)
+    store.load_directory(str(tmp_path / "other"))
+    assert all(sum_ != before[name] for name, sum_ in store.checksums().items())
+    other = dict(tiny_hf(kind, layers=2, seed=1).named_buffers())
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert (name in store.tensors) == (kind == "deepseek_v3")
+    if kind == "deepseek_v3":
+        assert torch.equal(store.tensors[name], other[name])
 
 
 def test_checksum_is_of_the_bits_in_row_major_order():

@@ -9,7 +9,7 @@ import torch
 from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.trainer.figures import completions, rollout_figures
 from megarl.trainer.frequency import Frequency
-from megarl.trainer.saver import Saver
+from megarl.trainer.saver import Saved, Saver
 
 
 def due_steps(config: FrequencyConfig, steps: int, per_epoch: int, clock=None) -> list[int]:
@@ -73,21 +73,24 @@ class Recorder:
         Path(meta.path).mkdir(parents=True)
 
 
-def test_saver_keeps_the_newest(tmp_path):
-    saver = Saver(
-        SaverConfig(freq_steps=2, keep_last=2), run_dir=tmp_path, base_model_path="base",
-        clock=lambda: 0.0, is_zero=True,
-    )  # fmt: skip
+def a_saver(config, home, *others):
+    models = [
+        Saved(model=Recorder(), base_model_path="base", home=h)
+        for h in (home, *(home / o for o in others))
+    ]
+    return Saver(config, models=models, clock=lambda: 0.0, is_zero=True)
+
+
+def test_saver_keeps_the_newest_of_every_model(tmp_path):
+    saver = a_saver(SaverConfig(freq_steps=2, keep_last=2), tmp_path, "critic")
     for step in range(1, 9):
-        saver.maybe_save(Recorder(), step=step, epoch=1, epoch_ended=False)
-    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["step_000006", "step_000008"]
-    assert saver.save_final(Recorder()) == tmp_path / "final"
+        saver.maybe_save(step=step, epoch=1, epoch_ended=False)
+    for home in (tmp_path, tmp_path / "critic"):
+        assert sorted(p.name for p in (home / "hf").iterdir()) == ["step_000006", "step_000008"]
+    assert saver.save_final() == tmp_path / "final"
+    assert (tmp_path / "critic" / "final").exists()
 
 
 def test_saver_without_final(tmp_path):
-    saver = Saver(
-        SaverConfig(final=False), run_dir=tmp_path, base_model_path="base", clock=lambda: 0.0,
-        is_zero=True,
-    )  # fmt: skip
-    assert saver.save_final(Recorder()) is None
+    assert a_saver(SaverConfig(final=False), tmp_path).save_final() is None
     assert not (tmp_path / "final").exists()

@@ -6,7 +6,8 @@ transformers' attention registry; what to do in this forward stands in a plan th
 the forward's keyword arguments.
 
 Shapes: R rows, C capacity in positions, K key/value heads, G query heads per key/value head, D head
-dimension; a forward has B rows of S positions, queries [B,K*G,S,D].
+dimension, of values E (equal but for latent attention, whose keys and values are cached as each
+head has them); a forward has B rows of S positions, queries [B,K*G,S,D].
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class Plan(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Stores k, v [B,K,S,D]; returns the attention output [B,S,K*G,D]."""
+        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]."""
 
 
-def kv_shape(config: Any) -> tuple[int, int, int]:
-    """(layers, key/value heads, head dimension) of an HF model."""
-    heads = config.num_attention_heads
-    return (
-        config.num_hidden_layers,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
+def kv_shape(config: Any) -> tuple[int, int, int, int]:
+    """(layers, key/value heads, dimension of a key, of a value) of an HF model."""
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention
+        keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return layers, heads, keys, config.v_head_dim
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return layers, getattr(config, "num_key_value_heads", None) or heads, dim, dim
 
 
 class KVCache:
-    """keys, values [layers,R,K,C,D], grown on demand.
+    """keys [layers,R,K,C,D] and values [layers,R,K,C,E], grown on demand.
 
     What a mask hides must still be finite, since 0 * NaN is NaN: new memory is zeroed, and rows
     that a broken model filled with NaN are scrubbed.
@@ -77,9 +78,10 @@ class KVCache:
 
     def clear(self) -> None:
         """Gives the memory back; the content is lost."""
-        layers, heads, dim = self._shape
-        self.keys = torch.empty(layers, 0, heads, 0, dim, **self._kind)
-        self.values = torch.empty_like(self.keys)
+        layers, heads, *dims = self._shape
+        self.keys, self.values = (
+            torch.empty(layers, 0, heads, 0, dim, **self._kind) for dim in dims
+        )
 
     def reserve(self, rows: int, positions: int, *, used: int) -> None:
         """Room for `rows` sequences of `positions`; the first `used` rows keep their content."""
@@ -100,7 +102,7 @@ class KVCache:
         self.values = self._grown(self.values, more_rows, more_positions, used)
 
     def _grown(self, old: torch.Tensor, rows: int, positions: int, used: int) -> torch.Tensor:
-        layers, heads, dim = self._shape
+        layers, _, heads, _, dim = old.shape
         new = torch.zeros(layers, rows, heads, positions, dim, **self._kind)
         keep = min(positions, old.shape[3])
         new[:, :used, :, :keep] = old[:, :used, :, :keep]
@@ -187,7 +189,7 @@ class Decode:
             else:
                 out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
         else:
-            out = torch.empty_like(q)
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
             for index, width, mask in self._parts:
                 rows = self.rows[index]
                 out[index] = F.scaled_dot_product_attention(
@@ -197,14 +199,14 @@ class Decode:
                     attn_mask=mask,
                     scale=scale,
                 )
-        return out.reshape(batch, 1, heads, dim)
+        return out.reshape(batch, 1, heads, v.shape[-1])
 
 
 def _attend_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of q [B,K,G,D] over k, v [B,K,W,D] under mask [B,1,1,W]. For few queries two
-    batched products beat torch's flash kernel for CPUs, which goes head by head.
+    """Attention of q [B,K,G,D] over k [B,K,W,D], v [B,K,W,E] under mask [B,1,1,W]. For few queries
+    two batched products beat torch's flash kernel for CPUs, which goes head by head.
     """
     shape = (*q.shape[:3], k.shape[2])
     q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)

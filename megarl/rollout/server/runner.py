@@ -70,8 +70,8 @@ class ModelRunner:
 
     def _fitting_tokens(self) -> int:
         """KV positions the memory set aside for them holds, at most what could ever be used."""
-        layers, heads, dim = kv_shape(self.config)
-        per_token = 2 * layers * heads * dim * self.dtype.itemsize
+        layers, heads, *dims = kv_shape(self.config)
+        per_token = layers * heads * sum(dims) * self.dtype.itemsize
         fitting = _cache_memory(self.device) // per_token
         return max(self.context_length, min(self.max_rows * self.context_length, fitting))
 

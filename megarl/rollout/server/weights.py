@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class WeightStore:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tensors = dict(_hf_tensors(model))
+        self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
         self._parameters = dict(model.named_parameters())
         self.tied: dict[str, str] = {}
         head: Any = model.get_output_embeddings()
@@ -106,8 +106,10 @@ class WeightStore:
             self._parameters[name].data = self.tensors[name] = tensor
 
     def checksums(self) -> dict[str, str]:
-        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head."""
-        return {name: tensor_checksum(t) for name, t in self.tensors.items()}
+        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head. What
+        transformers keeps in float32 is cast as well: it is what can be said of every tensor.
+        """
+        return {name: tensor_checksum(t.to(self.dtype)) for name, t in self.tensors.items()}
 
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
@@ -150,21 +152,22 @@ def _safetensors(path: str) -> list[Path]:
 
 
 def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF checkpoint name, tensor of the model or a view of it)."""
-    for name, tensor in model.state_dict().items():
-        for suffix, split in _FUSED_EXPERTS.items():
-            if name.endswith(suffix) and tensor.ndim == 3:
-                base = name.removesuffix(suffix)
-                for e, expert in enumerate(tensor.unbind(0)):
-                    for part, view in split(expert):
-                        yield f"{base}experts.{e}.{part}.weight", view
-                break
-        else:
+    """(HF checkpoint name, tensor of the model or a view of it).
+
+    transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
+    alone, and those of Mixtral under names of its own.
+    """
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for full_name, tensor in model.state_dict().items():
+        name = full_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else full_name
+        block, _, leaf = name.rpartition(".")
+        if tensor.ndim != 3 or leaf not in ("gate_up_proj", "down_proj"):
             yield name, tensor
-
-
-# transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each alone
-_FUSED_EXPERTS: dict[str, Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]]] = {
-    "experts.gate_up_proj": lambda e: list(zip(("gate_proj", "up_proj"), e.chunk(2))),
-    "experts.down_proj": lambda e: [("down_proj", e)],
-}
+            continue
+        for e, expert in enumerate(tensor.unbind(0)):
+            if leaf == "down_proj":
+                yield f"{block}.{e}.{down}.weight", expert
+            else:
+                for part, view in zip((gate, up), expert.chunk(2)):
+                    yield f"{block}.{e}.{part}.weight", view

@@ -1,0 +1,18 @@
+"""RewardModel: a frozen model that scores whole answers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algos.role import Role
+
+Batch = dict[str, Tensor]
+
+
+class RewardModel(Role):
+    """A value model whose score at the last token is the reward, as in HF's
+    ForSequenceClassification."""
+
+    def compute_rewards(self, batch: Batch) -> Tensor:
+        """[B] scores of the sequences."""
+        return self.forward_values(batch)[1]

@@ -1,0 +1,100 @@
+"""Adapters as PEFT directories: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.ckpt.hf import write_directory
+from megarl.models.adapters import Adapters
+from megarl.models.fill import fill_params
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.lora import adapter_config, check_adapter_config
+from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.parallel import mcore
+from megarl.parallel.layout import Layout
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BUCKET_BYTES = 64 << 20
+
+
+def save_peft(
+    path: str | Path,
+    adapters: Adapters,
+    layout: Layout,
+    rank: int,
+    *,
+    base_model_path: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a directory that PeftModel.from_pretrained loads. Collective; all or nothing, as
+    save_hf. Rank 0 holds all adapters."""
+    device = mcore.device()
+    buckets = plan_buckets(adapters.table, adapters.dtype, _BUCKET_BYTES)
+    gatherer = BucketGatherer(
+        adapters.table, layout, rank, adapters.params, buckets, group=group, device=device
+    )
+    gathered = ((bucket, gatherer.gather(bucket)) for bucket in buckets)
+
+    def write(staging: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for bucket, flat in gathered:
+            assert flat is not None
+            tensors |= {name: t.cpu() for name, t in bucket.views(flat)}
+        save_file(
+            {name: t.clone() for name, t in tensors.items()}, staging / WEIGHTS, {"format": "pt"}
+        )
+        config = adapter_config(adapters.table.model, adapters.config, base_model_path)
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    write_directory(
+        Path(path), write, gathered, rank=rank, group=group, device=device, marker=CONFIG
+    )
+
+
+def load_peft(path: str | Path, adapters: Adapters) -> None:
+    """Fills this rank's adapters from a PEFT directory. No communication.
+
+    ValueError, naming file and fix, if it is not of this engine's `lora` and model.
+    """
+    check_adapter_config(_read_config(Path(path)), adapters.config, str(Path(path) / CONFIG))
+    file = Path(path) / WEIGHTS
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as stored:
+            _check_tensors({n: stored.get_slice(n).get_shape() for n in stored.keys()},  # noqa: SIM118
+                           adapters.table, file)  # fmt: skip
+
+            def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
+                found: Tensor = stored.get_slice(tensor.name)[box]
+                return found
+
+            fill_params(adapters.table, adapters.coords, adapters.params, read)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{file}: not a whole safetensors file ({e}); save it again") from e
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    try:
+        config: dict[str, object] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as e:
+        raise ValueError(
+            f"{path} holds no PEFT adapter ({CONFIG}: {e}); name a directory written by "
+            "save_pretrained of a PEFT model, or saved with weight_format='peft'"
+        ) from e
+    return config
+
+
+def _check_tensors(found: dict[str, list[int]], table: PieceTable, file: Path) -> None:
+    want = {t.name: list(t.shape) for t in table.tensors}
+    for name in sorted(want.keys() | found.keys()):
+        if found.get(name) != want.get(name):
+            raise ValueError(
+                f"{file}: tensor {name} has shape {found.get(name)}, this engine's lora and model "
+                f"ask for {want.get(name)}; set lora.target_modules and lora.r as they were when "
+                "it was trained, on the same model"
+            )

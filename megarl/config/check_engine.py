@@ -1,0 +1,88 @@
+"""Numbers and precision of one training engine, as far as they are settled without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.engine import ALL_LINEAR, LoRAConfig, OptimizerConfig, TrainEngineConfig
+
+_STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
+    if cfg.fp8 != "none":
+        if cfg.dtype not in ("auto", "bfloat16"):
+            yield f"{key}.fp8={cfg.fp8}: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
+        if cfg.attention == "sdpa":
+            yield (
+                f"{key}.fp8={cfg.fp8}: needs Transformer Engine's layers; set {key}.attention=te"
+            )
+    moves = cfg.optimizer is not None and cfg.optimizer.cpu_offload
+    if moves and cfg.dtype not in ("auto", "bfloat16"):
+        yield f"{key}.optimizer.cpu_offload=true: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
+
+
+def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
+    """Whether the model has such modules is for megarl.models.lora to say."""
+    if cfg.r < 1:
+        yield f"{key}.r={cfg.r}: the adapters' rank, must be > 0"
+    if not 0 < cfg.alpha < math.inf:
+        yield f"{key}.alpha={cfg.alpha}: must be > 0; adapters start at zero anyway"
+    if not cfg.target_modules:
+        yield f"{key}.target_modules=[]: nothing to train; use [{ALL_LINEAR}]"
+    if ALL_LINEAR in cfg.target_modules and len(cfg.target_modules) > 1:
+        yield f"{key}.target_modules={cfg.target_modules}: {ALL_LINEAR} stands alone"
+    if cfg.adapter_path and not (Path(cfg.adapter_path) / "adapter_config.json").is_file():
+        yield (
+            f"{key}.adapter_path={cfg.adapter_path}: no adapter_config.json there; name a PEFT "
+            "directory, or leave it empty"
+        )
+
+
+def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    if not 0 < cfg.lr < math.inf:
+        yield f"{key}.lr={cfg.lr}: must be > 0"
+    for name in ("min_lr_ratio", "warmup_steps_proportion"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            yield f"{key}.{name}={getattr(cfg, name)}: a fraction from 0 to 1"
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(cfg, name) < 1:
+            yield f"{key}.{name}={getattr(cfg, name)}: must be in [0, 1)"
+    if not cfg.eps > 0:
+        yield f"{key}.eps={cfg.eps}: must be > 0"
+    for name in ("weight_decay", "gradient_clipping"):
+        if not getattr(cfg, name) >= 0:
+            yield f"{key}.{name}={getattr(cfg, name)}: must be >= 0 (0 turns it off)"
+    yield from _sharding_problems(key, cfg)
+    yield from _loss_scale_problems(key, cfg)
+
+
+def _sharding_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    for name in ("overlap_param_gather", "precision_aware", "cpu_offload"):
+        if getattr(cfg, name) and not cfg.distributed:
+            yield f"{key}.{name}=true: needs {key}.distributed=true"
+    if cfg.overlap_param_gather and not cfg.overlap_grad_reduce:
+        yield f"{key}.overlap_param_gather=true: needs {key}.overlap_grad_reduce=true"
+    small = [n for n in _STATE_DTYPES if getattr(cfg, n) != "float32"]
+    if small and not cfg.precision_aware:
+        yield f"{key}.{small[0]}={getattr(cfg, small[0])}: needs {key}.precision_aware=true"
+    if cfg.cpu_offload and cfg.precision_aware:
+        yield (
+            f"{key}.cpu_offload=true: keeps main weights and moments in float32 on the CPU; set "
+            f"{key}.precision_aware=false"
+        )
+    if not 0 < cfg.cpu_offload_fraction <= 1:
+        yield f"{key}.cpu_offload_fraction={cfg.cpu_offload_fraction}: must be in (0, 1]"
+
+
+def _loss_scale_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    for name in ("min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
+        if not getattr(cfg, name) > 0:
+            yield f"{key}.{name}={getattr(cfg, name)}: must be > 0"
+    if not cfg.min_loss_scale <= cfg.initial_loss_scale < math.inf:
+        yield (
+            f"{key}.initial_loss_scale={cfg.initial_loss_scale}: must be finite and at least "
+            f"{key}.min_loss_scale={cfg.min_loss_scale}"
+        )

@@ -1,0 +1,126 @@
+"""A pass of the global batch through what was built: planned, run, its numbers on every rank.
+
+Everything here is collective, in the scope of the engine's groups. B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megarl.api.engine import Batch, LossFn, LossWeightFn
+from megarl.engine import micro_batch, schedule
+from megarl.engine.built import Built
+from megarl.engine.lm_head import check_outputs, output_widths
+from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.routing import ROUTED
+from megarl.models.flops import sequence_cost
+from megarl.models.fp8 import token_unit
+from megarl.parallel.packing import check_right_padded
+
+
+def loss_pass(
+    b: Built, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+    outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
+) -> dict[str, float]:  # fmt: skip
+    """The loss and the weighted means of its stats; with `backward` also the gradients."""
+    mine = _micro_batches(b, batch, whole_groups=whole_groups, backward=backward)
+    weight = float(loss_weight_fn(batch))
+    if not weight > 0:
+        raise ValueError(
+            f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
+            "is there nothing to train on (loss_mask all False)?"
+        )
+    job = schedule.Pass(
+        outputs=check_outputs(outputs, b.config.head, backward=backward),
+        temperature=_checked_temperature(temperature),
+        cp_group=b.groups.cp,
+        loss_fn=loss_fn,
+        loss_scale=len(mine) * b.layout.dp / weight,
+        routing=b.routing,
+    )
+    with _taped(b):
+        schedule.run(b.chunks, mine, job, backward=backward)
+    sums = schedule.reduce_sums(job, b.groups)
+    routing = b.routing.figures(len(mine)) if b.routing else {}
+    loss_sum, _ = sums.pop("loss")
+    means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
+    return {"loss": loss_sum / weight, **means, **routing}
+
+
+def forward_pass(b: Built, batch: Batch, outputs: Sequence[str], temperature: float) -> Batch:
+    """{name: [B,S,...]} for each of `outputs`."""
+    mine = _micro_batches(b, batch, backward=False)
+    job = schedule.Pass(
+        outputs=check_outputs([o for o in outputs if o != ROUTED], b.config.head),
+        temperature=_checked_temperature(temperature),
+        cp_group=b.groups.cp,
+        routing=b.routing,
+    )
+    shape = batch["input_ids"].shape
+    widths = output_widths(b.model.vocab_size, b.config.lm_head_topk)
+    with _taped(b, record=ROUTED in outputs):
+        schedule.run(b.chunks, mine, job, backward=False)
+        result = schedule.collect_outputs(job, mine, shape, b.groups, extra=widths)
+        if b.routing is not None and ROUTED in outputs:
+            result[ROUTED] = b.routing.collect(mine, shape)
+    return result
+
+
+def plan(
+    b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
+) -> list[list[list[int]]]:
+    """[dp rank][micro-batch] -> rows."""
+    check_right_padded(batch)
+    spec = b.config.mb_spec
+    larger = None if backward else spec.forward_max_tokens_per_mb
+    return micro_batch.plan(
+        batch, b.layout, larger or spec.max_tokens_per_mb, sequence_cost(b.model),
+        whole_groups=whole_groups, token_unit=token_unit(b.config.fp8),
+    )  # fmt: skip
+
+
+def _micro_batches(
+    b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
+) -> list[MicroBatch]:
+    """This rank's."""
+    c = b.groups.coords
+    mine = plan(b, batch, whole_groups=whole_groups, backward=backward)[c.dp]
+    return micro_batch.build(
+        batch, mine, b.layout, cp_rank=c.cp, token_unit=token_unit(b.config.fp8)
+    )
+
+
+def _taped(b: Built, *, record: bool = False) -> AbstractContextManager[None]:
+    if b.routing is not None:
+        return b.routing.of_pass(record=record)
+    if record:
+        raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
+    return nullcontext()
+
+
+def _checked_temperature(temperature: float) -> float:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
+    return float(temperature)
+
+
+def by_sequence(
+    outputs: Batch, batch: Batch, output_seqlens: Sequence[int] | None,
+    post_hook: Callable[[Batch, Batch], Any] | None,
+) -> list[Any]:  # fmt: skip
+    """Every sequence by itself: its outputs {name: [n]} (the first output_seqlens[i] positions, all
+    S by default) and its row of the batch through `post_hook`."""
+    rows = len(batch["input_ids"])
+    if output_seqlens is not None and len(output_seqlens) != rows:
+        raise ValueError(f"output_seqlens has {len(output_seqlens)} entries for {rows} sequences")
+    if post_hook is None and len(outputs) > 1:
+        raise ValueError(f"several outputs {tuple(outputs)} by sequence need a post_hook")
+    results = []
+    for i in range(rows):
+        n = None if output_seqlens is None else output_seqlens[i]
+        mine = {name: values[i, :n] for name, values in outputs.items()}
+        row = {name: values[i] for name, values in batch.items()}
+        results.append(post_hook(mine, row) if post_hook else next(iter(mine.values())))
+    return results

@@ -1,0 +1,198 @@
+"""The routers of a mixture-of-experts model: how evenly they load the experts, what they chose, and
+replaying that choice.
+
+Rounding, or another implementation of the same model, can send a token to other experts and change
+its logprob by far more than rounding should. An update that replays the routing of the logp pass
+compares like with like (Ma et al., Stabilizing MoE RL by aligning training and inference routers,
+2025, replay the inference engine's in the same way).
+
+B sequences of the global batch, b of a micro-batch, S positions, T packed tokens of this rank, L
+layers, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.engine import MoEConfig
+from megarl.engine.micro_batch import MicroBatch
+from megarl.models.hf_config import ModelConfig
+from megarl.parallel import mcore
+from megarl.parallel.groups import ProcessGroups
+
+from megatron.core.transformer.moe import moe_utils  # isort: skip
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 in dense layers
+
+
+class RouterTape:
+    """Beside one router, in the place of megatron-core's RouterReplay (which keeps the routers of
+    all engines in one list, and has to be told when a recomputation begins).
+
+    given:    what to choose in the micro-batch that comes next [T,k]; None lets the router choose.
+    recorded: what was chosen, one tensor a micro-batch, if a list.
+    load:     tokens by expert [E].
+    """
+
+    def __init__(self, router: TopKRouter) -> None:
+        assert hasattr(router, "router_replay"), "megatron-core >= 0.16.1 calls router_replay"
+        self._model_choice = router.router_replay  # of a model that does not choose as usual
+        router.router_replay = self
+        self.layer: int = router.layer_number - 1  # megatron counts from 1
+        self.router = router
+        self.load = torch.zeros(router.num_experts, dtype=torch.long, device=mcore.device())
+        self.recorded: list[Tensor] | None = None
+        self.given: Tensor | None = None
+        self._recomputed_later: deque[Tensor] = deque()
+
+    def start(self, *, record: bool) -> None:
+        self.load.zero_()
+        self.recorded = [] if record else None
+
+    def stop(self) -> None:
+        self.given = self.recorded = None
+        self._recomputed_later.clear()
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(scores of the chosen experts, their numbers), both [T,k]; called by the router."""
+        if self.given is None and self._model_choice is not None:
+            values, chosen = self._model_choice.get_replay_topk(
+                scores, topk, num_groups, group_topk, compute_topk
+            )
+        elif self.given is None:
+            values, chosen = compute_topk(scores, topk, num_groups, group_topk)
+        else:
+            chosen = self._replayed(self.given)
+            values = scores.gather(1, chosen)
+        flat = chosen.flatten()
+        self.load.scatter_add_(0, flat, torch.ones_like(flat))
+        if self.recorded is not None:
+            self.recorded.append(chosen)
+        return values, chosen
+
+    def _replayed(self, given: Tensor) -> Tensor:
+        """Under recomputation a micro-batch comes twice: without gradients, and, when later ones
+        may have come already, with them. Each pipeline chunk goes back in the order it went forth.
+        """
+        if torch.is_grad_enabled():
+            return self._recomputed_later.popleft() if self._recomputed_later else given
+        if self.router.training:
+            self._recomputed_later.append(given)
+        return given
+
+
+class Routing:
+    """The tapes of an engine's chunks."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], model: ModelConfig, config: MoEConfig,
+        groups: ProcessGroups,
+    ) -> None:  # fmt: skip
+        assert model.moe is not None
+        self.model, self.shape, self.config, self.groups = model, model.moe, config, groups
+        self._tapes = {
+            chunk: [RouterTape(m) for m in chunk.modules() if isinstance(m, TopKRouter)]
+            for chunk in chunks
+        }
+
+    @property
+    def tapes(self) -> Iterator[RouterTape]:
+        return (tape for tapes in self._tapes.values() for tape in tapes)
+
+    @contextmanager
+    def of_pass(self, *, record: bool = False) -> Iterator[None]:
+        """Around all micro-batches of a pass."""
+        moe_utils.clear_aux_losses_tracker()
+        for tape in self.tapes:
+            tape.start(record=record)
+        try:
+            yield
+        finally:
+            for tape in self.tapes:
+                tape.stop()
+
+    def prepare(self, chunk: torch.nn.Module, mb: MicroBatch) -> None:
+        """Before `chunk` meets `mb`: with router_replay, its batch says who is routed where."""
+        if not self.config.router_replay or ROUTED not in mb.batch:
+            return
+        given = mb.batch[ROUTED].flatten(0, 1)  # [b*S,L,k]
+        if given.shape[1:] != (self.model.num_layers, self.shape.top_k):
+            raise ValueError(
+                f"batch[{ROUTED!r}] has {given.shape[1]} layers of {given.shape[2]} experts, the "
+                f"model {self.model.num_layers} of {self.shape.top_k}"
+            )
+        # the filling between sequences, token -1, goes to the first k experts
+        filling = torch.arange(self.shape.top_k, dtype=given.dtype).expand(1, *given.shape[1:])
+        given = torch.cat([given, filling]).to(mcore.device(), non_blocking=True)
+        token = self._tokens(mb)
+        for tape in self._tapes[chunk]:
+            tape.given = given[token, tape.layer].long()
+
+    def _tokens(self, mb: MicroBatch) -> Tensor:
+        """[T]: the token of mb's batch that each of this rank's packed tokens is, or -1."""
+        layout = self.groups.layout
+        if not layout.sequence_parallel:
+            return mb.packed.token
+        return mb.packed.token.chunk(layout.tp)[self.groups.coords.tp]
+
+    def collect(self, micro_batches: Sequence[MicroBatch], shape: torch.Size) -> Tensor:
+        """Collective, inside a recording pass: what was chosen, [B,S,L,k] on every rank's host; one
+        byte each for at most 256 experts. 0 at padding.
+        """
+        dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int32
+        size = (*shape, self.model.num_layers, self.shape.top_k)
+        full = torch.zeros(size, dtype=dtype, device=mcore.device())
+        for i, mb in enumerate(micro_batches):
+            token = self._tokens(mb)
+            real = token >= 0
+            width = max(1, mb.batch["input_ids"].shape[1])
+            rows = torch.tensor([*mb.rows, 0], device=full.device)[token[real] // width]
+            for tape in self.tapes:
+                assert tape.recorded is not None
+                chosen = tape.recorded[i][real].to(dtype)
+                full[rows, token[real] % width, tape.layer] = chosen
+        if self.groups.layout.world_size > 1:
+            dist.all_reduce(full)  # every number has one owner, the others add zero
+        return full.cpu()
+
+    def figures(self, n_micro_batches: int) -> dict[str, float]:
+        """Collective, after a pass: loads by layer, and auxiliary losses where they are on."""
+        layout = self.groups.layout
+        load = torch.zeros(self.model.num_layers, self.shape.num_experts, device=mcore.device())
+        for tape in self.tapes:
+            load[tape.layer] = tape.load
+        losses = torch.stack([self._aux(load, name) for name in ("load_balancing_loss", "z_loss")])
+        if layout.world_size > 1:
+            dist.all_reduce(load)
+            dist.all_reduce(losses)
+        layers = [i for i in range(self.model.num_layers) if i not in self.shape.dense_layers]
+        load, losses = load[layers].cpu(), losses[:, layers].mean(1).cpu() / n_micro_batches
+        peaks = load.amax(1) / load.mean(1)
+        out = {
+            "moe/load_max_over_mean": float(peaks.mean()),
+            "moe/idle_experts": float((load == 0).float().mean()),
+        }
+        if self.config.per_layer_stats:
+            named = zip(layers, peaks.tolist(), strict=True)
+            out |= {f"moe/load_max_over_mean/layer_{i}": peak for i, peak in named}
+        if self.config.aux_loss_coef:
+            out["moe/aux_loss"] = float(losses[0]) / layout.dp
+        if self.config.z_loss_coef:
+            out["moe/z_loss"] = float(losses[1]) / (layout.world_size // layout.pp)
+        return out
+
+    def _aux(self, like: Tensor, name: str) -> Tensor:
+        """This rank's sums over micro-batches, by layer; megatron-core divides by coefficients."""
+        found: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
+        return found["values"] if found else like.new_zeros(len(like))

@@ -1,0 +1,87 @@
+"""An engine's weights, in and out: files, generation servers, full tensors by HF name.
+
+Everything here is collective, in the scope of the engine's groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from megarl.api.records import SaveLoadMeta
+from megarl.ckpt.hf import save_hf
+from megarl.ckpt.peft import load_peft, save_peft
+from megarl.engine import checkpoint, optimizer
+from megarl.engine.built import Built, head_seed, load_base
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.parallel import mcore
+from megarl.weight_sync import WeightSender
+
+_STATE_BUCKET_BYTES = 256 << 20
+
+
+def save(b: Built, meta: SaveLoadMeta, version: int) -> None:
+    optimizer.gather_params(b.chunks)
+    base = meta.base_model_path or b.config.path
+    if meta.weight_format == "dist":
+        checkpoint.save(b, meta.path, meta.with_optim, version)
+    elif meta.weight_format == "peft":
+        assert b.adapters is not None  # check_meta has seen to it
+        save_peft(meta.path, b.adapters, b.layout, b.groups.rank, base_model_path=base)
+    else:
+        save_hf(
+            meta.path, b.table, b.layout, b.groups.rank, b.whole_weights(), base_model_path=base,
+            tokenizer=meta.tokenizer,
+        )  # fmt: skip
+    b.groups.barrier()
+
+
+def load(b: Built, meta: SaveLoadMeta) -> int | None:
+    """The version that a training state was saved with; None for weights alone."""
+    version = None
+    if meta.weight_format == "dist":
+        found = checkpoint.load(b, meta.path, meta.with_optim)
+        version = found["version"] if meta.with_optim else None
+    elif meta.weight_format == "peft":
+        assert b.adapters is not None
+        load_peft(meta.path, b.adapters)
+    else:
+        load_base(meta.path, b.table, b.groups, b.params, head_seed(b.config, b.seed))
+        if b.adapters is not None:  # whole weights come without: these start anew
+            b.adapters.reset(b.seed)
+    if b.optimizer is not None and not meta.with_optim:
+        optimizer.reload_main_params(b.optimizer)
+    b.groups.barrier()
+    return version
+
+
+def sender(b: Built) -> WeightSender:
+    return WeightSender(
+        b.table, b.layout, b.groups.rank, b.whole_weights(), b.groups.world,
+        dtype=b.dtype if b.adapters else None,
+    )  # fmt: skip
+
+
+def hf_state(
+    b: Built, grads: bool, scope: Callable[[], AbstractContextManager[None]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See MegatronEngine.hf_state. `scope` is left while the caller has a bucket's tensors."""
+    values, table, dtype = b.whole_weights(), b.table, b.dtype
+    if grads:
+        if b.optimizer is None:
+            raise ValueError("this engine has no optimizer, so it keeps no gradients")
+        table, dtype = b.adapters.table if b.adapters else table.trained, torch.float32
+        trained = {n: p for n, p in b.params.items() if p.requires_grad}
+        values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
+    buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)
+    gatherer = BucketGatherer(
+        table, b.layout, b.groups.rank, values, buckets, device=mcore.device()
+    )
+    for bucket in buckets:
+        with scope():
+            optimizer.gather_params(b.chunks)
+            flat = gatherer.gather(bucket)
+        if flat is not None:
+            yield from bucket.views(flat)

@@ -1,0 +1,292 @@
+"""Low-rank adapters on a built model: modules, hooks, merged weights. See models/lora.py.
+
+T tokens of this rank, n adapted HF modules in a layer, r rank of the adapters.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megarl.config.engine import LoRAConfig
+from megarl.models.fill import local_view
+from megarl.models.hf_config import ModelConfig
+from megarl.models.lora import (
+    Adapted,
+    FusedRows,
+    adapted_layers,
+    adapter_table,
+    check_lora,
+    is_adapter,
+    is_trained,
+    scale,
+)
+from megarl.models.names import canonical_name, named_params
+from megarl.models.ops import GateUp
+from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.layout import Coords, Layout
+
+from megatron.core import parallel_state as ps  # isort: skip
+from megatron.core.tensor_parallel import mappings  # isort: skip
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+
+class Switch:
+    """Whether the adapters of a model take part; shared by all of them."""
+
+    on = True
+
+
+class Adapter(nn.Module):
+    """The adapters A, B of one linear layer, a sibling of it; `add_to` is its forward hook.
+
+    What ranks exchange is r wide. Column-parallel layers see whole tokens (with sequence
+    parallelism: this rank's) and give their rows of the output; A x is computed by every rank, so
+    its gradient must be summed over ranks. Row-parallel layers see their columns of the input, so
+    A x must be summed. Under sequence parallelism the matrix that every rank holds has seen only
+    this rank's tokens: finalize_model_grads sums its gradient, by the same mark as the norms'.
+
+    Experts are cut over their own group, and the token dispatcher hands every rank of it the same
+    tokens and sums what they give, forward and backward. Then nothing is exchanged here but the
+    gradient of the matrix that all of them hold.
+    """
+
+    def __init__(
+        self, of: Adapted, model: ModelConfig, layout: Layout, c: Coords, *, scale: float,
+        switch: Switch, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scale, self._switch = scale, switch
+        self.row_parallel, self.is_expert = of.row_parallel, of.base.expert is not None
+        self.sequence_parallel = layout.sequence_parallel and not self.is_expert
+        self.gated = isinstance(of.base.op, GateUp) and len(of.sources) == 2
+        tp, rank = (layout.etp, c.etp) if self.is_expert else (layout.tp, c.tp)
+        self.group: dist.ProcessGroup = (
+            ps.get_expert_tensor_parallel_group()
+            if self.is_expert
+            else ps.get_tensor_model_parallel_group()
+        )
+        kw: dict[str, Any] = dict(dtype=dtype, device=device)
+        self.A = nn.Parameter(torch.empty(of.a.op.local_shape(model, tp, 0), **kw))
+        self.B = nn.Parameter(torch.empty(of.b.op.local_shape(model, tp, 0), **kw))
+        self.out_rows: int = of.base.op.local_shape(model, tp, 0)[0]
+        self.slots: Tensor
+        self.register_buffer("slots", _slots(of, model, tp, rank).to(device), persistent=False)
+        self._mark(rank)
+
+    def _mark(self, rank: int) -> None:
+        """What megatron-core's data parallelism and gradient norm ask parameters for."""
+        cut, whole = (self.A, self.B) if self.row_parallel else (self.B, self.A)
+        cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if not self.is_expert:
+            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            return
+        # the norm counts what is tensor-parallel and not shared: once over the expert's ranks,
+        # which need not be those of dense weights
+        whole.tensor_model_parallel = True  # type: ignore[attr-defined]
+        whole.shared = rank > 0  # type: ignore[attr-defined]
+        for param in (cut, whole):
+            param.allreduce = False  # type: ignore[attr-defined]
+
+    def add_to(self, linear: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """(out, bias) of the layer -> (out + scale * B A x, bias); x, out [T, ..., features]."""
+        if not self._switch.on:
+            return None
+        out, bias = output
+        low = self._low_rank(_normed(linear, args[0]))
+        weight = self._expanded(self._complete(self.B) if self.row_parallel else self.B)
+        added = torch.addmm(
+            out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale
+        )  # fmt: skip
+        return added.view_as(out), bias
+
+    def _low_rank(self, x: Tensor) -> Tensor:
+        """A x, [T, ..., n*r] as the rows of B need it."""
+        if self.is_expert:
+            return F.linear(x, self.A if self.row_parallel else self._complete(self.A))
+        low = F.linear(x, self.A)
+        if self.row_parallel and self.sequence_parallel:
+            low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        elif self.row_parallel:
+            low = mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
+        elif self.sequence_parallel:
+            low = mappings.gather_from_sequence_parallel_region(low, group=self.group)
+        else:
+            low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
+        return low
+
+    def _complete(self, param: Tensor) -> Tensor:
+        """An expert's `param` that its ranks all hold; its gradient is summed over them."""
+        if not self.is_expert:
+            return param
+        whole: Tensor = mappings.copy_to_tensor_model_parallel_region(param, group=self.group)
+        return whole
+
+    def _expanded(self, b: Tensor) -> Tensor:
+        """B [rows, r] as [out_rows, n*r]: row i has its r numbers in the columns of its module, so
+        that one product serves all modules, however their rows are interleaved."""
+        r, n = b.shape[1], len(self.A) // b.shape[1]
+        if n == 1 and len(b) == self.out_rows:
+            return b
+        spread = b.new_zeros(self.out_rows * n, r).index_copy(0, self.slots, b)
+        return spread.view(self.out_rows, n * r)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """This rank's part of scale * B A in fp32, shaped like its part of the weight."""
+        return self._expanded(self.B.float()) @ self.A.float() * self.scale
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As that of the layer; its gate and up rows are two tensors on disk."""
+        metadata = metadata or {}
+        found = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix,
+            {"A": 1} if self.row_parallel else {"B": 0}, sharded_offsets,
+            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        if self.gated:
+            found[f"{prefix}B"] = apply_swiglu_sharded_factory(
+                found[f"{prefix}B"], sharded_offsets, metadata.get("singleton_local_shards", False)
+            )
+        return found
+
+
+def _slots(of: Adapted, model: ModelConfig, tp: int, rank: int) -> Tensor:
+    """[rows of B]: row i of module k goes to place i*n + k; see Adapter._expanded."""
+    if not isinstance(of.b.op, FusedRows):
+        return torch.empty(0, dtype=torch.long)
+    n = len(of.sources)
+    rows = (
+        torch.arange(s.row, s.row + s.rows) * n + of.sources.index(s.source)
+        for s in of.b.op.base_rows(model, tp, rank)
+    )
+    return torch.cat(list(rows))
+
+
+def _normed(linear: nn.Module, x: Tensor) -> Tensor:
+    """What the weight is multiplied with: Transformer Engine's fused layers norm their input."""
+    weight = getattr(linear, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), linear.eps).to(x.dtype)  # type: ignore[arg-type]
+
+
+class Merged(Mapping[str, Tensor]):
+    """A rank's base weights by name, with their adapters merged in: W + scale * B A, in fp32,
+    rounded to the weight's dtype. Each is computed when it is asked for; nothing is kept."""
+
+    def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
+        self._params, self._adapters = params, adapters
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        param = self._params[name]
+        if name not in self._adapters:
+            return param
+        return self._adapters[name].delta().add_(param).to(param.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+class Adapters:
+    """The adapters of a rank's chunks. Everything else is frozen, but a value head.
+
+    table: the trained tensors by PEFT's names. params: the trained parameters by canonical name.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], model: ModelConfig, layout: Layout, cfg: LoRAConfig, *,
+        dtype: torch.dtype, device: torch.device, seed: int,
+    ) -> None:  # fmt: skip
+        check_lora(model, layout.tp, cfg)
+        self.config, self.dtype = cfg, dtype
+        self.table = adapter_table(model, layout, cfg)
+        self.coords = layout.coords(dist.get_rank())
+        self._switch = Switch()
+        self._by_weight: dict[str, Adapter] = {}
+        wanted = {layer.base.name: layer for layer in adapted_layers(model, cfg)}
+        for chunk in chunks:
+            for path, linear in _linears(chunk, wanted):
+                name = canonical_name(chunk, f"{path}.weight")
+                self._by_weight[name] = adapter = Adapter(
+                    wanted[name], model, layout, self.coords, scale=scale(cfg),
+                    switch=self._switch, dtype=dtype, device=device,
+                )  # fmt: skip
+                parent, _, leaf = path.rpartition(".")
+                chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
+                linear.register_forward_hook(adapter.add_to)
+            if getattr(chunk, "pre_process", False):
+                chunk.embedding.register_forward_hook(_require_grad)  # type: ignore[union-attr]
+        everything = named_params(chunks)
+        self.params = {n: p for n, p in everything.items() if is_trained(n, model)}
+        self.table.check_params(self.coords, {n: p.shape for n, p in self.params.items()})
+        for name, param in everything.items():
+            param.requires_grad_(name in self.params)
+        self.reset(seed)
+
+    def merged(self, params: Mapping[str, Tensor]) -> Merged:
+        """The base model's weights, of all of the rank's `params`, with the adapters merged in."""
+        return Merged(base_params(params), self._by_weight)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        before, self._switch.on = self._switch.on, False
+        try:
+            yield
+        finally:
+            self._switch.on = before
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """As PEFT starts them: A kaiming-uniform, that is within 1/sqrt(in); B zero. Keyed by
+        (seed, name), so that they do not depend on the layout."""
+        for tensor in self.table.tensors:
+            if ".lora_" not in tensor.name:
+                continue
+            for piece in tensor.held_by(self.coords):
+                view = local_view(self.params[piece.param], piece)
+                if ".lora_B." in tensor.name:
+                    view.zero_()
+                    continue
+                key = zlib.crc32(f"{seed}:{tensor.name}".encode())
+                bound = 1 / math.sqrt(tensor.shape[1])
+                whole = torch.empty(tensor.shape).uniform_(
+                    -bound, bound, generator=torch.Generator().manual_seed(key)
+                )
+                view.copy_(whole[piece.box].reshape(view.shape))
+
+
+def base_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the adapters."""
+    return {name: p for name, p in params.items() if not is_adapter(name)}
+
+
+def _linears(chunk: nn.Module, wanted: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    return [
+        (path, module)
+        for path, module in chunk.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+        and canonical_name(chunk, f"{path}.weight") in wanted
+    ]
+
+
+def _require_grad(_module: nn.Module, _args: Any, hidden: Tensor) -> None:
+    """The embedding is frozen, but activation recomputing and pipeline stages pass gradients on
+    only where a layer's input asks for some."""
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden.requires_grad_()

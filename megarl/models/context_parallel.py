@@ -1,0 +1,45 @@
+"""Which way keys and values travel between context-parallel ranks, and what can do it."""
+
+from __future__ import annotations
+
+from megarl.config.parallel import ParallelConfig
+from megarl.models.hf_config import ModelConfig
+from megarl.parallel import mcore  # noqa: F401  before megatron
+
+from megatron.core.utils import get_te_version, is_te_min_version  # isort: skip
+
+# the first Transformer Engine that takes packed sequences by each way
+_PACKED_SINCE = {"p2p": "1.7", "all_gather": "2.18", "a2a": "2.18"}
+
+
+def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention: str) -> str:
+    """parallel.cp_comm_type without "auto", for `attention` "te" or "sdpa".
+
+    ValueError, naming value and fix, where these cannot do it.
+    """
+    asked, cp, tp = parallel.cp_comm_type, parallel.cp, parallel.tp
+    if asked == "auto":
+        return "p2p" if attention == "te" else "all_gather"
+    if attention == "sdpa":
+        if asked != "all_gather":
+            raise ValueError(
+                f"parallel.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
+            )
+        return asked
+    if model.mla is not None and asked != "p2p":
+        raise ValueError(
+            f"parallel.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
+            f"sizes ({model.family}'s) by 'p2p' only; use 'p2p'"
+        )
+    if not is_te_min_version(_PACKED_SINCE[asked]):
+        raise ValueError(
+            f"parallel.cp_comm_type={asked!r} takes packed sequences from Transformer Engine "
+            f"{_PACKED_SINCE[asked]} on, and {get_te_version()} is installed; use 'p2p'"
+        )
+    heads, kv = model.num_attention_heads, model.num_key_value_heads
+    if asked == "a2a" and (heads % (tp * cp) or kv % (tp * cp)):
+        raise ValueError(
+            f"parallel.cp_comm_type='a2a' shares heads out: tp*cp = {tp}*{cp} must divide "
+            f"num_attention_heads={heads} and num_key_value_heads={kv}; use 'p2p'"
+        )
+    return asked

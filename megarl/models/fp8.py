@@ -1,0 +1,87 @@
+"""FP8 matrix products of Transformer Engine, in megatron-core's words. Weights, gradients and
+everything outside of the layers' linear maps keep their dtype; the LM head does, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.models.hf_config import ModelConfig
+from megarl.parallel.layout import Layout
+
+# recipe -> (format, smallest compute capability, sizes of matrix products are multiples of)
+_RECIPES = {
+    "delayed": ("hybrid", (8, 9), 16),
+    "tensorwise": ("hybrid", (8, 9), 16),
+    "blockwise": ("e4m3", (9, 0), 16),
+    "mxfp8": ("e4m3", (10, 0), 32),
+}
+
+
+def fp8_fields(
+    recipe: str, model: ModelConfig, layout: Layout, *, dtype: torch.dtype, attention: str
+) -> dict[str, Any]:
+    """TransformerConfig's fields. ValueError where these layers, this GPU or these sizes cannot."""
+    if recipe == "none":
+        return {}
+    form, capability, unit = _RECIPES[recipe]
+    if attention != "te":
+        raise ValueError(
+            f"fp8={recipe!r} needs Transformer Engine's layers, that is a GPU, Transformer Engine "
+            "(pip install megarl[gpu]) and attention='te' or 'auto'; use fp8='none'"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"fp8={recipe!r} needs dtype='bfloat16' (it is {str(dtype).removeprefix('torch.')})"
+        )
+    if (found := torch.cuda.get_device_capability()) < capability:
+        raise ValueError(
+            f"fp8={recipe!r} needs a GPU of compute capability {_dotted(capability)}, this one has "
+            f"{_dotted(found)}; use {_alternatives(found)}"
+        )
+    for name, size in _widths(model, layout).items():
+        if size % unit:
+            raise ValueError(
+                f"fp8={recipe!r} needs sizes that are multiples of {unit}, but a rank's {name} is "
+                f"{size}; lower parallel.tp or use fp8='none'"
+            )
+    return {"fp8": form, "fp8_recipe": recipe}
+
+
+def token_unit(recipe: str) -> int:
+    """The tokens of a rank are padded to a multiple of this."""
+    return 1 if recipe == "none" else _RECIPES[recipe][2]
+
+
+def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Both sides of every linear map in the layers, as a rank holds them."""
+    heads, kv_heads = m.num_attention_heads // layout.tp, -(-m.num_key_value_heads // layout.tp)
+    widths = {
+        "hidden size": m.hidden_size,
+        "attention width": heads * m.v_head_dim,
+        "feed-forward width": m.intermediate_size // layout.tp,
+    }
+    if m.mla is None:
+        widths["query, key and value width"] = (heads + 2 * kv_heads) * m.head_dim
+    else:
+        widths |= {
+            "query width": heads * m.head_dim,
+            "latent query": m.mla.q_rank or 0,
+            "latent key and value": m.mla.kv_rank,
+            "latent key and value with rotated key": m.mla.kv_rank + m.mla.rope_dim,
+            "key and value width": heads * (m.mla.nope_dim + m.mla.v_dim),
+        }
+    if m.moe is not None:
+        widths["expert width"] = m.moe.intermediate_size // layout.etp
+    return widths
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _alternatives(capability: tuple[int, int]) -> str:
+    fits = [repr(name) for name, (_, least, _) in _RECIPES.items() if least <= capability]
+    return " or ".join([*fits, "'none'"])

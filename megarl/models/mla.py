@@ -1,0 +1,92 @@
+"""Multi-head latent attention on megatron-core's, equal to Hugging Face's DeepSeek."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.models.hf_config import ModelConfig
+from megarl.parallel import mcore  # noqa: F401  before megatron
+
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
+from megatron.core.transformer import multi_latent_attention  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
+
+# megatron-core 0.16 looks whether it could import its wrappers of Transformer Engine, which it can
+# without Transformer Engine: they are mocks then
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
+
+# of the latents' norms: Hugging Face's do not read rms_norm_eps, and neither did DeepSeek's own
+LATENT_NORM_EPS = 1e-6
+
+
+def mla_fields(m: ModelConfig) -> dict[str, Any]:
+    """MLATransformerConfig's own fields. megatron-core takes rotary dimensions apart as
+    Hugging Face does (even ones first) and, unlike elsewhere, its YaRN is the same to the bit."""
+    assert m.mla is not None
+    fields: dict[str, Any] = dict(
+        q_lora_rank=m.mla.q_rank,
+        kv_lora_rank=m.mla.kv_rank,
+        qk_head_dim=m.mla.nope_dim,
+        qk_pos_emb_head_dim=m.mla.rope_dim,
+        v_head_dim=m.mla.v_dim,
+        qk_layernorm=True,
+        rotary_base=m.rope_theta,
+        rope_type="rope",
+        rotary_scaling_factor=1.0,  # the default is 40, and scales scores whatever the type
+        apply_rope_fusion=False,  # the kernel works in place and for YaRN alone
+    )
+    if (yarn := m.rope_scaling) is not None:
+        fields |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=yarn.factor,
+            original_max_position_embeddings=yarn.original_max_position_embeddings,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.mscale,
+            mscale_all_dim=yarn.mscale_all_dim,
+        )
+    return fields
+
+
+def settle_mla(chunk: GPTModel) -> None:
+    """What MLASelfAttention's constructor takes no argument for."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            _settle(module)
+
+
+def _settle(attention: MLASelfAttention) -> None:
+    for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+        module: Any = getattr(attention, name, None)
+        if hasattr(module, "eps"):  # the norm, or Transformer Engine's linear with a norm inside
+            module.eps = LATENT_NORM_EPS
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        linear = getattr(attention, name, None)
+        if isinstance(linear, ColumnParallelLinear):
+            whole = WholeLinear(linear.config, linear.input_size, linear.output_size)
+            setattr(attention, name, whole)
+
+
+class WholeLinear(torch.nn.Module):
+    """[..., cols] -> [..., rows] on this rank's own tokens, whole on every tensor-parallel rank.
+
+    Transformer Engine's spec has such projections to a latent. The local spec cuts them, for which
+    every rank needs all tokens' hidden states; a latent is a fraction of their size.
+    """
+
+    def __init__(self, config: Any, cols: int, rows: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        empty = torch.empty(rows, cols, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(empty)
+        # its gradients are parts, to be summed over ranks as those of the norms are
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None

@@ -1,0 +1,68 @@
+"""The output layer of a value model: one number per token, in fp32.
+
+T packed tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megarl.parallel import mcore  # noqa: F401  before megatron
+
+from megatron.core.tensor_parallel import mappings  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+
+
+class ValueHead(torch.nn.Module):
+    """[T,1,H] hidden states to [T,1,1]. Every tensor-parallel rank holds the whole head.
+
+    Under sequence parallelism a rank scores its own tokens and the scores are gathered (H times
+    less than gathering hidden states); the head's gradients are then parts, which
+    finalize_model_grads adds up by the same mark as the norms'. Otherwise all ranks compute alike.
+    Memory: an fp32 copy of the rank's hidden states.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, bias: bool, tp_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        kw: dict[str, Any] = dict(dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, **kw))
+        self.bias = torch.nn.Parameter(torch.empty(1, **kw)) if bias else None
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def prepare(self, job: Any) -> None:
+        """As the LM head's; the values depend on neither labels nor temperature."""
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        bias = None if self.bias is None else self.bias.float()
+        values = F.linear(hidden.float(), self.weight.float(), bias)
+        if self.sequence_parallel:  # backward hands every rank its own tokens' part
+            values = mappings.gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return values, None
+
+    def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
+        """[T,1] to {"values": [T]}."""
+        return dict.fromkeys(outputs, out[:, 0])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
+        )  # fmt: skip

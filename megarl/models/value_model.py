@@ -1,0 +1,46 @@
+"""Value models: a language model with a scalar per token (`score`) in place of the vocabulary.
+
+Hugging Face calls them ForTokenClassification (the score has a bias) and ForSequenceClassification
+(no bias; the score of the last token counts), with one label. Critics and reward models are such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.models.hf_config import ModelConfig
+
+LM, TOKEN, SEQUENCE = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
+
+
+def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`raw` under the name of the language model it is built on."""
+    names = raw.get("architectures") or []
+    return {**raw, "architectures": [n.replace(TOKEN, LM).replace(SEQUENCE, LM) for n in names]}
+
+
+def value_model(lm: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """The value model of a config.json `raw` whose transformer is that of `lm`.
+
+    A language model's directory becomes a token classifier with a new head.
+    """
+    names = raw.get("architectures") or [lm.declaration.architecture]
+    new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)
+    if new:
+        label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        name = lm.declaration.architecture.replace(LM, TOKEN)
+        raw = {k: v for k, v in raw.items() if k != "num_labels"} | label
+        raw = {**raw, "architectures": [name]}
+    elif (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
+        raise ValueError(f"{source}: {names[0]} with {labels} labels; a value model has one")
+    return replace(
+        lm,
+        raw=dict(raw),
+        tie_word_embeddings=False,
+        head="value",
+        score_bias=new or any(n.endswith(TOKEN) for n in names),
+        new_head=new,
+    )

@@ -1,0 +1,68 @@
+"""Traces of some steps: torch's profiler over a window that the configuration names.
+
+<run>/profile/steps_3-4.rank0.json.gz is a Chrome trace (chrome://tracing, ui.perfetto.dev) with the
+phases of the step (see Timers) as ranges beside the operators and, on a GPU, their kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.run import ProfilerConfig
+from megarl.observability.logging import get_logger
+
+log = get_logger(__name__)
+
+
+class Profiler:
+    """with profiler.step(n): ... around every step; close() at the end. Each rank has its own."""
+
+    def __init__(self, config: ProfilerConfig, *, run_dir: Path, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._folder = run_dir / config.output_dir
+        self._wanted = config.start_step is not None and rank in config.ranks
+        self._running: Any = None
+        self._first = self._last = 0
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """Around step n. A run that starts beyond start_step traces its first steps."""
+        start = self._config.start_step
+        if self._wanted and self._running is None and start is not None and n >= start:
+            self._start(n)
+        yield
+        if self._running is not None:
+            self._last = n
+            if n - self._first + 1 >= self._config.steps:
+                self.close()
+
+    def _start(self, n: int) -> None:
+        self._wanted, self._first = False, n  # once
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running = torch.profiler.profile(
+            activities=activities,
+            record_shapes=True,
+            profile_memory=self._config.memory,
+            with_stack=self._config.stacks,
+        )
+        self._running.start()
+
+    def close(self) -> None:
+        """Writes what was traced, if anything; a window that the run's end cut short too."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        if self._last < self._first:
+            return  # not one whole step
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps_{self._first}-{self._last}.rank{self._rank}.json.gz"
+        running.export_chrome_trace(str(path))
+        log.info("trace of steps %d-%d: %s", self._first, self._last, path)

@@ -1,0 +1,54 @@
+"""How much of what the hardware can do a step does: model FLOP/s, and their share of the peak (MFU,
+A. Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+
+The model's FLOPs are those its formulas need, whatever the implementation computes again or twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Dense bf16/fp16 tensor-core TFLOP/s by torch.cuda.get_device_name(), from NVIDIA's data sheets
+# (those that state them with 2:4 sparsity, halved).
+PEAK_TFLOPS = {
+    "V100": 125.0,
+    "A10": 125.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "H20": 148.0,
+    "H100": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H800": 989.4,
+    "H200": 989.4,
+    "GH200": 989.4,
+    "B200": 2250.0,
+}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """The table's entry whose words all stand in the name, the most telling one; None if none."""
+    words = set(device_name.replace("-", " ").split())
+    known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
+
+
+def this_device_peak(dtype: torch.dtype) -> float | None:
+    """TFLOP/s of the current GPU for matrices of `dtype`; None on a CPU and for wider numbers."""
+    if dtype.itemsize != 2 or not torch.cuda.is_available():
+        return None
+    return peak_tflops(torch.cuda.get_device_name())
+
+
+def utilization(
+    flops: float, *, seconds: float, devices: int, peak: float | None
+) -> dict[str, float]:
+    """`flops` of all devices in `seconds`; `peak` in TFLOP/s of one."""
+    reached = flops / seconds / devices / 1e12
+    figures = {"perf/tflops_per_gpu": reached}
+    return figures if peak is None else figures | {"perf/mfu": reached / peak}

@@ -1,0 +1,248 @@
+"""One table: every family, in every layout, under every loss and way of cutting the work, is the
+same model that Hugging Face and torch.optim.AdamW train in fp32.
+
+Tolerances are ratios of norms, per tensor: ||engine - reference|| / ||reference||. Both sides
+compute in fp32 (eps = 6e-8) and differ in the order of their sums: over shards, micro-batches,
+heads, packed rows. A sum of n terms in another order moves by about sqrt(n) eps, and layers with
+weights as large as these amplify that some ten times each way. The largest ratios seen are a fifth
+of the bounds; they are those of biases of keys, whose gradients nearly cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.engine_jobs import Tensors, make_engine, state
+from tests.dist.losses import LOSSES
+from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
+from tests.pairwise import Row, all_pairs
+from tests.tiny import MLA_KINDS, MOE_KINDS, random_batch
+
+OUTPUTS = 1e-5  # absolute: log-probabilities and values are of order one
+FIGURES = 2e-5  # losses and gradient norms of all steps, relative where they are above one
+GRADIENTS = 2e-5
+# of the way that AdamW took the weights, in which it divides by the gradients' own size
+UPDATES = 1e-4
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16, rope_theta=500.0,
+)  # fmt: skip
+# family -> settings of its tiny model; llama's one KV head is shared by tensor-parallel ranks
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(rope_parameters=LLAMA3, num_key_value_heads=1),
+    "qwen2": {},
+    "qwen3": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm": {},
+    "glm4": {},
+}
+SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
+# name -> (processes, parallel); what is left over of the processes is data parallelism
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, dict(tp=2)),
+    "tp2sp": (2, SP),
+    "pp2": (2, dict(pp=2)),
+    "pp2split": (2, dict(pp=2, pipeline_split=[1, 3])),
+    "pp2vpp2": (2, dict(pp=2, vpp=2)),
+    "cp2": (2, dict(cp=2)),
+    "ep2": (2, dict(ep=2)),
+    "etp2": (2, dict(etp=2)),
+    "tp2ep2": (2, dict(**SP, ep=2)),
+    "tp2pp2": (4, dict(**SP, pp=2)),
+    "tp2cp2": (4, dict(**SP, cp=2)),
+}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp4": (4, dict(tp=4, sequence_parallel=True)),
+    "cp4": (4, dict(cp=4)),
+    "cp2dp2": (4, dict(cp=2)),
+    "pp2vpp2dp2": (4, dict(pp=2, vpp=2)),
+    "tp2pp2vpp2": (4, dict(**SP, pp=2, vpp=2)),
+    "cp2pp2vpp2": (4, dict(cp=2, pp=2, vpp=2)),
+    "ep4": (4, dict(ep=4)),
+    "ep2dp2": (4, dict(ep=2)),
+    "tp2ep4": (4, dict(**SP, ep=4)),
+    "tp2ep2etp2": (4, dict(**SP, ep=2, etp=2)),
+    "pp2vpp2ep2": (4, dict(pp=2, vpp=2, ep=2)),
+    "tp2pp2ep2": (4, dict(**SP, pp=2, ep=2)),
+    "cp2ep2": (4, dict(cp=2, ep=2)),
+}
+BUDGETS = {"one": 10**6, "many": 12}  # tokens per micro-batch; there are about 50
+AXES: dict[str, tuple[Any, ...]] = dict(
+    family=tuple(FAMILIES),
+    layout=tuple(LAYOUTS),
+    loss=tuple(LOSSES),
+    budget=tuple(BUDGETS),
+    recompute=("none", "full", "selective"),
+    tie=(False, True),
+    zero=(True, False),
+)
+
+
+def possible(row: Row) -> bool:
+    """Experts are only in MoE families, whose tensor parallelism needs sequence parallelism."""
+    parallel = {**LAYOUTS, **MORE_LAYOUTS}[row["layout"]][1] if "layout" in row else {}
+    if "family" not in row:
+        return True
+    if row["family"] in (*MOE_KINDS, *MLA_KINDS):
+        return "tp" not in parallel or "sequence_parallel" in parallel
+    return not parallel.keys() & {"ep", "etp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    family: str
+    loss: str
+    layout: str = "dp1"
+    budget: str = "one"
+    recompute: str = "none"
+    tie: bool = False
+    zero: bool = True
+
+    def __str__(self) -> str:
+        flags = ["tied"] * self.tie + ["zero"] * self.zero
+        names = [self.family, self.layout, self.loss, self.budget, f"recompute_{self.recompute}"]
+        return "-".join(names + flags)
+
+    @property
+    def processes(self) -> int:
+        return {**LAYOUTS, **MORE_LAYOUTS}[self.layout][0]
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        return {**LAYOUTS, **MORE_LAYOUTS}[self.layout][1]
+
+    def settings(self) -> dict[str, Any]:
+        """Of the engine."""
+        return dict(
+            max_tokens=BUDGETS[self.budget], recompute_granularity=self.recompute,
+            head=LOSSES[self.loss].head, optimizer={"distributed": self.zero},
+        )  # fmt: skip
+
+
+def pairwise_cases() -> list[Case]:
+    return [Case(**row) for row in all_pairs(AXES, possible)]
+
+
+def all_cases() -> list[Case]:
+    """Families x layouts x losses x budgets, in all layouts; the other settings take turns."""
+    rest = list(product(AXES["recompute"], AXES["tie"], AXES["zero"]))
+    first = product(FAMILIES, LAYOUTS | MORE_LAYOUTS, LOSSES, BUDGETS)
+    rows = [dict(zip(AXES, values)) for values in first]
+    return [
+        Case(**row, **dict(zip(("recompute", "tie", "zero"), rest[i * 5 % len(rest)])))
+        for i, row in enumerate(filter(possible, rows))
+    ]
+
+
+# ---- the two sides
+
+
+def batch(model: Any) -> Tensors:
+    """Six ragged sequences in three pairs that do not lie side by side, each with a weight of its
+    own; `old_logp` is near what the model says, with some sequences beyond GSPO's clip."""
+    b = dict(random_batch(n=6, lo=3, hi=14, seed=3))
+    g = torch.Generator().manual_seed(5)
+    shape = b["input_ids"].shape
+    b["advantages"] = torch.linspace(-1.0, 1.5, len(b["input_ids"]))
+    b["group_ids"] = torch.tensor([4, 0, 9, 9, 0, 4])
+    b["values"], b["returns"] = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+    if not hasattr(model, "score"):
+        with torch.no_grad():
+            logp = hf_outputs(model, b)["logprobs"]
+        ratio = torch.tensor([0.3, -0.1, 0.05, -0.3, 0.35, 0.0])[:, None]
+        b["old_logp"] = logp - ratio + 0.02 * torch.randn(shape, generator=g)
+    return b
+
+
+@cache
+def reference(family: str, tie: bool, loss: str) -> tuple[Tensors, dict[str, Any]]:
+    """(batch, what `train` should give)."""
+    model = hf_model(family, tie=tie, head=LOSSES[loss].head, **FAMILIES[family])
+    b = batch(model)
+    return b, hf_steps(model, b, LOSSES[loss])
+
+
+def save(root: Path, case: Case) -> str:
+    head = LOSSES[case.loss].head
+    path = root / f"{case.family}-{'tied' if case.tie else 'untied'}-{head}"
+    if not path.exists():
+        model = hf_model(case.family, tie=case.tie, head=head, **FAMILIES[case.family])
+        model.save_pretrained(path)
+    return str(path)
+
+
+def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: Any) -> Any:
+    """On every rank: what `hf_steps` returns, from the engine. Tensors are rank 0's."""
+    engine, kw = make_engine(path, parallel, **over), LOSSES[loss].kw
+    names = ("logprobs", "entropy") if engine.config.head == "lm" else ("values",)
+    out = engine.forward(b, outputs=names, temperature=kw["temperature"])
+    result: dict[str, Any] = {"outputs": out if isinstance(out, dict) else {"values": out}}
+    stats = []
+    for step in range(STEPS):
+        stats.append(engine.train_batch(b, LOSSES[loss].fn, LOSSES[loss].weight, **kw))
+        if step == 0:
+            if engine.config.optimizer.distributed:
+                gather_gradients(engine)
+            result["grads"] = state(engine, grads=True)
+    result["weights"], result["stats"] = state(engine), stats
+    engine.destroy()
+    return result
+
+
+def gather_gradients(engine: Any) -> None:
+    """The distributed optimizer leaves each data-parallel rank its part of the reduced gradients:
+    gathers the others' into the buffers."""
+    for chunk in engine.built.chunks:
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group = buckets.intra_distributed_optimizer_instance_group
+            for bucket in buckets.buckets:
+                mine = bucket.grad_data.view(group.size(), -1)[group.rank()]
+                dist.all_gather_into_tensor(bucket.grad_data, mine.clone(), group=group)
+
+
+def ratio(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want||; of an expert that nobody was sent to both are zero."""
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def worst(got: Tensors, want: Tensors, start: Tensors | None = None) -> tuple[float, str]:
+    """The largest ratio and its tensor's name; with `start`, of the way from there."""
+    assert got.keys() == want.keys()
+    if start is not None:
+        got, want = ({n: x - start[n] for n, x in side.items()} for side in (got, want))
+    return max((ratio(got[n], x), n) for n, x in want.items())
+
+
+def check(ranks: list[dict[str, Any]], want: dict[str, Any], *, slack: float = 1.0) -> None:
+    """Every rank's result of `train` against the reference, `slack` times the tolerances."""
+    got = ranks[0]
+    for name, value in got["outputs"].items():
+        torch.testing.assert_close(
+            value, want["outputs"][name], rtol=0, atol=slack * OUTPUTS, msg=name
+        )
+    for key, figures in (("loss", "losses"), ("grad_norm", "grad_norms")):
+        mine = [s[key] for s in got["stats"]]
+        bound = slack * FIGURES
+        assert mine == pytest.approx(want[figures], rel=bound, abs=bound), key
+    assert all(s["update_successful"] == 1.0 for s in got["stats"])
+    assert worst(got["grads"], want["grads"]) < (slack * GRADIENTS,)
+    assert worst(got["weights"], want["weights"], want["start"]) < (slack * UPDATES,)
+    for other in ranks[1:]:  # results reach every rank
+        assert other["stats"] == got["stats"]
+        for name, value in got["outputs"].items():
+            assert torch.equal(other["outputs"][name], value), name

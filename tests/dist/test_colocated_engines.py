@@ -1,0 +1,221 @@
+"""Actor, reference and critic on the same four ranks, each in its own layout, in and out of memory.
+
+Whatever the others do in between, each computes what it computes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.api.engine import PARTS
+from megarl.api.records import SaveLoadMeta
+from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
+from tests.dist.world import World
+
+OUT = dict(outputs=("logprobs", "entropy"))
+ACTOR = dict(parallel=dict(tp=2, pp=2))
+REF = dict(parallel={}, trained=False, offload=True)
+CRITIC = dict(parallel=dict(tp=2, sequence_parallel=True), head="value", value_head_init="random")
+
+
+@pytest.fixture(scope="module")
+def world4():
+    with World(4) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models"), "qwen2", True)
+
+
+def value_loss(outputs: Any, b: Any) -> Any:
+    mask = b["loss_mask"].float()
+    return ((outputs["values"] - 0.5).square() * mask).sum(), {}
+
+
+class Calls:
+    """What is asked of each engine, and its answers."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.engines = path, {}
+        self.answers: dict[str, list[Any]] = {"actor": [], "ref": [], "critic": []}
+
+    def start(self, name: str, spec: dict[str, Any]) -> None:
+        self.engines[name] = make_engine(self.path, **spec)
+
+    def call(self, name: str) -> None:
+        engine = self.engines[name]
+        if name == "ref":
+            answer = engine.forward(batch())
+        elif name == "actor":
+            logp = engine.forward(batch())
+            answer = (logp, engine.train_batch(batch(), loss_fn, weight_fn, **OUT))
+        else:
+            values = engine.forward(batch(), outputs=("values",))
+            figures = engine.train_batch(batch(), value_loss, weight_fn, outputs=("values",))
+            answer = (values, figures)
+        self.answers[name].append(answer)
+
+    def finish(self, name: str) -> None:
+        engine = self.engines.pop(name)
+        self.answers[name].append(state(engine) if name != "ref" else {})
+        engine.destroy()
+
+
+def alone(path: str) -> dict[str, list[Any]]:
+    calls = Calls(path)
+    for name, spec in (("actor", ACTOR), ("ref", REF | {"offload": False}), ("critic", CRITIC)):
+        calls.start(name, dict(spec))
+        for _ in range(2):
+            calls.call(name)
+        calls.finish(name)
+    return calls.answers
+
+
+def together(path: str) -> dict[str, list[Any]]:
+    calls = Calls(path)
+    for name, spec in (("critic", CRITIC), ("actor", ACTOR), ("ref", REF)):
+        calls.start(name, dict(spec))
+    for _ in range(2):
+        calls.engines["critic"].offload()
+        calls.call("actor")
+        calls.call("ref")
+        calls.engines["actor"].offload(("optimizer", "grads"))
+        calls.engines["critic"].onload()
+        calls.call("critic")
+        calls.engines["actor"].onload()
+    for name in ("actor", "critic", "ref"):
+        calls.finish(name)
+    return calls.answers
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def test_engines_that_share_ranks_compute_what_they_compute_alone(world4, path):
+    want, got = world4.run(alone, path), world4.run(together, path)
+    for rank in range(4):
+        for name, answers in want[rank].items():
+            assert same(got[rank][name], answers), (rank, name)
+    actor_weights = got[0]["actor"][-1]
+    assert actor_weights and not same(got[0]["actor"][0], got[0]["actor"][1]), "it was trained"
+
+
+def error_of(fn: Any, *args: Any, **kw: Any) -> str:
+    try:
+        fn(*args, **kw)
+    except (RuntimeError, ValueError) as e:
+        return str(e)
+    return "no error"
+
+
+def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
+    """One part after the other leaves and comes back, between steps of training."""
+    engine = make_engine(path, dict(tp=2), **over)
+    train = lambda: engine.train_batch(batch(), loss_fn, weight_fn, **OUT)  # noqa: E731
+    figures, moved, errors = [train()], {}, {}
+    for part in PARTS:
+        moved[part] = (engine.offload((part,)), engine.offload((part,)))
+        errors[part] = dict(train=error_of(train), forward=error_of(engine.forward, batch()))
+        moved[part] += (engine.onload((part,)),)
+        figures.append(train())
+    everything = engine.offload()
+    figures.append(engine.onload() and train())
+    errors["name"] = error_of(engine.offload, ("weights",))
+    weights = sum(p.numel() * p.element_size() for p in engine.built.params.values())
+    result = dict(figures=figures, moved=moved, everything=everything, errors=errors,
+                  weights=weights, state=state(engine))  # fmt: skip
+    engine.destroy()
+    return result
+
+
+def steps(path: str, over: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(path, dict(tp=2), **over)
+    figures = [engine.train_batch(batch(), loss_fn, weight_fn, **OUT) for _ in range(5)]
+    result = dict(figures=figures, state=state(engine))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("over", "state_per_weight"),
+    [
+        # bytes of optimizer state for 2 ranks' share of a weight: two moments (and main weights)
+        (dict(optimizer=dict(distributed=True)), 2 * 4 / 2),
+        (dict(dtype="bfloat16", optimizer=dict(distributed=False)), 3 * 4),
+        (dict(optimizer=dict(overlap_grad_reduce=True, overlap_param_gather=True)), 2 * 4 / 2),
+    ],
+    ids=["fp32", "bf16", "overlap"],
+)
+def test_parts_leave_and_come_back(world4, path, over, state_per_weight):
+    want, ranks = world4.run(steps, path, over)[0], world4.run(parts_away, path, over)
+    r = ranks[0]
+    assert same(r["figures"], want["figures"]) and same(r["state"], want["state"])
+    size = 2 if "dtype" in over else 4
+    for part, (first, second, back) in r["moved"].items():
+        assert first[part] == back[part] > 0 and part not in second, part
+        assert r["everything"][part] == first[part], part
+    for rank in ranks:
+        n = rank["weights"] / size
+        bytes_of = {part: rank["everything"][part] for part in PARTS}
+        # buffers are padded, and ranks' shares are not quite equal
+        assert bytes_of["params"] == pytest.approx(n * size, rel=0.05)
+        assert bytes_of["grads"] == pytest.approx(n * 4, rel=0.05)
+        assert bytes_of["optimizer"] == pytest.approx(n * state_per_weight, rel=0.1)
+    assert "forward needs ('params',)" in r["errors"]["params"]["forward"]
+    assert "call onload(('params',))" in r["errors"]["params"]["forward"]
+    for part in PARTS:
+        assert f"train_batch needs ('{part}',)" in r["errors"][part]["train"]
+    assert r["errors"]["optimizer"]["forward"] == r["errors"]["grads"]["forward"] == "no error"
+    assert "('weights',)" in r["errors"]["name"] and "'optimizer'" in r["errors"]["name"]
+
+
+def resting(path: str) -> dict[str, Any]:
+    """A frozen model that lives in host memory, and micro-batches of other sizes."""
+    one = make_engine(path, dict(tp=2), trained=False, max_tokens=24)
+    want = one.forward(batch(), **OUT)
+    one.destroy()
+    other = make_engine(path, dict(pp=2), trained=False, offload=True, forward_max_tokens=200)
+    held = [sum(p.untyped_storage().nbytes() for p in other.built.params.values())]
+    got = [other.forward(batch(), **OUT) for _ in range(2)]
+    held.append(sum(p.untyped_storage().nbytes() for p in other.built.params.values()))
+    error = error_of(other.save, SaveLoadMeta(path="nowhere"))
+    other.destroy()
+    refused = error_of(make_engine, path, {}, offload=True)
+    return dict(want=want, got=got, held=held, error=error, refused=refused)
+
+
+def micro_batches(path: str, **over: Any) -> tuple[int, int]:
+    """Of a pass without backward, of one with it."""
+    from megarl.engine import passes
+
+    engine = make_engine(path, dict(tp=4), max_tokens=24, **over)
+    counts = tuple(len(passes.plan(engine.built, batch(), backward=b)[0]) for b in (False, True))
+    engine.destroy()
+    return counts
+
+
+def test_a_model_that_rests_in_host_memory_answers_the_same(world4, path):
+    r = world4.run(resting, path)[0]
+    assert r["held"] == [0, 0]
+    for name, value in r["want"].items():
+        assert torch.equal(r["got"][0][name], r["got"][1][name])
+        torch.testing.assert_close(r["got"][0][name], value, atol=1e-4, rtol=1e-4)
+    assert "save needs ('params',)" in r["error"]
+    assert "offload=True is for frozen models" in r["refused"]
+
+
+def test_passes_without_backward_have_their_own_budget(world4, path):
+    forward, training = world4.run(micro_batches, path, forward_max_tokens=200)[0]
+    assert forward == 1 < training
+    same_budget = world4.run(micro_batches, path)[0]
+    assert same_budget == (training, training)

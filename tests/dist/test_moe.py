@@ -1,0 +1,246 @@
+"""Mixture-of-experts models: routing is recorded and replayed, auxiliary losses are what the papers
+say, experts keep their names. (That they equal Hugging Face's is in invariance.py's table.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import MoEConfig
+from megarl.utils.batch import select
+from tests.dist import engine_jobs
+from tests.dist.engine_jobs import make_engine, save_model, state
+from tests.dist.invariance import check, train
+from tests.dist.losses import LOSSES
+from tests.dist.reference import hf_outputs, hf_steps
+from tests.dist.test_hf_checkpoint import same
+from tests.dist.world import World
+from tests.tiny import hf_named, tiny_hf
+
+Parallel = dict[str, Any]
+SP: Parallel = dict(tp=2, sequence_parallel=True)
+ZERO: dict[str, Any] = dict(optimizer={})
+PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
+REPLAY: dict[str, Any] = dict(moe=MoEConfig(router_replay=True))
+RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
+
+
+def name(case: tuple[int, str, Parallel, dict[str, Any]]) -> str:
+    n, kind, parallel, over = case
+    layout = "".join(f"{k if k[0] != 's' else 'sp'}{int(v)}" for k, v in parallel.items())
+    return f"{n}-{kind}-{layout or 'dp'}-{'zero' if not over['optimizer'] else 'plain'}"
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Any]:
+    open_: dict[int, World] = {}
+    yield lambda n: open_.setdefault(n, World(n))
+    for world in open_.values():
+        world.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+# ---- recorded and replayed routing
+
+
+def hf_routers(hf: Any) -> dict[int, Any]:
+    mlps = {i: layer.mlp for i, layer in enumerate(hf.model.layers)}
+    return {i: mlp.gate for i, mlp in mlps.items() if hasattr(mlp, "gate")}
+
+
+def force(hf: Any, routing: torch.Tensor) -> Any:
+    """Every router of `hf` sends the tokens of the batch where routing [B,S,L,k] says."""
+
+    def forced(router: Any, chosen: torch.Tensor, normed: bool) -> Any:
+        def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = torch.nn.functional.linear(hidden.flatten(0, -2), router.weight)
+            weights = logits.softmax(-1).gather(1, chosen)
+            if normed:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights, chosen
+
+        return forward
+
+    normed = getattr(hf.config, "norm_topk_prob", True)
+    for i, router in hf_routers(hf).items():
+        router.forward = forced(router, routing[:, :, i].flatten(0, 1).long(), normed)
+    return hf
+
+
+def random_routing(layers: int = 4, experts: int = 4, k: int = 2) -> torch.Tensor:
+    g = torch.Generator().manual_seed(5)
+    rows, width = engine_jobs.batch()["input_ids"].shape
+    return torch.rand(rows, width, layers, experts, generator=g).argsort(-1)[..., :k].byte()
+
+
+def check_replay(case: Any, worlds: Any, models: Path) -> None:
+    n, kind, parallel, over = case
+    hf, routing = tiny_hf(kind), random_routing()
+    b = {**engine_jobs.batch(), "routed_experts": routing}
+    free = hf_outputs(hf, b)
+    want = hf_steps(force(hf, routing), b, LOSSES["policy"])
+    assert (want["outputs"]["logprobs"] - free["logprobs"]).abs().max() > 0.1
+    path = save_model(models, kind, False)
+    check(worlds(n).run(train, path, parallel, "policy", b, **over), want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, "qwen3_moe", dict(**SP, ep=2), PLAIN | REPLAY),
+        (4, "mixtral", dict(pp=2, vpp=2, ep=2), PLAIN | RECOMPUTE | REPLAY),
+    ],
+    ids=name,
+)
+def test_updates_repeat_a_given_routing(case: Any, worlds: Any, models: Path) -> None:
+    check_replay(case, worlds, models)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, "mixtral", dict(), PLAIN | REPLAY),
+        (2, "mixtral", dict(pp=2), ZERO | RECOMPUTE | REPLAY),
+        (2, "qwen3_moe", dict(cp=2), PLAIN | REPLAY),
+        (4, "qwen3_moe", dict(cp=2, **SP, ep=2), PLAIN | REPLAY),
+        (4, "qwen3_moe", dict(pp=2, **SP, etp=2), PLAIN | RECOMPUTE | REPLAY),
+    ],
+    ids=name,
+)
+def test_more_replays(case: Any, worlds: Any, models: Path) -> None:
+    check_replay(case, worlds, models)
+
+
+def run_record(path: str, parallel: Parallel) -> list[torch.Tensor]:
+    """Logprobs and routing of a pass, and the logprobs of another one that replays it."""
+    engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True, per_layer_stats=True))
+    b = engine_jobs.batch()
+    found = engine.forward(b, outputs=("logprobs", "routed_experts"))
+    again = engine.forward({**b, "routed_experts": found["routed_experts"]})
+    with pytest.raises(ValueError, match=r"the batch has no 'routed_experts' to replay"):
+        engine.train_batch(b, engine_jobs.loss_fn, engine_jobs.weight_fn)
+    engine.destroy()
+    return [found["logprobs"], found["routed_experts"], again]
+
+
+@pytest.mark.parametrize(
+    "n, parallel",
+    [
+        (2, dict(**SP, ep=2)),
+        pytest.param(2, dict(cp=2), marks=pytest.mark.full),
+        pytest.param(2, dict(pp=2, vpp=2), marks=pytest.mark.full),
+        pytest.param(4, dict(pp=2, **SP), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_logp_pass_records_the_routing(
+    n: int, parallel: Parallel, worlds: Any, models: Path
+) -> None:
+    hf, b = tiny_hf("qwen3_moe"), engine_jobs.batch()
+    chosen = {}
+    for i, router in hf_routers(hf).items():
+        router.register_forward_hook(lambda _m, _a, out, i=i: chosen.update({i: out[2]}))
+    with torch.no_grad():
+        hf(b["input_ids"], attention_mask=b["attention_mask"].long())
+    want = torch.zeros(*b["input_ids"].shape, 4, 2, dtype=torch.long)
+    for i, x in chosen.items():
+        want[:, :, i] = x.view(*b["input_ids"].shape, 2)
+    want[~b["attention_mask"]] = 0
+    for logp, routing, again in worlds(n).run(
+        run_record, save_model(models, "qwen3_moe", False), parallel
+    ):
+        assert routing.dtype == torch.uint8 and torch.equal(routing.long(), want)
+        torch.testing.assert_close(logp, again, rtol=0, atol=1e-6)
+
+
+# ---- figures and auxiliary losses
+
+AUX, Z = 0.3, 0.02
+
+
+def run_aux(path: str, parallel: Parallel, b: Any, routing: torch.Tensor) -> dict[str, Any]:
+    moe = MoEConfig(aux_loss_coef=AUX, z_loss_coef=Z, per_layer_stats=True)
+    engine = make_engine(path, parallel, moe=moe, max_tokens=10**6, **PLAIN)
+    kw = dict(outputs=("logprobs", "entropy"), temperature=0.8)
+    stats = engine.backward_batch(b, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
+    grads = state(engine, grads=True)
+    engine.destroy()
+
+    engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True))
+    crowded = {**b, "routed_experts": routing}
+    crowd = engine.eval_batch(crowded, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
+    engine.destroy()
+    return {"stats": stats, "grads": grads, "crowd": crowd}
+
+
+@pytest.mark.parametrize(
+    "n, parallel",
+    [(2, dict(**SP, ep=2)), pytest.param(1, dict(), marks=pytest.mark.full)],
+    ids=("sp2ep2", "1"),
+)
+def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, models: Path) -> None:
+    """Load balancing: E/(k T^2) * sum_e (tokens of e) * (sum_t p_te), Fedus et al. 2021, eq. 4-6,
+    for k experts; z: the mean of logsumexp^2, Zoph et al. 2022, eq. 5. One micro-batch."""
+    hf, b = tiny_hf("mixtral"), select(engine_jobs.batch(), [0, 1, 2, 3, 4, 5])
+    assert b["attention_mask"].sum() % 2 == 0  # no filling
+    logits: list[torch.Tensor] = []
+    for router in hf_routers(hf).values():
+        router.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
+    loss, _ = engine_jobs.loss_fn(hf_outputs(hf, b), b)
+    total, aux, z = loss / engine_jobs.weight_fn(b), [], []
+    loads = []
+    for x in (x[b["attention_mask"].flatten()] for x in logits):
+        tokens = torch.zeros_like(x).scatter(1, x.topk(2).indices, 1.0).sum(0)
+        loads.append(float(tokens.max() / tokens.mean()))
+        aux.append(4 / (2 * len(x) ** 2) * (tokens * x.softmax(-1).sum(0)).sum())
+        z.append(x.logsumexp(-1).square().mean())
+    (total + AUX * sum(aux) + Z * sum(z)).backward()
+    want = hf_named(hf, {n: p.grad for n, p in hf.named_parameters() if p.grad is not None})
+
+    crowd = torch.tensor([1, 3]).expand(*b["input_ids"].shape, 4, 2)
+    got = worlds(n).run(run_aux, save_model(models, "mixtral", False), parallel, b, crowd)[0]
+    for key, value in want.items():
+        assert (got["grads"][key] - value).norm() <= 1e-4 * value.norm(), key
+    stats = got["stats"]
+    assert stats["moe/aux_loss"] == pytest.approx(float(sum(aux)) / 4, rel=1e-4)
+    assert stats["moe/z_loss"] == pytest.approx(float(sum(z)) / 4, rel=1e-4)
+    assert stats["moe/load_max_over_mean"] == pytest.approx(sum(loads) / 4)
+    assert stats["moe/load_max_over_mean/layer_2"] == pytest.approx(loads[2])
+    assert stats["moe/idle_experts"] == 0
+    # everything to two experts of four
+    assert got["crowd"]["moe/load_max_over_mean"] == 2 and got["crowd"]["moe/idle_experts"] == 0.5
+    assert "moe/aux_loss" not in got["crowd"]
+
+
+# ---- weights
+
+
+def run_save(path: str, parallel: Parallel, out: str) -> None:
+    engine = make_engine(path, parallel, trained=False)
+    engine.save(SaveLoadMeta(path=out, weight_format="hf"))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "kind, parallel",
+    [("qwen3_moe", dict(pp=2, ep=2)), ("mixtral", dict(**SP, ep=2, etp=2))],
+    ids=("qwen3_moe", "mixtral"),
+)
+def test_round_trip_is_bit_exact(
+    kind: str, parallel: Parallel, worlds: Any, models: Path, tmp_path: Path
+) -> None:
+    """Per expert, under the names transformers itself writes."""
+    source = save_model(models, kind, False)
+    worlds(4).run(run_save, source, parallel, str(tmp_path / "out"))
+    same(Path(source), tmp_path / "out")

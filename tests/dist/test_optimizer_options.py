@@ -1,0 +1,315 @@
+"""Overlapped communication, the optimizer on the CPU, float16: the same steps as without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim.adamw import adamw
+
+from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import OptimizerConfig
+from megarl.engine import optimizer as engine_optimizer
+from megarl.parallel.cpu_backend import CpuFusedAdam
+from tests.dist.engine_jobs import (
+    TEMPERATURE,
+    batch,
+    loss_fn,
+    make_engine,
+    save_model,
+    state,
+    weight_fn,
+)
+from tests.dist.world import World
+from tests.tiny import save_tiny
+
+OUT: dict[str, Any] = dict(outputs=("logprobs", "entropy"), temperature=TEMPERATURE)
+OVERLAP = dict(overlap_grad_reduce=True)
+OVERLAP_ALL = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@pytest.fixture(scope="module")
+def world2():
+    with World(2) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def steps(path: str, parallel: dict[str, Any], n: int = 3, **over: Any) -> dict[str, Any]:
+    """Figures of n steps; logprobs and weights after them."""
+    engine = make_engine(path, parallel, **over)
+    figures = [engine.train_batch(batch(), loss_fn, weight_fn, **OUT) for _ in range(n)]
+    weights = state(engine)  # before any further pass: nobody has gathered them yet
+    result = dict(figures=figures, weights=weights, logprobs=engine.forward(batch()))
+    engine.destroy()
+    return result
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any], bound: float) -> None:
+    for a, b in zip(got["figures"], want["figures"], strict=True):
+        assert a == pytest.approx(b, rel=bound, abs=bound)
+    for name, value in want["weights"].items():
+        ratio = (got["weights"][name].float() - value.float()).norm() / value.float().norm()
+        assert ratio <= bound, (name, ratio)
+    assert (got["logprobs"] - want["logprobs"]).abs().max() <= 10 * bound
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "overlap"),
+    [
+        ("qwen2", {}, OVERLAP_ALL),
+        ("qwen3", dict(pp=2, vpp=2), OVERLAP_ALL),
+        ("qwen3_moe", dict(ep=2), OVERLAP_ALL),
+        ("llama", dict(cp=2), OVERLAP | dict(distributed=False)),
+    ],
+    ids=["zero", "vpp", "experts", "plain"],
+)
+def test_overlapped_communication_changes_nothing(world2, models, kind, parallel, overlap):
+    path = save_model(models, kind, kind == "qwen2")
+    plain = {k: v for k, v in overlap.items() if not k.startswith("overlap")}
+    want = world2.run(steps, path, parallel, optimizer=plain)[0]
+    got = world2.run(steps, path, parallel, optimizer=overlap)[0]
+    assert_same(got, want, 1e-6)
+
+
+def test_the_optimizer_on_the_cpu_takes_the_same_steps(world2, models):
+    path = save_model(models, "qwen2", True)
+    want = world2.run(steps, path, {}, dtype="bfloat16")[0]
+    for fraction in (1.0, 0.4):
+        moved = dict(cpu_offload=True, cpu_offload_fraction=fraction)
+        got = world2.run(steps, path, {}, dtype="bfloat16", optimizer=moved)[0]
+        assert_same(got, want, 1e-6)
+
+
+def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
+    """Two steps, a checkpoint, two more; and these again from the checkpoint, by a new engine."""
+    engine = make_engine(path, {}, **over)
+    for _ in range(2):
+        engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    engine.save(SaveLoadMeta(path=out, weight_format="dist", with_optim=True))
+    ends = []
+    for again in (False, True):
+        if again:
+            engine = make_engine(path, {}, **over)
+            engine.load(SaveLoadMeta(path=out, weight_format="dist", with_optim=True))
+        figures = [engine.train_batch(batch(), loss_fn, weight_fn, **OUT) for _ in range(2)]
+        ends.append((figures, state(engine)))
+        engine.destroy()
+    return ends
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        dict(dtype="bfloat16", optimizer=dict(cpu_offload=True, cpu_offload_fraction=0.4)),
+        dict(dtype="float16", optimizer=dict(loss_scale_window=1)),  # a scale on the move
+    ],
+    ids=["cpu_offload", "float16"],
+)
+def test_training_resumes_bit_for_bit(world2, models, tmp_path, over):
+    path = save_model(models, "llama", False)
+    (figures, weights), (figures_again, weights_again) = world2.run(
+        resumed, path, str(tmp_path / "ck"), over
+    )[0]
+    assert figures == figures_again
+    assert all(torch.equal(weights_again[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "zero"),
+    [("qwen2", dict(tp=2), False), ("qwen3_moe", dict(ep=2), True), ("llama", dict(pp=2), True)],
+    ids=["tp", "experts", "pp"],
+)
+def test_float16_takes_the_steps_of_float32(world2, models, kind, parallel, zero):
+    """The loss scale is in the backward pass and nowhere in the figures."""
+    path = save_model(models, kind, False)
+    optimizer = dict(distributed=zero, initial_loss_scale=2.0**10)
+    want = world2.run(steps, path, parallel, n=1, optimizer=optimizer)[0]
+    got = world2.run(steps, path, parallel, n=1, dtype="float16", optimizer=optimizer)[0]
+    (a,), (b,) = got["figures"], want["figures"]
+    assert (a["loss_scale"], a["overflow"], a["update_successful"]) == (2.0**10, 0.0, 1.0)
+    assert a["loss"] == pytest.approx(b["loss"], rel=2e-2, abs=1e-3)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+    for name, value in want["weights"].items():
+        ratio = (got["weights"][name].float() - value).norm() / value.norm()
+        assert ratio < 1e-2, (name, ratio)
+
+
+def overflowing(path: str, parallel: dict[str, Any], zero: bool) -> dict[str, Any]:
+    """Steps from a loss scale that float16 cannot hold, until one succeeds; then a broken loss."""
+    scale = dict(initial_loss_scale=2.0**24, loss_scale_window=2, distributed=zero)
+    engine = make_engine(path, parallel, dtype="float16", optimizer=scale)
+    before, figures = state(engine), []
+    while not figures or (not figures[-1]["update_successful"] and len(figures) < 30):
+        untouched = state(engine)
+        figures.append(engine.train_batch(batch(), loss_fn, weight_fn, **OUT))
+    after = state(engine)
+
+    def broken(outputs: Any, b: Any) -> Any:
+        loss, stats = loss_fn(outputs, b)
+        return loss + torch.inf, stats
+
+    last = [engine.train_batch(batch(), fn, weight_fn, **OUT) for fn in (broken, loss_fn, loss_fn)]
+    engine.destroy()
+    return dict(before=before, untouched=untouched, after=after, figures=figures, last=last)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "zero"),
+    [("llama", dict(tp=2), False), ("qwen3_moe", {}, True)],
+    ids=["plain", "experts"],
+)
+def test_an_overflow_skips_the_update_and_halves_the_scale(world2, models, kind, parallel, zero):
+    ranks = world2.run(overflowing, save_model(models, kind, False), parallel, zero)
+    r = ranks[0]
+    assert ranks[1]["figures"][-1] == r["figures"][-1], "all ranks agree"
+    skipped, good = r["figures"][:-1], r["figures"][-1]
+    assert skipped and good["update_successful"] == 1.0 and good["overflow"] == 0.0
+    assert all(f["overflow"] == 1.0 and f["update_successful"] == 0.0 for f in skipped)
+    scales = [f["loss_scale"] for f in r["figures"]]
+    assert scales == [2.0**24 / 2**i for i in range(len(scales))]
+    for name, value in r["before"].items():
+        assert torch.equal(r["untouched"][name], value), name
+    assert any(not torch.equal(r["after"][n], v) for n, v in r["before"].items())
+    broken, first, second = r["last"]
+    assert broken["update_successful"] == broken["overflow"] == 0.0
+    assert first["loss_scale"] == good["loss_scale"], "a broken loss says nothing about the scale"
+    # two updates without overflow (the window), then it doubles
+    assert second["loss_scale"] == 2 * good["loss_scale"]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        (dict(precision_aware=True), "bfloat16", "Transformer Engine's FusedAdam"),
+        (dict(cpu_offload=True), "float32", "these are float32; set dtype='bfloat16'"),
+        (dict(overlap_param_gather=True), "float32", "needs optimizer.overlap_grad_reduce=true"),
+        (dict(exp_avg_dtype="float16"), "float32", "needs optimizer.precision_aware=true"),
+        (dict(min_loss_scale=0.0), "float16", "optimizer.min_loss_scale=0.0: must be > 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        engine_optimizer.check(OptimizerConfig(**options), getattr(torch, dtype))
+
+
+class SelfKeepingAdam(CpuFusedAdam):
+    """What Transformer Engine's FusedAdam is to megatron-core's precision-aware optimizer: it reads
+    `decoupled_grad`, and keeps main weights and moments itself, in dtypes of their own.
+    """
+
+    def __init__(
+        self, params: Any, *, master_weights: bool, use_decoupled_grad: bool,
+        store_param_remainders: bool, master_weight_dtype: torch.dtype,
+        exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, **kw: Any,
+    ) -> None:  # fmt: skip
+        assert master_weights and use_decoupled_grad and not store_param_remainders
+        self.dtypes = {
+            "master_param": master_weight_dtype,
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+        }
+        super().__init__(params, **kw)
+
+    def initialize_state(self, p: torch.Tensor) -> None:
+        for name, dtype in self.dtypes.items():
+            start = p.detach() if name == "master_param" else torch.zeros_like(p)
+            self.state[p][name] = start.to(dtype, copy=True)
+
+    def get_unscaled_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        return self.state[p][name].float()
+
+    def set_scaled_state(self, p: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        assert value.dtype == torch.float32
+        self.state[p][name] = value.to(self.dtypes[name])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, **_: Any) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.initialize_state(p)
+                state = {name: self.get_unscaled_state(p, name) for name in self.dtypes}
+                adamw(
+                    [state["master_param"]], [p.decoupled_grad], [state["exp_avg"]],
+                    [state["exp_avg_sq"]], [], [torch.tensor(group["step"] - 1.0)], amsgrad=False,
+                    beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                    fused=True,
+                )  # fmt: skip
+                p.copy_(state["master_param"])
+                for name, value in state.items():
+                    self.set_scaled_state(p, name, value)
+
+
+@contextmanager
+def self_keeping_adam() -> Iterator[None]:
+    """megatron-core finds a Transformer Engine, of which there is the optimizer alone."""
+    import megarl.parallel.mcore  # noqa: F401  before megatron
+
+    from megatron.core import optimizer as mcore_optimizer  # isort: skip
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config  # isort: skip
+
+    te = SimpleNamespace(FusedAdam=SelfKeepingAdam)
+    names = ("", ".pytorch", ".pytorch.optimizers")
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.dict("sys.modules", {f"transformer_engine{n}": te for n in names})
+        )
+        for module, name, value in (
+            (mcore_optimizer, "Adam", SelfKeepingAdam),
+            (distrib_optimizer, "Adam", SelfKeepingAdam),
+            (mcore_optimizer, "is_te_min_version", lambda *_: True),
+            (optimizer_config, "is_te_min_version", lambda *_: True),
+            (engine_optimizer, "check", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def precision_aware(path: str, other: str, **options: Any) -> dict[str, Any]:
+    """`steps`; then other weights are loaded into a trained engine, and a step made from there."""
+    over = dict(dtype="bfloat16", optimizer=dict(precision_aware=True, **options))
+    with self_keeping_adam():
+        result = steps(path, {}, **over)
+        engine = make_engine(path, {}, **over)
+        engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+        engine.load(SaveLoadMeta(path=other))
+        loaded = state(engine)
+        engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+        result |= dict(loaded=loaded, stepped=state(engine), lr=engine.config.optimizer.lr)
+        dtypes = {v.dtype for v in engine_optimizer_state(engine)}
+        engine.destroy()
+    return result | dict(dtypes=dtypes)
+
+
+def engine_optimizer_state(engine: Any) -> list[torch.Tensor]:
+    (part,) = engine.built.optimizer.chained_optimizers
+    return [v for per_param in part.optimizer.state.values() for v in per_param.values()]
+
+
+def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, models, tmp_path):
+    path = save_model(models, "llama", False)
+    other = str(save_tiny(tmp_path / "other", "llama", seed=1))
+    want = world2.run(steps, path, {}, dtype="bfloat16")[0]
+    assert want["figures"][0]["grad_norm"] > 1.0, "or nothing is clipped"
+    got = world2.run(precision_aware, path, other)[0]
+    assert_same(got, want, 1e-6)
+    assert got["dtypes"] == {torch.float32}
+    for name, value in got["loaded"].items():
+        moved = (got["stepped"][name].float() - value.float()).abs().max()
+        assert 0 < moved < 4 * got["lr"] + 0.01 * value.float().abs().max(), name
+    small = dict(main_params_dtype="float16", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    rough = world2.run(precision_aware, path, other, **small)[0]
+    assert rough["dtypes"] == {torch.float16, torch.bfloat16}
+    assert_same(rough, want, 3e-2)

@@ -1,0 +1,68 @@
+"""Which way of context parallelism is taken, and which are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.parallel import ParallelConfig
+from megarl.models import context_parallel
+from megarl.models.context_parallel import resolve_cp_comm_type
+
+MODEL = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, mla=None)
+
+
+def resolve(attention: str, **parallel):
+    return resolve_cp_comm_type(MODEL, ParallelConfig(**{"cp": 2, **parallel}), attention)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes Transformer Engine look like this version."""
+
+    def pretend(version: str) -> None:
+        def at_least(wanted: str) -> bool:
+            return [int(x) for x in version.split(".")] >= [int(x) for x in wanted.split(".")]
+
+        monkeypatch.setattr(context_parallel, "is_te_min_version", at_least)
+        monkeypatch.setattr(context_parallel, "get_te_version", lambda: version)
+
+    return pretend
+
+
+def test_auto_takes_what_always_works():
+    assert resolve("te") == "p2p"
+    assert resolve("sdpa") == "all_gather"
+
+
+def test_torch_attention_gathers():
+    assert resolve("sdpa", cp_comm_type="all_gather") == "all_gather"
+    for other in ("p2p", "a2a"):
+        with pytest.raises(ValueError, match=f"cp_comm_type='{other}' needs Transformer Engine"):
+            resolve("sdpa", cp_comm_type=other)
+
+
+def test_packed_sequences_need_a_new_enough_transformer_engine(installed):
+    installed("2.4")
+    assert resolve("te", cp_comm_type="p2p") == "p2p"
+    with pytest.raises(ValueError, match=r"'all_gather' .* 2\.18 on, and 2\.4 is installed"):
+        resolve("te", cp_comm_type="all_gather")
+    installed("2.18")
+    assert resolve("te", cp_comm_type="all_gather") == "all_gather"
+
+
+def test_heads_must_be_shared_out(installed):
+    installed("2.19")
+    assert resolve("te", cp_comm_type="a2a", tp=2) == "a2a"
+    with pytest.raises(ValueError, match=r"tp\*cp = 4\*2 must divide num_attention_heads=16"):
+        resolve("te", cp_comm_type="a2a", tp=4)
+
+
+def test_latent_attention_goes_by_p2p(installed):
+    installed("2.19")
+    latent = SimpleNamespace(**vars(MODEL) | {"mla": object(), "family": "deepseek_v3"})
+    for asked in ("a2a", "all_gather"):
+        with pytest.raises(ValueError, match=f"'{asked}'.*deepseek_v3.*use 'p2p'"):
+            resolve_cp_comm_type(latent, ParallelConfig(cp=2, cp_comm_type=asked), "te")
+    assert resolve_cp_comm_type(latent, ParallelConfig(cp=2), "te") == "p2p"

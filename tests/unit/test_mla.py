@@ -1,0 +1,196 @@
+"""DeepSeek's config.json, YaRN, choice of experts and arithmetic, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.config.parallel import ParallelConfig
+from megarl.models.flops import train_flops
+from megarl.models.grouped_routing import GroupLimited
+from megarl.models.hf_config import MLAShape, ModelConfig, check_layout, parse_hf_config
+from megarl.models.mla import mla_fields
+from megarl.models.piece_table import build_piece_table
+from megarl.parallel.layout import Layout
+from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, tiny_hf
+
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding  # isort: skip
+
+# as on the hub
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_shared_experts": 1, "n_routed_experts": 256, "ep_size": 1, "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4,
+    "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3,
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "max_position_embeddings": 163840,
+    "rope_theta": 10000, "tie_word_embeddings": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400, "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2,
+    "n_routed_experts": 64, "routed_scaling_factor": 1.0, "kv_lora_rank": 512,
+    "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+}  # fmt: skip
+
+
+def read(raw: dict[str, Any], **over: Any) -> ModelConfig:
+    return parse_hf_config({**raw, **over})
+
+
+def test_the_published_models_have_their_published_sizes() -> None:
+    small, v3 = read(V2_LITE), read(V3)
+    assert v3.moe is not None and v3.mtp_layers == 1 and v3.head_dim == 192 and v3.v_head_dim == 128
+    assert v3.mla == MLAShape(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert (v3.moe.groups, v3.moe.top_groups, v3.moe.group_best, v3.moe.scale) == (8, 4, 2, 2.5)
+    assert v3.moe.dense_layers == (0, 1, 2) and v3.moe.sigmoid
+
+    def size(m: ModelConfig) -> int:
+        return sum(t.numel for t in build_piece_table(m, Layout()).tensors)
+
+    assert round(size(small) / 1e9, 1) == 15.7
+    four, five = (size(read(V3, num_hidden_layers=n)) for n in (4, 5))
+    assert round((five + 56 * (five - four)) / 1e9, 1) == 671.0
+
+
+@pytest.mark.parametrize("kind", MLA_KINDS)
+def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
+    """check_coverage runs inside build_piece_table."""
+    tiny_hf(kind).save_pretrained(tmp_path)
+    from megarl.models import read_hf_config
+
+    m = read_hf_config(tmp_path)
+    for layout in (Layout(tp=4, ep=2, dp=1), Layout(tp=2, pp=2, vpp=2, etp=2), Layout(cp=2, ep=2)):
+        table = build_piece_table(m, layout)
+        biases = [t for t in table.tensors if t.buffer]
+        assert len(biases) == (3 if kind == "deepseek_v3" else 0)
+        assert {t.name for t in table.tensors} - {t.name for t in table.trained.tensors} == {
+            t.name for t in biases
+        }
+
+
+@pytest.mark.parametrize(
+    "raw, over, words",
+    (
+        (V3, dict(rope_interleave=False), "rope_interleave=False"),
+        (V3, dict(norm_topk_prob=False), "norm_topk_prob=False.*True"),
+        (V3, dict(scoring_func="softmax"), "scoring_func='softmax'.*'sigmoid'"),
+        (V3, dict(topk_method="greedy"), "topk_method='greedy'.*'noaux_tc'"),
+        (V3, dict(num_key_value_heads=64), "num_key_value_heads=64"),
+        (V3, dict(n_group=3), "n_group=3 with topk_group=4|n_group=3"),
+        (V3, dict(first_k_dense_replace=61), "first_k_dense_replace=61"),
+        (V3, dict(kv_lora_rank=None), "kv_lora_rank is missing"),
+        (V3, dict(quantization_config={"quant_method": "fp8"}), "quantization_config.*dequantise"),
+        (V3, dict(rope_scaling={"type": "linear", "factor": 2}), "'linear'.*default, yarn"),
+        (V3, dict(rope_scaling={**V3["rope_scaling"], "truncate": False}), "truncate=False"),
+        (V3, dict(rope_scaling={**V3["rope_scaling"], "mscale": None}), "mscale_all_dim=1.0"),
+        (V3, dict(rope_scaling={"type": "yarn", "factor": 4}), "lacks original_max_position"),
+        (V2_LITE, dict(norm_topk_prob=True), "norm_topk_prob=True"),
+        (V2_LITE, dict(topk_method="noaux_tc"), "topk_method='noaux_tc'"),
+        (V2_LITE, dict(num_experts_per_tok=65), "num_experts_per_tok=65"),
+        (V2_LITE, dict(qk_rope_head_dim=7), "qk_rope_head_dim=7"),
+    ),
+)
+def test_what_is_not_implemented_is_named(
+    raw: dict[str, Any], over: dict[str, Any], words: str
+) -> None:
+    if over.get("n_group") == 3:
+        over = {**over, "topk_group": 2}
+    with pytest.raises(ValueError, match=words):
+        read(raw, **over)
+
+
+def test_layouts_that_do_not_fit_name_the_values() -> None:
+    m = read(V3, num_hidden_layers=8)
+    check_layout(m, ParallelConfig(tp=8, sequence_parallel=True, pp=4, ep=64))
+    with pytest.raises(ValueError, match="sequence_parallel=true"):
+        check_layout(m, ParallelConfig(tp=2))
+    with pytest.raises(ValueError, match=r"parallel\.ep=3 does not divide num_experts=256"):
+        check_layout(m, ParallelConfig(ep=3))
+    with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide num_attention_heads=128"):
+        check_layout(m, ParallelConfig(tp=3, sequence_parallel=True))
+
+
+@pytest.mark.parametrize(
+    "over",
+    (
+        dict(),
+        dict(factor=40.0, mscale=0.707, mscale_all_dim=0.707),
+        dict(mscale=None, mscale_all_dim=None),
+        dict(mscale=0.5, mscale_all_dim=None),
+        dict(beta_fast=16, beta_slow=2),
+        dict(factor=0.5),
+    ),
+)
+def test_yarn_is_hugging_faces_to_the_bit(over: dict[str, Any]) -> None:
+    """Frequencies, the factor on cos and sin, and the scale of attention scores."""
+    hf = tiny_hf("deepseek_v3", layers=2, rope_parameters={**YARN, **over})
+    rotary, attention = hf.model.rotary_emb, hf.model.layers[0].self_attn
+    raw = {**hf.config.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
+    f = mla_fields(parse_hf_config(raw))
+    ours = YarnRotaryEmbedding(
+        f["qk_pos_emb_head_dim"], rotary_base=f["rotary_base"], use_cpu_initialization=True,
+        scaling_factor=f["rotary_scaling_factor"],
+        **{k: f[k] for k in (
+            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+        )},
+    )  # fmt: skip
+    angles, factor = ours(200)
+    want = torch.arange(200.0)[:, None] * rotary.inv_freq
+    assert torch.equal(angles[:, 0, 0, : want.shape[1]], want)
+    assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    from megatron.core.models.common.embeddings import _yarn_get_mscale
+
+    scale = _yarn_get_mscale(f["rotary_scaling_factor"], f["mscale_all_dim"]) ** 2
+    assert scale * 20**-0.5 == pytest.approx(attention.scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ("deepseek_v2", "deepseek_v3"))
+def test_groups_are_chosen_as_hugging_face_does(kind: str) -> None:
+    hf = tiny_hf(kind, layers=2)
+    m = parse_hf_config({**hf.config.to_dict(), "architectures": [type(hf).__name__]})
+    assert m.moe is not None and m.moe.groups > 1
+    router = hf.model.layers[1].mlp.gate
+    x = torch.randn(500, m.hidden_size, generator=torch.Generator().manual_seed(0))
+    logits, _, want = router(x)
+    scores = logits.softmax(-1) if kind == "deepseek_v2" else logits.sigmoid()
+    biased = scores + getattr(router, "e_score_correction_bias", 0.0)
+    values, chosen = GroupLimited(m.moe).get_replay_topk(biased, m.moe.top_k)
+    assert torch.equal(chosen.sort().values, want.sort().values)
+    assert torch.equal(values, biased.gather(1, chosen))
+    assert not torch.equal(chosen.sort().values, biased.topk(m.moe.top_k).indices.sort().values)
+
+
+@pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS))
+def test_flops_are_those_torch_counts(kind: str) -> None:
+    """Products of matrices are counted one by one; attention is computed in full, so that a causal
+    one's is (n + 1) / 2n of it."""
+    hf = tiny_hf(kind, layers=3)
+    hf.config._attn_implementation = "eager"
+    hf.config._experts_implementation = "eager"
+    m = parse_hf_config({**hf.config.to_dict(), "architectures": [type(hf).__name__]})
+    n = 24
+    with FlopCounterMode(display=False) as counter:
+        hf(torch.arange(3, 3 + n)[None] % VOCAB).logits.sum().backward()
+    by_op = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = by_op.pop("aten.bmm")
+    angles = 2 * n * hf.model.rotary_emb.inv_freq.numel()  # of positions, by a product in forward
+    if attention % (6 * n * n):
+        attention -= angles
+    want = sum(by_op.values()) + attention * (n + 1) / (2 * n)
+    assert train_flops(m, [n]) == pytest.approx(want, rel=1e-9)
+    assert train_flops(m, [n, 2 * n]) > 3 * train_flops(m, [n])
+    assert isinstance(hf, transformers.PreTrainedModel)
