@@ -29,6 +29,12 @@ from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # isort: skip
+    RotaryEmbedding,
+)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # isort: skip
+    YarnRotaryEmbedding,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.transformer.module import Float16Module  # isort: skip
 
@@ -200,3 +206,18 @@ def load_base(
 def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:
     """For a value head that the files do not have; None if they must."""
     return seed if cfg.value_head_init == "random" else None
+
+
+def release(built: Built) -> None:
+    """Makes the model collectable: megatron-core keeps, of the last pass, what holds on to it.
+
+    A token dispatcher has its probabilities with the graph behind them. That leads to the hooks of
+    data parallelism and through them to everything, on a way the garbage collector cannot see. And
+    the caches of rotary angles are the classes' own, with this model's groups among the keys.
+    """
+    for module in (m for chunk in built.chunks for m in chunk.modules()):
+        if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+            kept = vars(dispatcher)
+            kept |= {k: None for k, v in kept.items() if torch.is_tensor(v)}
+    for cached in (RotaryEmbedding, YarnRotaryEmbedding):
+        cached.forward.cache_clear()

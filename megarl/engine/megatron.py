@@ -20,7 +20,7 @@ from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, optimizer, passes, weights
-from megarl.engine.built import Built, build, resolve
+from megarl.engine.built import Built, build, release, resolve
 from megarl.engine.memory import Memory
 from megarl.engine.routing import ROUTED
 from megarl.parallel import mcore
@@ -63,6 +63,8 @@ class MegatronEngine(TrainEngine):
             return
         if self._sender is not None:
             self._sender.close()
+        if self._built is not None:
+            release(self._built)
         self._sender = self._memory = self._built = None
         gc.collect()
         torch.cuda.empty_cache()

@@ -43,11 +43,6 @@ def world4():
         yield w
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 def dist_meta(path: Path | str, with_optim: bool = True) -> SaveLoadMeta:
     return SaveLoadMeta(path=str(path), weight_format="dist", with_optim=with_optim)
 

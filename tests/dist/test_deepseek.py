@@ -37,19 +37,6 @@ from tests.tiny import tiny_hf
 BIAS = "mlp.gate.e_score_correction_bias"
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Any]:
-    open_: dict[int, World] = {}
-    yield lambda n: open_.setdefault(n, World(n))
-    for world in open_.values():
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def test_queries_without_a_latent_equal_hugging_face(worlds: Any, models: Path) -> None:
     """V2-Lite: other modules than V2's, greedy routing without groups, plain rotary embedding."""
     kind, b = "deepseek_v2_lite", engine_jobs.batch()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
+import weakref
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -19,15 +22,38 @@ from tests.tiny import VOCAB, tiny_hf
 OUT = dict(outputs=("logprobs", "entropy"))
 
 
+def what_is_left(path: str, parallel: dict[str, Any], engines: int) -> list[tuple[bool, int]]:
+    """After each of several engines was trained and destroyed: whether its model is still there,
+    and this process's threads (a gloo group has three)."""
+    found = []
+    for _ in range(engines):
+        engine = make_engine(path, parallel)
+        engine.forward(batch(), outputs=("logprobs",))
+        engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
+        model = weakref.ref(engine.built.chunks[0])
+        engine.destroy()
+        del engine
+        gc.collect()
+        found.append((model() is not None, threads()))
+    return found
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize(("kind", "parallel"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"cp": 2})])
+def test_destroy_gives_everything_back(world2, models, kind, parallel):
+    path = save_model(models, kind, False)
+    for found in world2.run(what_is_left, path, parallel, 2):
+        assert not any(left for left, _ in found)
+        assert found[0][1] == found[1][1]
+
+
 @pytest.fixture(scope="module")
 def world2():
     with World(2) as w:
         yield w
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
 
 
 def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:

@@ -24,19 +24,6 @@ from tests.tiny import tiny_hf
 GRADIENTS_OF_CUTS = 5e-6  # those of key biases nearly cancel
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    open_: dict[int, World] = {}
-    yield lambda n: open_.setdefault(n, World(n))
-    for world in open_.values():
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("case", pairwise_cases(), ids=str)
 def test_engine_equals_hugging_face(case, worlds, models):
     b, want = reference(case.family, case.tie, case.loss)

@@ -100,19 +100,6 @@ def write_adapter(directory: Path, base: str, cfg: LoRAConfig, head: str = "lm")
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Any]:
-    open_: dict[int, World] = {}
-    yield lambda n: open_.setdefault(n, World(n))
-    for world in open_.values():
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def references() -> dict[Any, Any]:
     return {}
 

@@ -37,19 +37,6 @@ def name(case: tuple[int, str, Parallel, dict[str, Any]]) -> str:
     return f"{n}-{kind}-{layout or 'dp'}-{'zero' if not over['optimizer'] else 'plain'}"
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Any]:
-    open_: dict[int, World] = {}
-    yield lambda n: open_.setdefault(n, World(n))
-    for world in open_.values():
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 # ---- recorded and replayed routing
 
 

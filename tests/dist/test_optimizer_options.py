@@ -39,11 +39,6 @@ def world2():
         yield w
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 def steps(path: str, parallel: dict[str, Any], n: int = 3, **over: Any) -> dict[str, Any]:
     """Figures of n steps; logprobs and weights after them."""
     engine = make_engine(path, parallel, **over)

@@ -70,19 +70,6 @@ def run_roles(path: str, parallel: dict[str, Any]) -> Tensors:
     return {"values": b["values"], "last_value": b["last_value"], "scores": scores}
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    open_: dict[int, World] = {}
-    yield lambda n: open_.setdefault(n, World(n))
-    for world in open_.values():
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize(
     ("n", "kind", "tie", "parallel"),
     [*CASES, (2, "deepseek_v3", False, SP)],

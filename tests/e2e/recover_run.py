@@ -108,7 +108,7 @@ def in_update(step: int) -> None:
     def make(real: Any) -> Any:
         def train_batch(self: Any, *args: Any, **kw: Any) -> Any:
             stats = real(self, *args, **kw)
-            if _last_rank() and self._lr_schedule.num_steps == step:
+            if _last_rank() and self.built.schedule.num_steps == step:
                 die()
             return stats
 
