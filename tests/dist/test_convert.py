@@ -57,7 +57,7 @@ def train(path: str, root: Path, parallel: Parallel, with_optim: bool, dtype: st
 def load_and_save(path: str, root: Path, parallel: Parallel) -> None:
     """What the converter made goes through an engine whose own weights are others."""
     engine = make_engine(path, parallel, trained=False)
-    for p in engine.params.values():
+    for p in engine.built.params.values():
         p.data.fill_(7.0)
     meta = dict(path=str(root / "made"), weight_format="dist", with_optim=False)
     engine.load(SaveLoadMeta(**meta))
