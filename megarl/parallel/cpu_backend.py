@@ -25,162 +25,18 @@ on such a machine, so no working code changes its meaning. Checked against megat
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.utils._device import _device_constructors
 
-from megarl.parallel import cpu_kernels
-
-_CPU = torch.device("cpu")
-
-
-def _patch(target: Any, **attrs: Any) -> None:
-    for name, value in attrs.items():
-        setattr(target, name, value)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-class NullEvent:
-    """torch.cuda.Event where everything has already happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _other: NullEvent) -> float:
-        return 0.0
-
-
-class NullStream:
-    """torch.cuda.Stream where ordering always holds. All of them are the same stream."""
-
-    device = _CPU
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    wait_stream = wait_event = synchronize = _nothing
-
-    def record_event(self, event: NullEvent | None = None) -> NullEvent:
-        return event or NullEvent()
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> NullStream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NullStream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def p1_current_device() -> None:
-    _patch(torch.cuda, current_device=lambda: _CPU)
-
-
-def p2_streams_and_memory() -> None:
-    null = NullStream()
-    for name in (
-        "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect",
-        "reset_peak_memory_stats",
-    ):  # fmt: skip
-        # one function per name: torch._dynamo keys its rules by function and refuses duplicates
-        _patch(torch.cuda, **{name: lambda *_, **__: None})
-    for name in (
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-    ):  # fmt: skip
-        _patch(torch.cuda, **{name: lambda *_, **__: 0})
-    _patch(
-        torch.cuda,
-        Stream=NullStream,
-        Event=NullEvent,
-        current_stream=lambda *_, **__: null,
-        default_stream=lambda *_, **__: null,
-        stream=lambda s: contextlib.nullcontext(s),
-        get_device_capability=lambda *_, **__: (0, 0),
-    )
-    for name in ("range_push", "range_pop"):
-        _patch(torch.cuda.nvtx, **{name: lambda *_, **__: None})
-
-
-def p3_tensor_placement() -> None:
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(factory)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            device = kwargs.get("device")
-            is_index = isinstance(device, int) and not isinstance(device, bool)
-            if is_index or str(device).startswith("cuda"):
-                kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-            return factory(*args, **kwargs)
-
-        return wrapper
-
-    # torch.device("meta") as a context knows factories by identity, cached at its first use:
-    # let it see the real ones, or models built under it (from_pretrained) get uninitialised buffers
-    _device_constructors()
-    for name in (
-        "tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like",
-        "ones_like",
-    ):  # fmt: skip
-        _patch(torch, **{name: on_cpu(getattr(torch, name))})
-    _patch(
-        torch.Tensor,
-        cuda=lambda self, *_, **__: self,
-        pin_memory=lambda self, *_, **__: self,
-        record_stream=_nothing,
-    )
-    _patch(torch.nn.Module, cuda=lambda self, *_, **__: self)
-
-
-def p4_tensor_type() -> None:
-    """megatron.core.optimizer sorts parameters by `param.type()` among torch.cuda names."""
-    original = torch.Tensor.type
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)  # type: ignore[union-attr]
-
-    _patch(torch.Tensor, type=type_)
-
-
-def p5_torch_random_state() -> None:
-    """torch.manual_seed calls torch.cuda.manual_seed_all, so seeding goes to the generator."""
-
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-        torch.set_rng_state(state)
-
-    _patch(torch.cuda, manual_seed=manual_seed, manual_seed_all=_nothing)
-    for module in (torch.cuda, torch.cuda.random):
-        _patch(module, get_rng_state=get_state, set_rng_state=set_state)
+from megarl.parallel import cpu_kernels, cpu_torch
+from megarl.parallel.cpu_adam import CpuFusedAdam
+from megarl.parallel.cpu_torch import nothing, patch
 
 
 def p5_tracker() -> None:
@@ -212,7 +68,7 @@ def p5_tracker() -> None:
                 )
                 self._current_state_name = outer_name
 
-    _patch(
+    patch(
         R,
         CudaRNGStatesTracker=CpuRNGStatesTracker,
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
@@ -243,7 +99,7 @@ def p7_te_general_gemm() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        _patch(moe_utils, te_general_gemm=None)
+        patch(moe_utils, te_general_gemm=None)
 
 
 def p8_moe_split_sizes() -> None:
@@ -255,8 +111,8 @@ def p8_moe_split_sizes() -> None:
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    _patch(moe_utils, maybe_move_tensor_to_cpu=to_host)
-    _patch(token_dispatcher, maybe_move_tensor_to_cpu=to_host)
+    patch(moe_utils, maybe_move_tensor_to_cpu=to_host)
+    patch(token_dispatcher, maybe_move_tensor_to_cpu=to_host)
 
 
 def p9_uneven_all_gather() -> None:
@@ -278,51 +134,7 @@ def p9_uneven_all_gather() -> None:
         dist.all_gather(parts, padded, group=group)
         return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)])
 
-    _patch(mappings, _gather_along_first_dim=gather)
-
-
-class CpuFusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's FusedAdam on torch ops: `step` is an int in the parameter group and the
-    state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, adam_w_mode: bool = True, **_: Any,
-    ) -> None:  # fmt: skip
-        self.adam_w_mode = adam_w_mode
-        defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True
-        )
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, **_: Any) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            (adamw if self.adam_w_mode else adam)(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                fused=True,
-            )
+    patch(mappings, _gather_along_first_dim=gather)
 
 
 def p10_adam() -> None:
@@ -334,10 +146,8 @@ def p10_adam() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     if optimizer.USING_PYTORCH_OPTIMIZER:
-        _patch(optimizer, Adam=CpuFusedAdam, USING_PYTORCH_OPTIMIZER=False)
-        _patch(
-            distrib_optimizer, Adam=CpuFusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True
-        )
+        patch(optimizer, Adam=CpuFusedAdam, USING_PYTORCH_OPTIMIZER=False)
+        patch(distrib_optimizer, Adam=CpuFusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
 
 
 def p11_one_rank_collectives() -> None:
@@ -355,7 +165,7 @@ def p11_one_rank_collectives() -> None:
         return call
 
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        _patch(buffers, **{name: unless_alone(getattr(buffers, name))})
+        patch(buffers, **{name: unless_alone(getattr(buffers, name))})
 
 
 def p12_fused_kernels() -> None:
@@ -366,14 +176,14 @@ def p12_fused_kernels() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import layers
 
-    _patch(fused_bias_swiglu, swiglu=cpu_kernels.swiglu, swiglu_back=cpu_kernels.swiglu_back)
-    _patch(
+    patch(fused_bias_swiglu, swiglu=cpu_kernels.swiglu, swiglu_back=cpu_kernels.swiglu_back)
+    patch(
         rope_utils,
         fused_apply_rotary_pos_emb=cpu_kernels.rotary,
         fused_apply_rotary_pos_emb_thd=cpu_kernels.rotary_packed,
     )
     apex = SimpleNamespace(wgrad_gemm_accum_fp32=cpu_kernels.wgrad_accumulate)
-    _patch(layers, fused_weight_gradient_mlp_cuda=apex)  # used by layers that are told to
+    patch(layers, fused_weight_gradient_mlp_cuda=apex)  # used by layers that are told to
 
 
 def p13_one_rank_groups() -> None:
@@ -398,14 +208,7 @@ def p13_one_rank_groups() -> None:
             of_rank[ranks[0]] = dist.new_group(list(ranks))
         return of_rank[ranks[0]]
 
-    _patch(parallel_state, create_group=create_group)
-
-
-def p14_huge_pages() -> None:
-    """Tensors of more than 2 MiB come fresh from the kernel each time, and faulting them in page by
-    page costs more than a pass over them. torch reads this before it allocates the first tensor.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    patch(parallel_state, create_group=create_group)
 
 
 def p15_hybrid_optimizer() -> None:
@@ -434,10 +237,10 @@ def p15_hybrid_optimizer() -> None:
                     groups[moved].append(group | {"params": params})
         return groups[True], groups[False], host_of, device_of, fp32_of
 
-    _patch(
+    patch(
         HybridDeviceOptimizer,
         _get_sub_optimizer_param_groups=split,
-        _move_new_state_to_right_device=_nothing,  # it is there
+        _move_new_state_to_right_device=nothing,  # it is there
     )
 
 
@@ -451,12 +254,12 @@ def install() -> None:
         return
     early = [m for m in sys.modules if m.startswith("megatron.core")]
     assert not early, f"import megarl.parallel.mcore before megatron ({early[0]} is loaded)"
-    p14_huge_pages()
-    p1_current_device()
-    p2_streams_and_memory()
-    p3_tensor_placement()
-    p4_tensor_type()
-    p5_torch_random_state()
+    cpu_torch.p14_huge_pages()
+    cpu_torch.p1_current_device()
+    cpu_torch.p2_streams_and_memory()
+    cpu_torch.p3_tensor_placement()
+    cpu_torch.p4_tensor_type()
+    cpu_torch.p5_torch_random_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
         p6_no_compile()

@@ -46,10 +46,7 @@ class PPOTrainer(rl.RLTrainer):
             stats = rollout_figures(batch, version=self.actor.get_version())
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)
-            if self.ref is not None:
-                with self.timers.phase("ref"):
-                    batch["ref_logp"] = self.ref.compute_logp(batch)
-                self.check.actor_equals_ref(batch, self.actor, self.ref)
+            self.compare_with_ref(batch)
             with self.timers.phase("values"):
                 self.critic.compute_values(batch)
             self.actor.compute_gae(
@@ -66,10 +63,7 @@ class PPOTrainer(rl.RLTrainer):
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
-            stats |= self.speed(batch)
-            stats |= self.ctx.zero(self._account, batch)
-            with self.timers.phase("update_weights"):
-                stats |= self.update_weights(step + 1)
+            stats |= self.publish(batch, step + 1)
         self.critic.set_version(step + 1)
         return stats
 

@@ -235,19 +235,26 @@ class RLTrainer:
             stats = rollout_figures(batch, version=self.actor.get_version())
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)
-            if self.ref is not None:
-                with self.timers.phase("ref"):
-                    batch["ref_logp"] = self.ref.compute_logp(batch)
-                self.check.actor_equals_ref(batch, self.actor, self.ref)
+            self.compare_with_ref(batch)
             self.actor.compute_advantages(batch)
             with self.timers.phase("train"):
                 stats |= self.actor.ppo_update(batch)
                 self.actor.step_lr_scheduler()
-            stats |= self.speed(batch)
-            stats |= self.ctx.zero(self._account, batch)
-            with self.timers.phase("update_weights"):
-                stats |= self.update_weights(step + 1)
+            stats |= self.publish(batch, step + 1)
         return stats
+
+    def compare_with_ref(self, batch: Batch) -> None:
+        if self.ref is None:
+            return
+        with self.timers.phase("ref"):
+            batch["ref_logp"] = self.ref.compute_logp(batch)
+        self.check.actor_equals_ref(batch, self.actor, self.ref)
+
+    def publish(self, batch: Batch, version: int) -> dict[str, float]:
+        """After the update: its figures, and the new weights on every server."""
+        stats = self.speed(batch) | self.ctx.zero(self._account, batch)
+        with self.timers.phase("update_weights"):
+            return stats | self.update_weights(version)
 
     def speed(self, batch: Batch) -> dict[str, float]:
         """Of the phase "train" of this step, which was the actor's."""

@@ -4,7 +4,7 @@ same model that Hugging Face and torch.optim.AdamW train in fp32.
 Tolerances are ratios of norms, per tensor: ||engine - reference|| / ||reference||. Both sides
 compute in fp32 (eps = 6e-8) and differ in the order of their sums: over shards, micro-batches,
 heads, packed rows. A sum of n terms in another order moves by about sqrt(n) eps, and layers with
-weights as large as these amplify that some ten times each way. The largest ratios seen are a fifth
+weights as large as these amplify that some ten times each way. The largest ratios seen are a quarter
 of the bounds; they are those of biases of keys, whose gradients nearly cancel.
 """
 

@@ -153,7 +153,8 @@ def test_fewer_sequences_than_data_parallel_ranks(world2, models):
     path = save_model(models, "llama", False)
     dp2, tp2 = (world2.run(few_sequences, path, p)[0] for p in (dict(), dict(tp=2)))
     torch.testing.assert_close(dp2["logp"], tp2["logp"], rtol=0, atol=1e-5)
-    assert dp2["stats"] == pytest.approx(tp2["stats"], rel=1e-6, abs=1e-5)
+    # a gradient norm of 187 has no smaller step in fp32 than 1.5e-5: there, the last bit
+    assert dp2["stats"] == pytest.approx(tp2["stats"], rel=1.2e-7, abs=1e-5)
     for name, value in tp2["weights"].items():
         torch.testing.assert_close(dp2["weights"][name], value, rtol=0, atol=1e-5)
 

@@ -21,7 +21,8 @@ from tests.dist.reference import hf_steps
 from tests.dist.world import World
 from tests.tiny import tiny_hf
 
-GRADIENTS_OF_CUTS = 5e-6  # those of key biases nearly cancel
+# the step itself meets 1e-6; of the gradients, those of q_norm are small sums of large terms
+GRADIENTS_OF_CUTS = 2e-6
 
 
 @pytest.mark.parametrize("case", pairwise_cases(), ids=str)

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from megarl.api.records import SaveLoadMeta
 from megarl.config.engine import OptimizerConfig
 from megarl.engine import optimizer as engine_optimizer
-from megarl.parallel.cpu_backend import CpuFusedAdam
+from megarl.parallel.cpu_adam import CpuFusedAdam
 from tests.dist.engine_jobs import (
     TEMPERATURE,
     batch,
