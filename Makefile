@@ -15,7 +15,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
 	test-all test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-server bench-grpo bench-convert bench-gpu constraints clean
+	bench-packing bench-server bench-grpo bench-convert bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -97,6 +97,9 @@ bench-grpo: install  ## a GRPO step beside TRL's
 
 bench-convert: install  ## converting checkpoints beside copying them
 	$(CPU) $(BIN)/python benchmarks/convert.py
+
+bench-delta: install  ## what changes in a GRPO step, and what is sent of it
+	$(CPU) $(BIN)/python benchmarks/delta.py
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py
