@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.api.engine import PARTS, TrainEngine
+from megarl.api.engine import PARTS, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
 Batch = dict[str, Tensor]
@@ -70,6 +70,9 @@ class Role:
 
     def save(self, meta: SaveLoadMeta) -> None:
         self.engine.save(meta)
+
+    def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
+        return self.engine.begin_save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         self.engine.load(meta)

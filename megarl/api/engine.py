@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +29,25 @@ OUTPUTS = (
 
 # of an engine's memory; what several of them name (main weights in fp32) belongs to the first
 PARTS = ("params", "optimizer", "grads")
+
+
+class PendingSave(Protocol):
+    """A save under way. Both are collective, and so is the error of whichever rank fails."""
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not have to wait."""
+
+    def finish(self) -> None:
+        """Waits for it, and puts it in place."""
+
+
+class Saved:
+    """A PendingSave that is over."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> None: ...
 
 
 class TrainEngine(ABC):
@@ -91,6 +111,11 @@ class TrainEngine(ABC):
         over sequences.
         """
 
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Within it, forward and the like run the model below the adapters. What is saved and
+        streamed is not affected, nor are the adapters."""
+        raise ValueError("this engine has no adapters to disable: set its `lora`")
+
     @abstractmethod
     def step_lr_scheduler(self) -> None: ...
 
@@ -123,6 +148,12 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None: ...
+
+    def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
+        """`save` that returns when what it needs is copied; nothing is at meta.path before the
+        result's `finish`. An engine that cannot do so saves now."""
+        self.save(meta)
+        return Saved()
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None: ...

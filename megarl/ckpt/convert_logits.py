@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ckpt.convert_source import DistSource
-from megarl.ckpt.dist import load_sharded
+from megarl.ckpt.dist import Sharded, load_sharded
 from megarl.models import build_model, named_params
 from megarl.models.hf_config import ModelConfig
 from megarl.models.names import unwrap
@@ -84,7 +84,8 @@ def _load(chunk: torch.nn.Module, checkpoint: Path, groups: ProcessGroups) -> No
     }
     states: dict[str, Any] = unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     weights = {k: v for k, v in states.items() if "_extra_state" not in k}
-    loaded = load_sharded(checkpoint, {"model": weights}, replicas=groups.dp_cp)
+    state = Sharded(shared={"model": weights}, own={}, replicas=groups.dp_cp)
+    loaded, _ = load_sharded(checkpoint, state)
     found = unwrap(chunk).load_state_dict(loaded["model"], strict=False)
     lost = [k for k in found.missing_keys if not k.endswith("_extra_state")]
     assert not lost and not found.unexpected_keys, (lost, found.unexpected_keys)

@@ -4,31 +4,35 @@ The directory is a megatron-core "torch_dist" checkpoint (torch.distributed.chec
 common.pt, metadata.json) plus megarl.json, written last, which says what is inside and which files
 belong to it. What the state means is the caller's business.
 
-Saving stays in this process: megatron-core's own writer starts a "spawn" manager and forks, which
-deadlocks scripts without a `__main__` guard and costs seconds.
+Saving stays in this process. megatron-core's writers of its asynchronous saves are processes: one
+is forked for each save, from a process with threads and a CUDA context, beside a "spawn" manager
+that deadlocks scripts without a `__main__` guard; the persistent one is spawned, with the same
+demand on scripts. Here a thread writes a copy in host memory: most of the writing is without the
+interpreter's lock, an error reaches the ranks with its cause, and nothing outlives the process.
+torch's own dcp.async_save cannot copy megatron-core's wrappers of tensors.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.ckpt.agree import failures_named, from_zero, removed_on_failure, staged, together
+from megarl.ckpt.background import Background, to_host, writers_group
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
-from megarl.utils.staging import put_in_place, stage
+from megarl.utils.staging import put_in_place
 
 from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
+from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
 from megatron.core.dist_checkpointing.serialization import (  # isort: skip
     get_default_save_common_strategy,
@@ -49,51 +53,62 @@ FORMAT = 1
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
-T = TypeVar("T")
 
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """What a checkpoint is made of.
 
-def save_sharded(
-    path: str | Path,
-    state: dict[str, Any],
-    info: Mapping[str, Any],
-    *,
-    replicas: dist.ProcessGroup,
-) -> None:
-    """Writes `state` (leaves: ShardedTensor, ShardedObject, plain objects of rank 0) to `path`.
-
-    Collective over the world. `info` is what `read_info` will return; `replicas` are the ranks that
-    hold the same tensors and share the writing. The directory is written beside `path` and renamed
-    when whole: until then an older checkpoint there stays as it was. A failure on any rank is
-    raised on every rank, and nothing is left behind.
+    shared: nested dicts whose leaves are ShardedTensor, ShardedObject or plain objects of rank 0.
+            `replicas` are the ranks that hold the same tensors and share writing and reading.
+    own:    nested dicts and lists of ShardedTensors that belong to this rank alone, such as its
+            part of the optimizer state. Nobody else writes or reads them.
     """
-    what = f"saving {path}"
-    staging = _from_zero(_together(what, lambda: _stage(Path(path))))
-    try:
-        sharded, common = _together(
-            what, lambda: save_preprocess(state, validate_access_integrity=False)
-        )
-        mine = _together(what, lambda: _share_out(sharded, common, staging, replicas))
-        with _failures_named(what):  # torch's part: a rank that fails makes all of them raise
-            dcp.save(
-                mine,
-                storage_writer=dcp.FileSystemWriter(staging, thread_count=1),
-                planner=mcore_torch.MCoreSavePlanner(
-                    dedup_replicated_tensors=False, flatten_state_dict=False
-                ),
-            )
-        _together(what, lambda: _finish(Path(staging), info, Path(path)))
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+
+    shared: dict[str, Any]
+    own: dict[Any, Any]
+    replicas: dist.ProcessGroup
 
 
-def _stage(target: Path) -> str | None:
-    """Rank 0 makes the staging directory and answers its path."""
-    if dist.get_rank() != 0:
-        return None
-    _check_target(target)
-    return str(stage(target))
+def save_sharded(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> None:
+    """Writes `state` to `path`; `info` is what `read_info` will return. Collective over the world.
+
+    The directory is written beside `path` and renamed when whole: until then an older checkpoint
+    there stays as it was. A failure on any rank is raised on every rank, and nothing is left
+    behind.
+    """
+    with staged(Path(path), _check_target) as staging:
+        _write(path, staging, _share_out(path, state, staging))
+        together(f"saving {path}", lambda: _finish(staging, info, Path(path)))
+
+
+class PendingSave:
+    """`begin_save`'s: the files are being written, and `finish` puts them in place."""
+
+    def __init__(self, path: str | Path, staging: Path, info: Mapping[str, Any], job: Background):
+        self.path, self._staging, self._info, self._job = Path(path), staging, info, job
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not have to wait. Collective."""
+        return self._job.is_done()
+
+    def finish(self) -> None:
+        """Waits for the files and puts the directory in place. Collective; a failure of any rank's
+        writer is raised here, on every rank."""
+        with removed_on_failure(self._staging):
+            self._job.wait()
+            what = f"saving {self.path}"
+            together(what, lambda: _finish(self._staging, self._info, self.path))
+
+
+def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> PendingSave:
+    """`save_sharded` whose files a thread writes. Collective; returns when `state` is copied to
+    host memory, where the copy stays until the files are written. Nothing is at `path` before
+    `PendingSave.finish`."""
+    with staged(Path(path), _check_target) as staging:
+        mine = _share_out(path, state, staging, copy=True)
+        group = writers_group()
+    job = Background(f"saving {path}", lambda: _write(path, staging, mine, group))
+    return PendingSave(path, staging, info, job)
 
 
 def _check_target(target: Path) -> None:
@@ -108,16 +123,55 @@ def _check_target(target: Path) -> None:
 
 
 def _share_out(
-    sharded: Any, common: Any, staging: str, replicas: dist.ProcessGroup
+    path: str | Path, state: Sharded, staging: Path, *, copy: bool = False
 ) -> dict[str, Any]:
-    """What this rank shall write of the tensors; rank 0 writes what is not sharded (common.pt)."""
-    sharing = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), replicas)
-    sharing.apply_saving_parallelization(sharded)  # checks too that all is saved exactly once
-    get_default_save_common_strategy().save_common(common, staging)
-    mine, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(
-        sharded, keep_only_main_replica=True
+    """What this rank shall write of the tensors, as copies in host memory if `copy`; rank 0 has
+    written what is not sharded (common.pt)."""
+    what = f"saving {path}"
+    shared, common = together(
+        what, lambda: save_preprocess(state.shared, validate_access_integrity=False)
     )
-    return dict(mcore_torch.mcore_to_pyt_state_dict(mine))
+
+    def plan() -> dict[str, Any]:
+        sharing = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(), state.replicas
+        )
+        sharing.apply_saving_parallelization(shared)  # checks too that all is saved exactly once
+        get_default_save_common_strategy().save_common(common, str(staging))
+        mine, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(
+            {"shared": shared, "own": state.own}, keep_only_main_replica=True
+        )
+        if copy:
+            tensors = [t for parts in mine.values() for t in parts if isinstance(t, ShardedTensor)]
+            for tensor, host in zip(tensors, to_host(t.data for t in tensors), strict=True):
+                tensor.data = host
+        return dict(mcore_torch.mcore_to_pyt_state_dict(mine))
+
+    return together(what, plan)
+
+
+def _write(
+    path: str | Path, staging: Path, mine: dict[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """This rank's files, synced to disk; rank 0 also says which there are. Collective over `group`,
+    which is that of the writing threads where what is written is in host memory.
+
+    torch's part: a rank that fails makes all of them raise.
+    """
+    # a writer that looks ahead on the device's stream would wait there for the training's kernels,
+    # and in a thread the current device is the first one
+    ahead = 0 if group is not None else 10_000_000  # bytes; the latter is torch's
+    with failures_named(f"saving {path}"):
+        dcp.save(
+            mine,
+            storage_writer=dcp.FileSystemWriter(
+                staging, thread_count=1, per_thread_copy_ahead=ahead
+            ),
+            planner=mcore_torch.MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False
+            ),
+            process_group=group,
+        )
 
 
 def _finish(staging: Path, info: Mapping[str, Any], target: Path) -> None:
@@ -194,67 +248,29 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
         check(marker["info"])
         return marker
 
-    marker = _together(what, look)
-    wanted = _from_zero(marker["id"])
+    marker = together(what, look)
+    wanted = from_zero(marker["id"])
 
     def compare() -> None:
         if marker["id"] != wanted:
             raise ValueError(f"{path} is another checkpoint on rank 0: give all ranks one storage")
 
-    _together(what, compare)
+    together(what, compare)
     info: dict[str, Any] = marker["info"]
     return info
 
 
-def load_sharded(
-    path: str | Path, state: dict[str, Any], *, replicas: dist.ProcessGroup
-) -> dict[str, Any]:
-    """`state` with its leaves replaced by what `path` holds for them. Collective.
+def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """`state.shared` and `state.own` with their leaves replaced by what `path` holds for them.
+    Collective.
 
-    `open_checkpoint` comes first. Each part is read once per group of `replicas` and exchanged.
-    Tensors are filled in place: after a failure (a disk error, say) they hold nothing useful.
+    `open_checkpoint` comes first. Each shared part is read once per group of `replicas` and
+    exchanged. Tensors are filled in place: after a failure (a disk error, say) they hold nothing
+    useful.
     """
-    reader = FullyParallelLoadStrategyWrapper(mcore_torch.TorchDistLoadShardedStrategy(), replicas)
-    with _failures_named(f"loading {path}"):
-        loaded: dict[str, Any] = mcore_ckpt.load(state, str(path), reader)
-    return loaded
-
-
-def _together(what: str, fn: Callable[[], T]) -> T:
-    """`fn()` on every rank; if it fails on one, all raise. Collective over the world.
-
-    A rank raises its own error if it has one, else a RuntimeError that names the first rank that
-    failed. Collectives inside `fn` come before anything that can fail on one rank alone.
-    """
-    error: Exception | None = None
-    try:
-        result = fn()
-    except Exception as e:  # whatever it is, the other ranks must hear of it
-        error = e
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, f"{type(error).__name__}: {error}" if error else None)
-    if error is not None:
-        error.add_note(f"({what}, rank {dist.get_rank()})")
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"{what} failed on rank {rank}: {message}")
-    return result
-
-
-def _from_zero(value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-@contextmanager
-def _failures_named(what: str) -> Iterator[None]:
-    """torch raises a CheckpointException, which is no Exception, on every rank: say whose it is."""
-    try:
-        yield
-    except CheckpointException as e:
-        rank, (cause, _) = min(e.failures.items())
-        text = f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}"
-        raise RuntimeError(text) from e
+    plain = mcore_torch.TorchDistLoadShardedStrategy()
+    with failures_named(f"loading {path}"):
+        reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)
+        shared: dict[str, Any] = mcore_ckpt.load(state.shared, str(path), reader)
+        own: dict[Any, Any] = plain.load(state.own, Path(path)) if state.own else {}
+    return shared, own

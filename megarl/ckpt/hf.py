@@ -1,12 +1,12 @@
 """Loads and saves Hugging Face model directories, sharded over any layout.
 
-Both follow the piece table: loading, every rank reads only its own slices; saving, tensors are
-gathered bucket by bucket to rank 0, which streams them to disk.
+Both follow the piece table: loading, every rank reads only its own slices; saving, each file has a
+rank that writes it, to which its tensors are gathered bucket by bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.hf_dir import check_target, staged_directory, write_config, write_sidecars
-from megarl.ckpt.safetensors_files import SafetensorsDir, ShardWriter, plan_shards
+from megarl.ckpt.agree import staged, together
+from megarl.ckpt.hf_dir import check_target, write_config, write_sidecars
+from megarl.ckpt.hf_files import plan_files, write_files
+from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
 from megarl.models.fill import draw, fill_params
-from megarl.models.gather import Bucket, BucketGatherer, plan_buckets
+from megarl.models.gather import BucketGatherer
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.layout import Layout
+from megarl.utils.staging import put_in_place
 
 log = get_logger(__name__)
 
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 256 << 20
 MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
 
 
@@ -129,87 +132,45 @@ def save_hf(
 
     group:           spans the layout's ranks; None is the default group.
     dtype:           of the files; None is that of the parameters.
-    base_model_path: where generation config, tokenizer and chat template are copied from;
+    base_model_path: where generation config, tokenizer, chat template and code are copied from;
                      config.json is always the one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
 
+    Files are cut by `max_shard_bytes` alone, so their bytes do not depend on the layout. Ranks that
+    see the directory share them out; on storage of rank 0's own it writes all. A writer holds at
+    most two buckets, one of which is being written, and the messages of one.
+
     The directory is written beside `path` and renamed into place when it is whole, so a failed save
-    leaves an older model as it was. Rank 0 holds at most about two buckets. A failure on rank 0 is
-    raised on every rank.
+    leaves an older model as it was. A failure on any rank is raised on every rank.
     """
-    target = Path(path)
+    target, what = Path(path), f"saving {path}"
     first = next(iter(params.values()))
     dtype = dtype or first.dtype
-    buckets = plan_buckets(table, dtype, bucket_bytes)
-    gatherer = BucketGatherer(
-        table, layout, rank, params, buckets, owner=0, group=group, device=first.device
-    )
-    gathered = ((bucket, gatherer.gather(bucket)) for bucket in buckets)
+    with staged(target, check_target, group) as staging:
+        plan = plan_files(
+            table, layout, dtype, writers=_writers(staging, group), bucket_bytes=bucket_bytes,
+            max_shard_bytes=max_shard_bytes,
+        )  # fmt: skip
+        gatherer = BucketGatherer(
+            table, layout, rank, params, plan.buckets, owner=plan.owners, group=group,
+            device=first.device,
+        )  # fmt: skip
+        together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 
-    def write(staging: Path) -> None:
-        _write_weights(staging, gathered, buckets, max_shard_bytes)
-        write_sidecars(staging, base_model_path, tokenizer)
-        write_config(staging, table.model.raw, dtype)
+        def finish() -> None:
+            if rank != 0:
+                return
+            if len(plan.files) > 1:
+                write_index(staging, plan.files)
+            write_sidecars(staging, base_model_path, tokenizer)
+            write_config(staging, table.model.raw, dtype)
+            put_in_place(staging, target)
 
-    write_directory(target, write, gathered, rank=rank, group=group, device=first.device)
-
-
-Gathered = Iterator[tuple[Bucket, Tensor | None]]
-
-
-def write_directory(
-    target: Path,
-    write: Callable[[Path], None],
-    gathered: Gathered,
-    *,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    marker: str = "config.json",
-) -> None:
-    """Rank 0 writes what is `gathered`, by `write(staging)`; the other ranks send it. Collective.
-
-    A directory without `marker` is none of ours, and not replaced.
-    """
-    failure: Exception | None = None
-    if rank == 0:
-        try:
-            check_target(target, marker)
-        except (OSError, ValueError) as e:
-            failure = e
-    _raise_if_failed(failure, group, device)
-    if rank == 0:
-        try:
-            with staged_directory(target) as staging:
-                write(staging)
-        except Exception as e:  # whatever it is, the other ranks must hear of it first
-            failure = e
-    for _ in gathered:  # other ranks send here; rank 0 takes what a failed save left to take
-        pass
-    _raise_if_failed(failure, group, device)
+        together(what, finish, group)
 
 
-def _write_weights(
-    directory: Path,
-    gathered: Gathered,
-    buckets: Sequence[Bucket],
-    max_shard_bytes: int,
-) -> None:
-    shards = plan_shards([m for b in buckets for m in b.members], max_shard_bytes)
-    with ShardWriter(directory, shards) as writer:
-        for bucket, flat in gathered:
-            assert flat is not None
-            for name, tensor in bucket.views(flat):
-                writer.write(name, tensor)
-
-
-def _raise_if_failed(
-    failure: Exception | None, group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Collective: rank 0's exception on rank 0, a RuntimeError with its message elsewhere."""
-    message: list[str | None] = [f"{type(failure).__name__}: {failure}" if failure else None]
-    dist.broadcast_object_list(message, group=group, device=device, group_src=0)
-    if failure is not None:
-        raise failure
-    if message[0] is not None:
-        raise RuntimeError(f"saving failed on rank 0: {message[0]}")
+def _writers(staging: Path, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of `group` that see the directory."""
+    sees: list[bool] = [False] * dist.get_world_size(group)
+    dist.all_gather_object(sees, staging.is_dir(), group=group)
+    return [rank for rank, there in enumerate(sees) if there]

@@ -1,27 +1,27 @@
-"""The files around the weights of a Hugging Face model directory, and putting it in place whole."""
+"""The files around the weights of a Hugging Face model directory."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.utils.staging import put_in_place, stage
-
-# what a tokenizer, a chat template and a generation config are made of
+# what a tokenizer, a chat template, a generation config and a model's own classes are made of
 SIDECARS = (
+    "*.py",
+    "*.model",
+    "*.tiktoken",
     "generation_config.json",
     "tokenizer.json",
-    "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -42,30 +42,15 @@ def check_target(target: Path, marker: str = "config.json") -> None:
         )
 
 
-@contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
-    """A new directory beside `target`; on success it is synced to disk and takes its place.
-
-    A crash leaves the old one whole, see utils/staging.py. On failure the new one is removed.
-    """
-    staging = stage(target)
-    try:
-        yield staging
-        put_in_place(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
 def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer: Any) -> None:
     """Copies what stands beside the weights in the base model; `tokenizer` replaces its part."""
     if base_model_path is not None:
-        for name in SIDECARS:
-            source = Path(base_model_path) / name
-            if source.is_dir():
-                shutil.copytree(source, staging / name, dirs_exist_ok=True)
-            elif source.is_file():
-                shutil.copyfile(source, staging / name)
+        for pattern in SIDECARS:
+            for source in Path(base_model_path).glob(pattern):
+                if source.is_dir():
+                    shutil.copytree(source, staging / source.name, dirs_exist_ok=True)
+                elif source.is_file():
+                    shutil.copyfile(source, staging / source.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(staging))
 

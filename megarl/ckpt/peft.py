@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.ckpt.hf import write_directory
+from megarl.ckpt.agree import staged, together
+from megarl.ckpt.hf_dir import check_target
 from megarl.models.adapters import Adapters
 from megarl.models.fill import fill_params
 from megarl.models.gather import BucketGatherer, plan_buckets
@@ -18,6 +19,7 @@ from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
+from megarl.utils.staging import put_in_place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
@@ -34,27 +36,25 @@ def save_peft(
 ) -> None:
     """Writes a directory that PeftModel.from_pretrained loads. Collective; all or nothing, as
     save_hf. Rank 0 holds all adapters."""
-    device = mcore.device()
     buckets = plan_buckets(adapters.table, adapters.dtype, _BUCKET_BYTES)
     gatherer = BucketGatherer(
-        adapters.table, layout, rank, adapters.params, buckets, group=group, device=device
+        adapters.table, layout, rank, adapters.params, buckets, group=group, device=mcore.device()
     )
-    gathered = ((bucket, gatherer.gather(bucket)) for bucket in buckets)
+    target, tensors = Path(path), dict[str, Tensor]()
+    with staged(target, lambda found: check_target(found, CONFIG), group) as staging:
+        for bucket in buckets:
+            if (flat := gatherer.gather(bucket)) is not None:
+                tensors |= {name: t.to("cpu", copy=True) for name, t in bucket.views(flat)}
 
-    def write(staging: Path) -> None:
-        tensors: dict[str, Tensor] = {}
-        for bucket, flat in gathered:
-            assert flat is not None
-            tensors |= {name: t.cpu() for name, t in bucket.views(flat)}
-        save_file(
-            {name: t.clone() for name, t in tensors.items()}, staging / WEIGHTS, {"format": "pt"}
-        )
-        config = adapter_config(adapters.table.model, adapters.config, base_model_path)
-        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        def write() -> None:
+            if rank != 0:
+                return
+            save_file(tensors, staging / WEIGHTS, {"format": "pt"})
+            config = adapter_config(adapters.table.model, adapters.config, base_model_path)
+            (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            put_in_place(staging, target)
 
-    write_directory(
-        Path(path), write, gathered, rank=rank, group=group, device=device, marker=CONFIG
-    )
+        together(f"saving {path}", write, group)
 
 
 def load_peft(path: str | Path, adapters: Adapters) -> None:

@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -124,8 +125,9 @@ def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, li
 
 
 class ShardWriter:
-    """Streams tensors, in plan order, into the shards of `directory`. A context manager: a block
-    that ends well must have written the whole plan; one that fails leaves a partial file."""
+    """Streams tensors, in plan order, into the shards of `directory`, synced to disk. A context
+    manager: a block that ends well must have written the whole plan; one that fails leaves a
+    partial file."""
 
     def __init__(self, directory: Path, shards: dict[str, list[Member]]) -> None:
         self.directory, self.shards = directory, shards
@@ -155,18 +157,14 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_file()
         if kind is None:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Writes the index, where there are several shards."""
-        assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
-        if len(self.shards) > 1:
-            write_index(self.directory, self.shards)
+            assert self._at == len(self._plan), f"{len(self._plan) - self._at} tensors are missing"
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            with self._file as f:
+                self._file = None
+                f.flush()
+                os.fsync(f.fileno())
 
 
 def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None:

@@ -17,6 +17,13 @@ class FrequencyConfig:
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
     keep_last: int = arg(0, help="keep this many newest HF saves; 0 keeps all")
+    keep_best: int = arg(
+        0, help="besides those, keep this many that did best by `metric` at their step"
+    )
+    metric: str = arg("eval/accuracy", help="a figure of stats.jsonl that keep_best goes by")
+    mode: str = arg(
+        "max", help="whether more or less of `metric` is better", choices=("max", "min")
+    )
     final: bool = arg(True, help="save the final model as <run>/final")
 
 
@@ -30,6 +37,11 @@ class RecoverConfig(FrequencyConfig):
     )
     freq_secs: float | None = arg(1800.0, help="checkpoint every n seconds")
     keep_last: int = arg(1, help="keep this many newest checkpoints, at least 1")
+    async_save: bool = arg(
+        True,
+        help="a step waits only for the copy of the state to host memory; a thread writes it while "
+        "the next steps run",
+    )
     restarts: int = arg(
         0, help="the local launcher starts a run that failed again this many times, to continue"
     )

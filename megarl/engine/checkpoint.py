@@ -13,10 +13,19 @@ from typing import Any
 import torch
 
 from megarl.api.records import SaveLoadMeta
-from megarl.ckpt.dist import describe_model, load_sharded, open_checkpoint, save_sharded
+from megarl.ckpt.dist import (
+    PendingSave,
+    Sharded,
+    describe_model,
+    load_sharded,
+    open_checkpoint,
+    save_sharded,
+)
+from megarl.ckpt.dist import begin_save as write_behind
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
 from megarl.engine.built import Built
+from megarl.engine.optimizer_state import load_state, sharded_state
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
@@ -54,15 +63,27 @@ def check_meta(meta: SaveLoadMeta, b: Built) -> None:
 def save(b: Built, path: str, with_optim: bool, version: int) -> None:
     """Collective. Weights; with `with_optim` also optimizer state (moments, step, fp32 weights),
     the schedule's position, every rank's random states, and the weight version."""
-    state = _model_state(b)
+    save_sharded(path, *_to_save(b, with_optim, version))
+
+
+def begin_save(b: Built, path: str, with_optim: bool, version: int) -> PendingSave:
+    """`save`, with the files written by a thread. Collective."""
+    return write_behind(path, *_to_save(b, with_optim, version))
+
+
+def _to_save(b: Built, with_optim: bool, version: int) -> tuple[Sharded, dict[str, Any]]:
+    state: dict[str, Any] = _model_state(b)
+    own: dict[Any, Any] = {}
     if with_optim:
         opt.materialize_state(b.optimizer)
-        state["optimizer"] = b.optimizer.sharded_state_dict(dict(state), metadata=_metadata(b))
+        state["optimizer"], own = sharded_state(
+            b.optimizer, dict(state), _metadata(b), loading=False
+        )
         state["rng"] = _rng_object(b, rng_state())
     info = _info(b, with_optim) | {"version": version}
     if with_optim:
         info["schedule_steps"] = b.schedule.num_steps
-    save_sharded(path, state, info, replicas=b.groups.dp_cp)
+    return Sharded(shared=state, own=own, replicas=b.groups.dp_cp), info
 
 
 def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
@@ -77,18 +98,19 @@ def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
     info = open_checkpoint(path, lambda found: _check(b, path, found, with_optim))
     mine = _info(b, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
-    state = _model_state(b)
+    state: dict[str, Any] = _model_state(b)
+    own: dict[Any, Any] = {}
     if with_optim:
         hyperparameters = opt.hyperparameters(b.optimizer)
-        state["optimizer"] = b.optimizer.sharded_state_dict(
-            dict(state), is_loading=True, metadata=_metadata(b)
-        )
+        shared, own = sharded_state(b.optimizer, dict(state), _metadata(b), loading=True)
+        state["optimizer"] = shared
         if same_ranks:
             state["rng"] = _rng_object(b, None)
-    loaded = load_sharded(path, state, replicas=b.groups.dp_cp)
+    sharded = Sharded(shared=state, own=own, replicas=b.groups.dp_cp)
+    loaded, own = load_sharded(path, sharded)
     _load_model(b, loaded)
     if with_optim:
-        b.optimizer.load_state_dict(loaded["optimizer"])
+        load_state(b.optimizer, loaded["optimizer"], own)
         opt.set_hyperparameters(b.optimizer, hyperparameters)
         opt.set_position(b.schedule, info["schedule_steps"])
         if same_ranks:
@@ -101,8 +123,7 @@ def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
 
 def _metadata(b: Built) -> dict[str, Any]:
     """How megatron-core shall cut its state: by model parameter and layer, so that any layout can
-    read it. While a rank saves, its host memory holds its (tp, pp) part of the optimizer state.
-    """
+    read it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

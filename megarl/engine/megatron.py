@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, TrainEngine
+from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, optimizer, passes, weights
@@ -26,6 +26,7 @@ from megarl.engine.routing import ROUTED
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.weight_sync import WeightSender
+from megarl.weight_sync.reallocate import Reallocator
 
 _UNINITIALIZED = "the engine is not initialized: call initialize() first"
 
@@ -41,6 +42,7 @@ class MegatronEngine(TrainEngine):
         self._built: Built | None = None
         self._memory: Memory | None = None
         self._sender: WeightSender | None = None
+        self._inflow: tuple[Built, Reallocator] | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ class MegatronEngine(TrainEngine):
             self._sender.close()
         if self._built is not None:
             release(self._built)
-        self._sender = self._memory = self._built = None
+        self._sender = self._memory = self._built = self._inflow = None
         gc.collect()
         torch.cuda.empty_cache()
         groups, self._groups = self._groups, None
@@ -185,11 +187,8 @@ class MegatronEngine(TrainEngine):
         self.built.schedule.step(1)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Within it, `forward` and the like run the model below the adapters: the reference of a
-        policy trained with LoRA, at no cost in memory. Exports are not affected."""
-        if self.built.adapters is None:
-            raise ValueError("this engine has no adapters to disable: set its `lora`")
-        return self.built.adapters.disabled()
+        adapters = self.built.adapters
+        return adapters.disabled() if adapters else super().disable_adapter()
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -197,6 +196,14 @@ class MegatronEngine(TrainEngine):
         checkpoint.check_meta(meta, self.built)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
             weights.save(self.built, meta, self._version)
+
+    def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
+        """For the "dist" format: a thread writes what is copied to host memory here."""
+        if meta.weight_format != "dist":
+            return super().begin_save(meta)
+        checkpoint.check_meta(meta, self.built)
+        with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
+            return weights.begin_save(self.built, meta, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
         checkpoint.check_meta(meta, self.built)
@@ -211,6 +218,21 @@ class MegatronEngine(TrainEngine):
             if self._sender is None:
                 self._sender = weights.sender(self.built)
             stats: dict[str, float] = self._sender.upload(meta)
+        return stats
+
+    def copy_weights(self, source: MegatronEngine) -> dict[str, float]:
+        """Takes over the weights of `source`, an engine of the same model and ranks in any layout,
+        from rank to rank: a reference that follows its actor, say. Adapters of `source` arrive
+        merged. Main weights of an optimizer here follow; its moments stay.
+
+        Returns this rank's bytes "sent" to others and "kept", and "peak", the largest message.
+        """
+        with self.memory.at_hand(), source.memory.at_hand(), self._scope("copy_weights"):
+            source.memory.require("copy_weights", ("params",))
+            if self._inflow is None or self._inflow[0] is not source.built:
+                self._inflow = source.built, weights.reallocation(source.built, self.built)
+            stats = weights.reallocate(self._inflow[1], source.built, self.built)
+        self._version = source.get_version()
         return stats
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -101,7 +101,7 @@ def build_optimizer(
     its way back, and `step` takes the scale out of the gradients.
     """
     optimizer = get_megatron_optimizer(_mcore_config(cfg, dtype), list(chunks))
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _settle_hybrid(part.optimizer)
     if dtype == torch.float16:
@@ -197,9 +197,9 @@ def step(optimizer: Any, loss: float) -> dict[str, float]:
     updated = not overflow and math.isfinite(norm) and math.isfinite(loss)
     if updated:
         # the rest of optimizer.step(), which would compute the norm again
-        for part in _parts(optimizer):
+        for part in parts(optimizer):
             if part.config.clip_grad > 0 and (params := part.get_parameters()):
-                clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm, _decoupled(part))
+                clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm, decoupled(part))
         updated = bool(optimizer.step_with_ready_grads())
     figures = {"grad_norm": norm, "update_successful": float(updated)}
     if optimizer.config.fp16:
@@ -218,19 +218,19 @@ def _prepare_grads(optimizer: Any, *, rescale: bool) -> bool:
     """
     if not optimizer.config.fp16:
         return bool(optimizer.prepare_grads())
-    parts = _parts(optimizer)
-    for part in parts:
+    chained = parts(optimizer)
+    for part in chained:
         if not part.is_stub_optimizer:
             part._copy_model_grads_to_main_grads()
-    found = [part._unscale_main_grads_and_check_for_nan() for part in parts]  # each a collective
+    found = [part._unscale_main_grads_and_check_for_nan() for part in chained]  # each a collective
     overflow = any(found)
     if rescale:
-        for part in parts:
+        for part in chained:
             part.grad_scaler.update(overflow)
     return overflow
 
 
-def _decoupled(part: Any) -> bool:
+def decoupled(part: Any) -> bool:
     """Whether gradients stand in `decoupled_grad`, since their dtype is not the parameter's."""
     return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
@@ -238,8 +238,8 @@ def _decoupled(part: Any) -> bool:
 def reload_main_params(optimizer: Any) -> None:
     """Main weights from the model's, after those were loaded."""
     optimizer.reload_model_params()
-    for part in _parts(optimizer):
-        if not _decoupled(part) or isinstance(part.optimizer, HybridDeviceOptimizer):
+    for part in parts(optimizer):
+        if not decoupled(part) or isinstance(part.optimizer, HybridDeviceOptimizer):
             continue
         for param in part.get_parameters():  # FusedAdam's own, which megatron-core leaves alone
             if param in part.optimizer.state:
@@ -247,20 +247,20 @@ def reload_main_params(optimizer: Any) -> None:
                 part.optimizer.set_scaled_state(param, "master_param", value)
 
 
-def _parts(optimizer: Any) -> Sequence[Any]:
+def parts(optimizer: Any) -> Sequence[Any]:
     """megatron-core chains one optimizer per kind of parameter (dense, experts)."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def kind(optimizer: Any) -> str:
     """ "distributed" (ZeRO-1) or "plain": how checkpoints lay out the state."""
-    sharded = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    sharded = any(isinstance(part, DistributedOptimizer) for part in parts(optimizer))
     return "distributed" if sharded else "plain"
 
 
 def materialize_state(optimizer: Any) -> None:
     """Moments exist from the first step on; megatron-core cannot save without, so zeros do."""
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         # the hybrid one has them from the start; None is where a rank trains nothing of that kind
         if not isinstance(part.optimizer, HybridDeviceOptimizer | None):
             part.init_state_fn(part.optimizer, part.config)
@@ -291,7 +291,7 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 def set_hyperparameters(optimizer: Any, values: Sequence[dict[str, Any]]) -> None:
     for group, value in zip(optimizer.param_groups, values, strict=True):
         group.update(value)
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             # a loaded count of steps is with the optimizers inside; left here, megatron-core would
             # set theirs back to it at every step

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
@@ -18,6 +19,7 @@ from megarl.engine.built import Built, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.parallel import mcore
 from megarl.weight_sync import WeightSender
+from megarl.weight_sync.reallocate import Reallocator
 
 _STATE_BUCKET_BYTES = 256 << 20
 
@@ -36,6 +38,11 @@ def save(b: Built, meta: SaveLoadMeta, version: int) -> None:
             tokenizer=meta.tokenizer,
         )  # fmt: skip
     b.groups.barrier()
+
+
+def begin_save(b: Built, meta: SaveLoadMeta, version: int) -> PendingSave:
+    optimizer.gather_params(b.chunks)
+    return checkpoint.begin_save(b, meta.path, meta.with_optim, version)
 
 
 def load(b: Built, meta: SaveLoadMeta) -> int | None:
@@ -60,8 +67,37 @@ def load(b: Built, meta: SaveLoadMeta) -> int | None:
 def sender(b: Built) -> WeightSender:
     return WeightSender(
         b.table, b.layout, b.groups.rank, b.whole_weights(), b.groups.world,
-        dtype=b.dtype if b.adapters else None,
+        dtype=b.dtype if b.adapters else None, adapters=b.adapters, base_model_path=b.config.path,
     )  # fmt: skip
+
+
+def reallocation(source: Built, target: Built) -> Reallocator:
+    """Of weights between two engines on the same ranks. ValueError for models of unlike shapes."""
+    if target.adapters is not None:
+        raise ValueError(
+            "copy_weights: the engine that receives has adapters, whose base would change under "
+            "them; leave its `lora` out"
+        )
+    mine, theirs = (checkpoint.describe_model(b.model)["model"] for b in (target, source))
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise ValueError(
+                f"copy_weights: this engine's model has {name}={value!r}, the other's "
+                f"{theirs[name]!r}; weights go between engines of one model"
+            )
+    return Reallocator(
+        source.table, target.table, target.groups.rank, dtype=source.dtype,
+        group=target.groups.world, device=mcore.device(),
+    )  # fmt: skip
+
+
+def reallocate(move: Reallocator, source: Built, target: Built) -> dict[str, float]:
+    """See MegatronEngine.copy_weights."""
+    optimizer.gather_params(source.chunks)
+    stats = move(source.whole_weights(), target.params)
+    if target.optimizer is not None:
+        optimizer.reload_main_params(target.optimizer)
+    return stats
 
 
 def hf_state(

@@ -17,11 +17,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
+from megarl.models.cuts import Cut, cut_by
+from megarl.models.cuts import View as View
 from megarl.models.families import Param
 from megarl.models.hf_config import ModelConfig
-from megarl.models.ops import Segment, Shape
+from megarl.models.ops import Op, Shape
 from megarl.parallel.layout import Coords, Layout
 
 # Rows per tensor-parallel rank are padded to a multiple of this: 16-byte rows of bf16 logits, which
@@ -57,26 +58,6 @@ class Place:
             return layout.dense_rank(pp=self.pp, tp=self.tp)
         assert self.ep is not None and self.etp is not None
         return layout.expert_rank(pp=self.pp, ep=self.ep, etp=self.etp)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A strided view of a contiguous local parameter, in elements."""
-
-    offset: int
-    shape: Shape
-    strides: Shape
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the contiguous runs it touches."""
-        shape, strides, run = list(self.shape), list(self.strides), 1
-        while shape and strides[-1] == run:
-            run *= shape.pop()
-            strides.pop()
-        starts = [self.offset]
-        for n, stride in zip(shape, strides, strict=True):
-            starts = [s + i * stride for s in starts for i in range(n)]
-        return ((s, s + run) for s in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +162,7 @@ def build_piece_table(
         for i in layout.layers(model.num_layers, pp, vpp)
     }
     last = (layout.pp - 1, layout.vpp - 1)
+    cuts: dict[tuple[Op, int], Cut] = {}  # layers and experts are cut alike
     for param, layer in model.declaration.params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
@@ -189,8 +171,13 @@ def build_piece_table(
         homes = [(chunk, param.name)]
         if param.copy_on_last and layout.pp > 1:
             homes.append((last, param.copy_on_last))
-        tensors.extend(_tensors(model, layout, vocab, param, homes))
-        local.extend(_local_params(model, layout, vocab, param, homes))
+        key = param.op, _ranks(layout, param)
+        if key not in cuts:
+            cuts[key] = cut_by(model, *key, vocab)
+        for home in homes:
+            places = [_place(model, layout, param, home[0], r) for r in range(key[1])]
+            local += _local_params(cuts[key], places, home[1])
+        tensors += _tensors(model, layout, cuts[key], param, homes)
     table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
     return table
@@ -214,99 +201,63 @@ def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank:
 
 
 def _tensors(
-    model: ModelConfig, layout: Layout, vocab: int, param: Param, homes: list[Home]
+    model: ModelConfig, layout: Layout, cut: Cut, param: Param, homes: list[Home]
 ) -> Iterator[HfTensor]:
-    shapes = param.op.hf_shapes(model)
-    tp = _ranks(layout, param)
-    segments = sorted(
-        param.op.segments(model, tp, vocab), key=lambda s: (s.source, s.tp, s.hf_row, s.hf_col)
-    )
-    by_source = {k: list(g) for k, g in groupby(segments, key=lambda s: s.source)}
-    for source, (name, shape) in enumerate(zip(param.hf, shapes, strict=True)):
+    for name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
         owners: list[Piece] = []
         replicas: list[Piece] = []
         for home, (chunk, local_name) in enumerate(homes):
-            for run in _merge(by_source[source]):
-                rank = run[0].tp
-                owned = home == 0 and (rank == 0 or not param.op.replicated)
-                place = _place(model, layout, param, chunk, rank)
-                piece = _piece(place, local_name, run, len(shape))
+            for box in boxes:
+                owned = home == 0 and (box.rank == 0 or not param.op.replicated)
+                place = _place(model, layout, param, chunk, box.rank)
+                piece = Piece(place, local_name, box.view, box.start, box.stop)
                 (owners if owned else replicas).append(piece)
         yield HfTensor(name, shape, tuple(owners), tuple(replicas), param.buffer)
 
 
-def _merge(segments: list[Segment]) -> Iterator[list[Segment]]:
-    """Runs of one rank's segments that one strided view can hold: equally many rows, adjacent in
-    the HF tensor, equally far apart in the parameter (a head's rows in every query group)."""
-    run: list[Segment] = []
-    for s in segments:
-        if run and not _continues(run, s):
-            yield run
-            run = []
-        run.append(s)
-    if run:
-        yield run
-
-
-def _continues(run: list[Segment], s: Segment) -> bool:
-    a = run[-1]
-    if (a.tp, a.rows, a.hf_col, a.cols, a.hf_row + a.rows) != (
-        s.tp, s.rows, s.hf_col, s.cols, s.hf_row,
-    ):  # fmt: skip
-        return False
-    return len(run) < 2 or s.row - a.row == a.row - run[-2].row
-
-
-def _piece(place: Place, name: str, run: list[Segment], ndim: int) -> Piece:
-    first, last = run[0], run[-1]
-    shape: Shape = (first.rows, first.cols)
-    strides: Shape = (first.cols, 1)
-    if len(run) > 1:
-        shape = (len(run), *shape)
-        strides = ((run[1].row - first.row) * first.cols, *strides)
-    start = (first.hf_row, first.hf_col)
-    stop = (last.hf_row + last.rows, first.hf_col + first.cols)
-    if ndim == 1:  # a vector: drop the column
-        shape, strides = shape[:-1], strides[:-1]
-    return Piece(
-        place, name, View(first.row * first.cols, shape, strides), start[:ndim], stop[:ndim]
-    )
-
-
-def _local_params(
-    model: ModelConfig, layout: Layout, vocab: int, param: Param, homes: list[Home]
-) -> Iterator[LocalParam]:
-    tp = _ranks(layout, param)
-    shape = param.op.local_shape(model, tp, vocab)
-    filled = [0] * tp
-    for s in param.op.segments(model, tp, vocab):
-        filled[s.tp] = max(filled[s.tp], s.row + s.rows)
-    for chunk, name in homes:
-        for rank in range(tp):
-            place = _place(model, layout, param, chunk, rank)
-            yield LocalParam(place, name, shape, (filled[rank], shape[0]))
+def _local_params(cut: Cut, places: list[Place], name: str) -> Iterator[LocalParam]:
+    for place, filled in zip(places, cut.filled, strict=True):
+        yield LocalParam(place, name, cut.shape, (filled, cut.shape[0]))
 
 
 def check_coverage(table: PieceTable) -> None:
     """AssertionError unless owners cover every HF element exactly once, and owners and replicas
-    every element of every local parameter exactly once, vocabulary padding aside."""
-    runs: dict[tuple[Place, str], list[tuple[int, int]]] = {}
+    every element of every local parameter exactly once, vocabulary padding aside.
+
+    What has been found right once (layers and experts are alike) is not looked at again.
+    """
+    views: dict[tuple[Place, str], list[View]] = {}
+    right: set[object] = set()
     for t in table.tensors:
-        _check_boxes(t)
+        boxes = (t.shape, *((p.start, p.stop, p.view) for p in t.pieces))
+        if boxes not in right:
+            _check_boxes(t)
+            right.add(boxes)
         for p in (*t.pieces, *t.replicas):
-            runs.setdefault((p.place, p.param), []).extend(p.view.runs())
-            extent = tuple(b - a for a, b in zip(p.start, p.stop, strict=True))
-            assert p.numel == math.prod(extent), f"{t.name}: view and box differ in size: {p}"
+            views.setdefault((p.place, p.param), []).append(p.view)
+            extent = (p.view.shape, p.start, p.stop)
+            if extent not in right:
+                size = math.prod(b - a for a, b in zip(p.start, p.stop, strict=True))
+                assert p.numel == size, f"{t.name}: view and box differ in size: {p}"
+                right.add(extent)
     for lp in table.params:
-        width = math.prod(lp.shape[1:])
-        covered = runs.pop((lp.place, lp.name), [])
-        covered.append((lp.padding[0] * width, lp.padding[1] * width))
-        end = 0
-        for start, stop in sorted(covered):
-            assert start == end, f"{lp}: element {min(start, end)} is covered not exactly once"
-            end = stop
-        assert end == math.prod(lp.shape), f"{lp}: elements from {end} on are not covered"
-    assert not runs, f"pieces of undeclared parameters: {sorted(n for _, n in runs)}"
+        found = views.pop((lp.place, lp.name), [])
+        cover = (lp.shape, lp.padding, *found)
+        if cover not in right:
+            _check_views(lp, found)
+            right.add(cover)
+    assert not views, f"pieces of undeclared parameters: {sorted(n for _, n in views)}"
+
+
+def _check_views(lp: LocalParam, views: list[View]) -> None:
+    width = math.prod(lp.shape[1:])
+    covered = [run for view in views for run in view.runs()]
+    covered.append((lp.padding[0] * width, lp.padding[1] * width))
+    end = 0
+    for start, stop in sorted(covered):
+        assert start == end, f"{lp}: element {min(start, end)} is covered not exactly once"
+        end = stop
+    assert end == math.prod(lp.shape), f"{lp}: elements from {end} on are not covered"
 
 
 def _check_boxes(t: HfTensor) -> None:

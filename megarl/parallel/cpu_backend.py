@@ -20,6 +20,7 @@ on such a machine, so no working code changes its meaning. Checked against megat
   P13  process groups of a single rank        are made once: each costs a thread that wakes
   P14  large tensors                          are allocated in huge pages
   P15  the optimizer that is partly on CPUs   knows its host copies although all tensors are there
+  P16  new weights of parallel layers         are drawn where they stand, not whole on every rank
 """
 
 from __future__ import annotations
@@ -244,11 +245,32 @@ def p15_hybrid_optimizer() -> None:
     )
 
 
+def p16_no_whole_weights() -> None:
+    """Of a parallel layer, megatron-core's initialisation on a CPU draws the whole weight in fp32,
+    on every rank, and keeps a slice. Ours are filled from the piece table: to make those took
+    several times as long as to load a model, and twice its memory.
+    """
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import experts
+
+    def mark_and_draw(
+        weight: torch.Tensor, output_size: int, input_size: int, per_partition_size: int,
+        partition_dim: int, init_method: Callable[[torch.Tensor], Any], stride: int = 1,
+        skip_set_tensor_parallel_attributes: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        if not skip_set_tensor_parallel_attributes:
+            layers.set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+        init_method(weight)
+
+    for module in (layers, experts):
+        patch(module, _initialize_affine_weight_cpu=mark_and_draw)
+
+
 _installed = False
 
 
 def install() -> None:
-    """Installs P1..P15, once."""
+    """Installs P1..P16, once."""
     global _installed
     if _installed:
         return
@@ -272,4 +294,5 @@ def install() -> None:
         p12_fused_kernels()
         p13_one_rank_groups()
         p15_hybrid_optimizer()
+        p16_no_whole_weights()
     _installed = True

@@ -66,6 +66,11 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     )
 
 
+def collective_timeout() -> float:
+    """Seconds that a collective may wait for its peers."""
+    return _collective_timeout
+
+
 def shutdown_distributed(*, failed: bool = False) -> None:
     """Ends torch.distributed in an orderly way, all ranks together.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
 from megarl.config.check import model_path, trained_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
@@ -36,13 +37,23 @@ State = dict[str, Any]
 class Recovers(Protocol):
     """What is trained: a role or an engine."""
 
-    def save(self, meta: SaveLoadMeta) -> None: ...
+    def begin_save(self, meta: SaveLoadMeta) -> PendingSave: ...
 
     def load(self, meta: SaveLoadMeta) -> None: ...
 
     def get_version(self) -> int: ...
 
     def set_version(self, version: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A checkpoint whose files are being written. `info` is as of its step."""
+
+    target: Path
+    staging: Path
+    info: State
+    saves: list[PendingSave]
 
 
 class Recovery:
@@ -59,6 +70,7 @@ class Recovery:
         self._freq = Frequency(self._config, ctx.clock)
         self._clocks = clocks | {"recover": self._freq}
         self._dir = ctx.run_dir / RECOVER_DIR
+        self._pending: _Pending | None = None
 
     def restore(self, load_state: Callable[[State], None]) -> int:
         """The step to continue from, 0 for a run that begins. `load_state` gets, on every rank,
@@ -87,17 +99,26 @@ class Recovery:
     ) -> None:
         """At the end of a step, if one is due or it is the last. `state` is asked on rank 0, for
         what the trainer itself wants back.
+
+        With `async_save` the files are written while the next steps run, and put in place at the
+        end of the first step that finds them whole on every rank. One is under way at most: the
+        next waits for it, and the last for itself.
         """
         if self._config.mode == "disabled":
             return
-        if self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last:
-            self._save(state, step, epoch)
+        due = self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last
+        self._finish(wait=due)
+        if due:
+            self._begin(state, step, epoch)
+            self._finish(wait=last or not self._config.async_save)
 
-    def _save(self, state: Callable[[], State], step: int, epoch: int) -> None:
+    def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
+        """Everything as it is now; the engines' files may be written later."""
         target = self._dir / f"step_{step:06d}"
         staging = self._ctx.zero(stage, target)
-        for name, model in self._models.items():
-            model.save(_engine_meta(staging, name))
+        saves = [
+            model.begin_save(_engine_meta(staging, name)) for name, model in self._models.items()
+        ]
         clocks = {name: clock.state_dict() for name, clock in self._clocks.items()}
         info = {
             "step": step,
@@ -105,18 +126,32 @@ class Recovery:
             "version": self._first.get_version(),
             "elapsed_s": self._ctx.elapsed(),
         }
-        self._ctx.zero(self._complete, staging, target, info, clocks, state)
-        log.info("checkpoint %s", target)
+        self._ctx.zero(self._write_own, staging, clocks, state)
+        self._pending = _Pending(target=target, staging=staging, info=info, saves=saves)
 
-    def _complete(
-        self, staging: Path, target: Path, info: State, clocks: State, state: Callable[[], State]
-    ) -> None:
-        """Rank 0: the trainer's part, the marker, the rename; then older ones may go."""
-        cfg = self._ctx.cfg
+    def _write_own(self, staging: Path, clocks: State, state: Callable[[], State]) -> None:
+        """Rank 0: the trainer's part."""
         torch.save({"clocks": clocks, "state": state()}, staging / STATE_FILE)
+
+    def _finish(self, *, wait: bool) -> None:
+        """The checkpoint under way, if it is written on every rank or `wait`."""
+        pending = self._pending
+        if pending is None or not (wait or all(s.is_done() for s in pending.saves)):
+            return
+        self._pending = None
+        for save in pending.saves:
+            save.finish()
+        self._ctx.zero(self._complete, pending)
+        log.info("checkpoint %s", pending.target)
+
+    def _complete(self, pending: _Pending) -> None:
+        """Rank 0: the marker, the rename; then older ones may go."""
+        cfg = self._ctx.cfg
+        info = pending.info
         info["models"] = {name: architecture(model_path(cfg, name)) for name in self._models}
-        (staging / MARKER).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-        put_in_place(staging, target)
+        text = json.dumps(info, indent=2) + "\n"
+        (pending.staging / MARKER).write_text(text, encoding="utf-8")
+        put_in_place(pending.staging, pending.target)
         whole, _ = checkpoints(self._ctx.run_dir)
         for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:
             remove(old.path)

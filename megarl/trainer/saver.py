@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.earlier_run import STATS_FILE
 from megarl.config.engine import LoRAConfig
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import get_logger
@@ -57,8 +60,27 @@ class Saver:
         for saved in reversed(self.models):
             self._save(saved, saved.home / "hf" / f"step_{step:06d}")
             if self._is_zero and self.config.keep_last:
-                for old in sorted((saved.home / "hf").glob("step_*"))[: -self.config.keep_last]:
+                older = sorted((saved.home / "hf").glob("step_*"))[: -self.config.keep_last]
+                best = self._best(older)
+                for old in (o for o in older if o not in best):
                     remove(old)
+
+    def _best(self, older: Sequence[Path]) -> list[Path]:
+        """The config.keep_best of them whose steps did best; one without a figure is none."""
+        c = self.config
+        if not c.keep_best or not older:
+            return []
+        figures = _figures(self.models[0].home / STATS_FILE, c.metric)
+        scores = {o: figures.get(int(o.name.removeprefix("step_"))) for o in older}
+        scored = {o: s for o, s in scores.items() if s is not None and not math.isnan(s)}
+        if not scored:
+            log.warning(
+                "saver.keep_best: %s has no %r for a step that was saved; name a figure that is "
+                "there, and evaluate at the steps of the saver",
+                STATS_FILE,
+                c.metric,
+            )
+        return sorted(scored, key=lambda o: scored[o], reverse=c.mode == "max")[: c.keep_best]
 
     def save_final(self) -> Path | None:
         if not self.config.final:
@@ -76,3 +98,12 @@ class Saver:
         )
         saved.model.save(meta)
         log.info("saved %s", path)
+
+
+def _figures(path: Path, name: str) -> dict[int, float]:
+    """Step -> figure `name` of the run's rows, where they have it."""
+    if not path.is_file():
+        return {}
+    with path.open(encoding="utf-8") as f:
+        rows = [json.loads(line) for line in f]
+    return {row["step"]: row[name] for row in rows if name in row}

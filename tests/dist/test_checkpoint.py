@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -214,36 +215,53 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max()) for n in a)
 
 
-# (settings, tied, from (ranks, layout), to (ranks, layout))
-MOVES: dict[str, tuple[dict[str, Any], bool, tuple[int, Parallel], tuple[int, Parallel]]] = {
-    "dp2-dp1": (ZERO, True, (2, dict()), (1, dict())),
-    "tp2-pp2": (ZERO, True, (2, dict(tp=2)), (2, dict(pp=2))),
-    "cp2-pp2-uneven": (ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1]))),
-    "pp2vpp2-tp2sp-plain": (
-        PLAIN, False, (2, dict(pp=2, vpp=2)), (2, dict(tp=2, sequence_parallel=True)),
+SP2: Parallel = dict(tp=2, sequence_parallel=True)
+Place = tuple[int, Parallel]  # ranks, layout
+# (family, settings, tied, from, to)
+MOVES: dict[str, tuple[str, dict[str, Any], bool, Place, Place]] = {
+    "tp2pp2-dp2": ("qwen3", ZERO, True, (4, dict(tp=2, pp=2)), (2, dict())),
+    "ep2-tp2sp": ("qwen3_moe", ZERO, False, (2, dict(ep=2)), (2, SP2)),
+    "cp2-pp2-uneven": (
+        "qwen3", ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1])),
     ),
+    "pp2vpp2-tp2sp-plain": ("qwen3", PLAIN, False, (2, dict(pp=2, vpp=2)), (2, SP2)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_another_layout_continues_with_the_same_state(world1, world2, models, tmp_path, move):
-    over, tie, (size, before), (other, after) = MOVES[move]
-    here, there = ({1: world1, 2: world2}[n] for n in (size, other))
-    check_move(here, there, models, tmp_path, over, tie, before, after)
-
-
-SP2: Parallel = dict(tp=2, sequence_parallel=True)
+def test_another_layout_continues_with_the_same_state(world2, world4, models, tmp_path, move):
+    kind, over, tie, (size, before), (other, after) = MOVES[move]
+    here, there = ({2: world2, 4: world4}[n] for n in (size, other))
+    check_move(here, there, models, tmp_path, over, tie, before, after, kind=kind)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
 @pytest.mark.parametrize(
     "before, after",
-    [(dict(ep=2), SP2), (dict(ep=2), dict(pp=2)), (SP2, dict(etp=2)), (SP2 | dict(ep=2), dict())],
+    [(dict(ep=2), dict(pp=2)), (SP2, dict(etp=2)), (SP2 | dict(ep=2), dict())],
     ids=str,
 )
 def test_experts_move(world2, models, tmp_path, before, after, over):
     check_move(world2, world2, models, tmp_path, over, False, before, after, kind="qwen3_moe")
+
+
+@pytest.mark.full
+def test_experts_move_from_four_ranks_to_two_and_back(world4, world2, models, tmp_path):
+    """TP2xPP2 with experts over EP2, to one stage under TP2 and EP1."""
+    before = SP2 | dict(pp=2, ep=2)
+    check_move(world4, world2, models, tmp_path, ZERO, False, before, SP2, kind="qwen3_moe")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
+@pytest.mark.parametrize(
+    "before, after",
+    [(dict(ep=4), dict(ep=2)), (dict(ep=2, pp=2), {}), (dict(ep=4), SP2 | dict(etp=2, ep=2))],
+    ids=str,
+)
+def test_experts_move_between_four_ranks(world4, models, tmp_path, before, after, over):
+    check_move(world4, world4, models, tmp_path, over, False, before, after, kind="qwen3_moe")
 
 
 @pytest.mark.full
@@ -425,6 +443,85 @@ def test_a_rank_that_fails_to_save_is_named_and_the_older_checkpoint_stays(
             assert (f"failed on rank {bad}" in error) == named, (where, error)
         assert r["left"] == r["left_again"] == ["ck"]
         assert r["differ"] == [] == r["again"]
+
+
+class Gate:
+    """Holds back what the writing threads do; `broken`: this rank's disk is full."""
+
+    def __init__(self) -> None:
+        self.begun, self.opened, self.broken = threading.Event(), threading.Event(), False
+        self.real = torch.distributed.checkpoint.FileSystemWriter.write_data
+
+    def write_data(self, writer: Any, *args: Any, **kw: Any) -> Any:
+        self.begun.set()
+        assert self.opened.wait(120)
+        if self.broken:
+            raise OSError(28, "disk full")
+        return self.real(writer, *args, **kw)
+
+    def __enter__(self) -> Gate:
+        def held(writer: Any, *args: Any, **kw: Any) -> Any:
+            return self.write_data(writer, *args, **kw)
+
+        torch.distributed.checkpoint.FileSystemWriter.write_data = held  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.opened.set()
+        torch.distributed.checkpoint.FileSystemWriter.write_data = self.real  # type: ignore[method-assign]
+
+
+def save_behind(path: str, out: str, parallel: Parallel) -> dict[str, Any]:
+    """Two steps run while the writers stand still; what is saved is from before them."""
+    engine = engine_for(path, parallel, ZERO)
+    train(engine, 1)
+    engine.set_version(VERSION)
+    saved = local_tensors(engine)
+    with Gate() as gate:
+        pending = engine.begin_save(dist_meta(out))
+        figures = train(engine, 2)
+        assert gate.begun.wait(120)
+        held = [pending.is_done(), Path(out).exists()]
+        second = engine.begin_save(dist_meta(f"{out}-2"))  # queues behind the first
+        gate.opened.set()
+        pending.finish()
+    later = local_tensors(engine)
+    second.finish()
+    done = [pending.is_done(), second.is_done()]
+    engine.load(dist_meta(out))
+    result = dict(
+        held=held, done=done, figures=figures, version=engine.get_version(),
+        differ=differing(saved, local_tensors(engine)), resumed=len(differing(saved, later)),
+        again=train(engine, 2),
+    )  # fmt: skip
+    engine.load(dist_meta(f"{out}-2"))
+    result["differ2"] = differing(later, local_tensors(engine))
+    with Gate() as gate:
+        gate.broken = dist.get_rank() == 1
+        pending = engine.begin_save(dist_meta(out))
+        figures = train(engine, 1)
+        gate.opened.set()
+        result["error"] = error_of(pending.finish)
+    dist.barrier()  # rank 0 has removed what was staged
+    result["left"] = sorted(p.name for p in Path(out).parent.iterdir())
+    engine.load(dist_meta(out))
+    result["older"] = differing(saved, local_tensors(engine))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    "kind, parallel", [("llama", {}), ("qwen3_moe", dict(tp=2, sequence_parallel=True, ep=2))],
+    ids=str,
+)  # fmt: skip
+def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path, kind, parallel):
+    path = save_model(models, kind, False)
+    for rank, r in enumerate(world2.run(save_behind, path, str(tmp_path / "ck"), parallel)):
+        assert r["held"] == [False, False] and r["done"] == [True, True]
+        assert r["differ"] == [] == r["differ2"] and r["resumed"] > 0
+        assert r["figures"] == r["again"] and r["version"] == VERSION
+        assert "failed on rank 1" in r["error"] and "disk full" in r["error"], (rank, r["error"])
+        assert r["left"] == ["ck", "ck-2"] and r["older"] == []
 
 
 def bad_loads(path: str, other: str, root: str) -> dict[str, str]:

@@ -7,10 +7,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf, save_hf
@@ -100,6 +103,85 @@ def test_round_trip_is_bit_exact(
     same(source, tmp_path / "b")
 
 
+def run_recorded(*args: Any, **kw: Any) -> list[str]:
+    """run_round_trip; the files this rank wrote."""
+    from megarl.ckpt import hf_files
+
+    written: list[str] = []
+
+    class Recorded(ShardWriter):
+        def __init__(self, directory: Path, shards: dict[str, Any]) -> None:
+            written.extend(shards)
+            super().__init__(directory, shards)
+
+    with patch.object(hf_files, "ShardWriter", Recorded):
+        assert run_round_trip(*args, **kw)
+    return written
+
+
+def test_every_rank_writes_and_the_layout_does_not_show(
+    world2: World, world4: World, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "a", "qwen3_moe")
+    kw: dict[str, Any] = dict(bucket_bytes=30_000, max_shard_bytes=60_000)
+    layouts = ((world2, dict(tp=2, sequence_parallel=True)), (world4, dict(pp=2, ep=2)))
+    found = []
+    for i, (world, parallel) in enumerate(layouts):
+        target = tmp_path / f"b{i}"
+        written = world.run(run_recorded, source, target, parallel, torch.float32, **kw)
+        assert all(written)
+        names = sorted(n for w in written for n in w)
+        assert names == sorted(f.name for f in target.glob("*.safetensors")) and len(names) > 8
+        found.append({f.name: f.read_bytes() for f in target.iterdir()})
+    assert found[0] == found[1]
+    same(source, tmp_path / "b0")
+
+
+def test_storage_of_rank_0_alone(world2: World, tmp_path: Path) -> None:
+    """The other rank does not see the directory, as on another machine."""
+    source = save_tiny(tmp_path / "a", "qwen3")
+    written = world2.run(
+        run_blind, source, tmp_path / "b", dict(pp=2), torch.float32, max_shard_bytes=60_000
+    )
+    assert len(written[0]) > 2 and written[1] == []
+    same(source, tmp_path / "b")
+
+
+def run_blind(*args: Any, **kw: Any) -> list[str]:
+    if torch.distributed.get_rank() == 0:
+        return run_recorded(*args, **kw)
+    with patch.object(Path, "is_dir", lambda _: False):
+        return run_recorded(*args, **kw)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.numel())
+        return made
+
+
+def run_watched(source: Path, parallel: Parallel) -> tuple[int, int]:
+    """The largest tensor made to build a model, and its largest parameter."""
+    with Largest() as largest, built(source, parallel, load=False) as (model, _):
+        pass
+    return largest.numel, max(p.numel() for p in named_params(model.chunks).values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_model_is_built_without_whole_weights(world4: World, tmp_path: Path, kind: str) -> None:
+    source = save_tiny(tmp_path / "a", kind, vocab_size=4096)
+    parallel = dict(tp=4, sequence_parallel=True)
+    for made, held in world4.run(run_watched, source, parallel):
+        assert made == held
+
+
 def test_fewer_key_value_heads_than_ranks(world4: World, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "a", "qwen2", num_key_value_heads=2)
     world4.run(run_round_trip, source, tmp_path / "b", dict(tp=4), torch.float32)
@@ -108,7 +190,10 @@ def test_fewer_key_value_heads_than_ranks(world4: World, tmp_path: Path) -> None
 
 def test_the_saved_directory_loads_and_brings_its_companions(world2: World, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "a", "qwen3", tie=True)
-    companions = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    companions = (
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "own.tiktoken",
+        "modeling_own.py",
+    )  # fmt: skip
     for name in companions:
         (source / name).write_text(f"of the base model: {name}")
     (source / "README.md").write_text("not carried over")
@@ -160,19 +245,22 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_old_model(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
-def run_full_disk(source: Path, target: Path) -> str:
-    """The disk fills up while other ranks still have buckets to send."""
+def run_full_disk(source: Path, target: Path, rank: int) -> str:
+    """The disk of one rank fills up while it still has buckets to send and to take."""
     writes = 0
 
-    def full(*_: Any) -> None:
+    def full(*args: Any) -> None:
         nonlocal writes
-        writes += 1
+        writes += torch.distributed.get_rank() == rank
         if writes == 5:
             raise OSError(28, "No space left on device")
+        real(*args)
 
     real, ShardWriter.write = ShardWriter.write, full  # type: ignore[method-assign]
     try:
-        run_round_trip(source, target, dict(pp=2), torch.float32, bucket_bytes=20_000)
+        run_round_trip(
+            source, target, dict(pp=2), torch.float32, bucket_bytes=20_000, max_shard_bytes=80_000
+        )
     except (OSError, RuntimeError) as e:
         return str(e)
     finally:
@@ -182,9 +270,11 @@ def run_full_disk(source: Path, target: Path) -> str:
 
 def test_a_disk_that_fills_up_midway_stops_every_rank(world2: World, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "a", "llama")
-    errors = world2.run(run_full_disk, source, tmp_path / "b")
-    assert all("No space left" in e for e in errors)
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    for rank in (0, 1):
+        errors = world2.run(run_full_disk, source, tmp_path / "b", rank)
+        assert all("No space left" in e for e in errors), errors
+        assert f"rank {rank}" in errors[1 - rank]
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
     world2.run(run_round_trip, source, tmp_path / "b", dict(pp=2), torch.float32)
     same(source, tmp_path / "b")
 

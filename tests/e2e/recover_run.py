@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,37 @@ def in_engine_save(step: int) -> None:
     patch(FileSystemWriter, "write_data", make)
 
 
+def while_writing(step: int) -> None:
+    """The last rank, in the update after this step's, with the checkpoint of this step half
+    written behind it: rank 0's files are there, the last rank's are not."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    begun = threading.Event()
+
+    def make(real: Any) -> Any:
+        def write_data(self: Any, *args: Any, **kw: Any) -> Any:
+            if _last_rank() and f".step_{step:06d}." in str(self.path):
+                begun.set()
+                threading.Event().wait()  # for ever
+            return real(self, *args, **kw)
+
+        return write_data
+
+    def wait_for_it(real: Any) -> Any:
+        def train_batch(self: Any, *args: Any, **kw: Any) -> Any:
+            if _last_rank() and self.built.schedule.num_steps == step + 1:
+                assert begun.wait(60)
+            return real(self, *args, **kw)
+
+        return train_batch
+
+    from megarl.engine import MegatronEngine
+
+    patch(FileSystemWriter, "write_data", make)
+    in_update(step + 1)
+    patch(MegatronEngine, "train_batch", wait_for_it)
+
+
 def in_hf_save(step: int) -> None:
     """Rank 0, with the weights of the HF directory written; step 0 is the final one."""
     from megarl.ckpt import hf
@@ -211,7 +243,7 @@ def _last_rank() -> bool:
 
 PHASES = {
     "rollout": in_rollout, "update": in_update, "sync": in_sync, "checkpoint": in_checkpoint,
-    "engine_save": in_engine_save, "hf_save": in_hf_save, "eval": in_eval,
+    "engine_save": in_engine_save, "writing": while_writing, "hf_save": in_hf_save, "eval": in_eval,
 }  # fmt: skip
 
 if __name__ == "__main__":

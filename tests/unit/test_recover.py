@@ -162,6 +162,9 @@ class Weights:
         marker = {"format": FORMAT, "id": "x", "info": {}, "files": {"weights": 1}}
         (path / ENGINE_MARKER).write_text(json.dumps(marker))
 
+    def begin_save(self, meta: Any) -> Any:
+        return Writing(self, meta)
+
     def load(self, meta: Any) -> None:
         self.value = int((Path(meta.path) / "weights").read_text())
 
@@ -170,6 +173,22 @@ class Weights:
 
     def set_version(self, version: int) -> None:
         self.version = version
+
+
+class Writing:
+    """A save in the background, of the value there was when it began."""
+
+    held = False  # while set, nothing comes of it unless it is waited for
+
+    def __init__(self, weights: Weights, meta: Any) -> None:
+        self.copy, self.meta = Weights(), meta
+        self.copy.value = weights.value
+
+    def is_done(self) -> bool:
+        return not Writing.held
+
+    def finish(self) -> None:
+        self.copy.save(self.meta)
 
 
 class Start:
@@ -234,6 +253,33 @@ def test_a_run_continues_where_its_newest_checkpoint_is(tmp_path, model):
     assert second.clock.due(step=7, epoch=1, epoch_ended=False)
     second.train(1)
     assert second.saved() == [4, 6]
+
+
+def test_a_checkpoint_is_finished_at_a_later_step(tmp_path, model, monkeypatch):
+    """It holds what there was when it began; the next one, or the end, waits for it."""
+    cfg = sft(tmp_path, model, "recover.freq_steps=3", "recover.keep_last=9")
+    monkeypatch.setattr(Writing, "held", True)
+    start = Start(cfg)
+    start.train(4)
+    assert start.saved() == []
+    monkeypatch.setattr(Writing, "held", False)
+    start.train(1)
+    assert start.saved() == [3]
+    monkeypatch.setattr(Writing, "held", True)
+    start.train(3)
+    assert start.step == 8 and start.saved() == [3]
+    left = [p.name for p in (tmp_path / "e" / "t" / "recover").glob(".*")]
+    assert len(left) == 1 and left[0].startswith(".step_000006.tmp-")
+    again = Start(cfg)  # as after a kill: the older one is whole, the newer one gone
+    assert (again.step, again.weights.value, again.state) == (3, 3, {"place": 3})
+    again.train(6)
+    assert again.saved() == [3, 6]  # step 9's waited for it
+    fresh = Start(sft(tmp_path / "b", model))
+    fresh.train(2, last=True)
+    assert fresh.saved() == [2]
+    off = Start(sft(tmp_path / "c", model, "recover.freq_steps=2", "recover.async_save=false"))
+    off.train(2)
+    assert off.saved() == [2]
 
 
 def ppo(root: Path, model: Path, *more: str) -> BaseConfig:

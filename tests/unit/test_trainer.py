@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megarl.config.run import FrequencyConfig, SaverConfig
@@ -89,6 +91,21 @@ def test_saver_keeps_the_newest_of_every_model(tmp_path):
         assert sorted(p.name for p in (home / "hf").iterdir()) == ["step_000006", "step_000008"]
     assert saver.save_final() == tmp_path / "final"
     assert (tmp_path / "critic" / "final").exists()
+
+
+@pytest.mark.parametrize("mode, kept", [("max", [4, 10, 12]), ("min", [2, 8, 12])])
+def test_saver_keeps_the_best(tmp_path, mode, kept):
+    """By the figure of the step, which is logged after the save; step 6 was not evaluated."""
+    scores = {2: 0.1, 3: 9.0, 4: 0.7, 8: 0.2, 10: 0.9, 12: 0.0}
+    config = SaverConfig(freq_steps=2, keep_last=1, keep_best=2, metric="eval/x", mode=mode)
+    for step in range(1, 13):
+        saver = a_saver(config, tmp_path, "critic")  # also over starts
+        saver.maybe_save(step=step, epoch=1, epoch_ended=False)
+        row = {"step": step} | ({"eval/x": scores[step]} if step in scores else {})
+        with (tmp_path / "stats.jsonl").open("a") as f:
+            f.write(json.dumps(row) + "\n")
+    for home in (tmp_path, tmp_path / "critic"):
+        assert sorted(p.name for p in (home / "hf").iterdir()) == [f"step_{s:06d}" for s in kept]
 
 
 def test_saver_without_final(tmp_path):

@@ -1,0 +1,98 @@
+"""The weight files of a Hugging Face directory, written by many ranks at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.ckpt.safetensors_files import ShardWriter, plan_shards
+from megarl.models.gather import Bucket, BucketGatherer, Member, plan_buckets
+from megarl.models.piece_table import PieceTable
+from megarl.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePlan:
+    """files: name -> its tensors. buckets: in the order they are gathered in, each within one file;
+    owners: the rank that writes each of them."""
+
+    files: dict[str, list[Member]]
+    owner_of: dict[str, int]
+    buckets: list[Bucket]
+    owners: list[int]
+
+
+def plan_files(
+    table: PieceTable,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    writers: Sequence[int],
+    max_shard_bytes: int,
+    bucket_bytes: int,
+) -> FilePlan:
+    """A file goes to the writer with the least to write so far among those of the pipeline stage
+    that holds most of it, of equals to one of another data-parallel replica, which is often another
+    node. Writers take turns in gathering, so that all of them write at the same time."""
+    whole = (m for bucket in plan_buckets(table, dtype, bucket_bytes) for m in bucket.members)
+    files = plan_shards(list(whole), max_shard_bytes)
+    load = dict.fromkeys(writers, 0)
+    coords = {w: layout.coords(w) for w in writers}
+    owner_of: dict[str, int] = {}
+    turns: list[tuple[int, int, Bucket]] = []  # (how many its owner has before, owner, bucket)
+    count = dict.fromkeys(writers, 0)
+    for file, members in files.items():
+        stages: Counter[int] = Counter()
+        for m in members:
+            stages[table.by_name[m.name].pieces[0].place.pp] += m.nbytes
+        stage_ = stages.most_common(1)[0][0]
+        near = [w for w in writers if coords[w].pp == stage_] or list(writers)
+        owner = min(near, key=lambda w: (load[w], coords[w].tp, coords[w].cp, coords[w].dp))
+        load[owner] += sum(m.nbytes for m in members)
+        owner_of[file] = owner
+        part = replace(table, tensors=tuple(table.by_name[m.name] for m in members))
+        for bucket in plan_buckets(part, dtype, bucket_bytes):
+            turns.append((count[owner], owner, bucket))
+            count[owner] += 1
+    turns.sort(key=lambda turn: turn[:2])
+    buckets = [replace(bucket, index=i) for i, (_, _, bucket) in enumerate(turns)]
+    return FilePlan(
+        files=files, owner_of=owner_of, buckets=buckets, owners=[owner for _, owner, _ in turns]
+    )
+
+
+def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:
+    """This rank's files, by a thread while the next bucket is gathered. A failure to write is
+    raised at the end: the other ranks go on gathering, and need this one."""
+    mine = {f: members for f, members in plan.files.items() if plan.owner_of[f] == rank}
+    rooms = [torch.empty(0, dtype=torch.uint8, device=gatherer.device)] * 2
+    writing: Future[None] | None = None
+    with ExitStack() as stack:
+        writer = stack.enter_context(ShardWriter(staging, mine))
+        thread = stack.enter_context(ThreadPoolExecutor(1))
+        failure: BaseException | None = None
+
+        def write(bucket: Bucket, flat: Tensor) -> None:
+            for name, tensor in bucket.views(flat):
+                writer.write(name, tensor)
+
+        for bucket, owner in zip(plan.buckets, plan.owners, strict=True):
+            if owner != rank:
+                gatherer.gather(bucket)
+                continue
+            rooms.reverse()  # the other one is being written
+            if rooms[0].numel() < bucket.nbytes:
+                rooms[0] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
+            flat = gatherer.gather(bucket, rooms[0])
+            assert flat is not None
+            failure = failure or (writing.exception() if writing else None)
+            writing = thread.submit(write, bucket, flat) if failure is None else None
+        if failure := failure or (writing.exception() if writing else None):
+            raise failure
