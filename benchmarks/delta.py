@@ -33,7 +33,7 @@ def run(model: Path, root: Path, lr: float, steps: int, overrides: list[str]) ->
         "--config", str(ROOT / "configs" / "smollm2_grpo.yaml"), f"actor.path={model}",
         f"fileroot={root}", f"trial_name=lr{lr:g}", f"total_train_steps={steps}",
         f"actor.optimizer.lr={lr:g}", "actor.dtype=bfloat16", "server.dtype=bfloat16",
-        "weight_sync.delta=true", "weight_sync.verify=every", "valid_dataset=null",
+        "weight_sync.delta=true", "weight_sync.verify=full", "valid_dataset=null",
         "saver.final=false", "recover.mode=disabled", "stats_logger.report=false", *overrides,
     ]  # fmt: skip
     env = os.environ | {"MEGARL_DEVICE": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

@@ -9,8 +9,8 @@ for gathering the shards, for the servers' loading, and for their control calls.
 GB, of trainer and server together, says what a sync costs where the processors are busy anyway.
 
 Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
-buckets, and with checksums. Seconds are medians over the rounds; the first one, which connects and
-faults pages in, is left out.
+buckets, and with checksums of a few tensors and of all. Seconds are medians over the rounds; the
+first one, which connects and faults pages in, is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ START_TIMEOUT = 120.0
 class Case:
     layout: Layout
     flattened: bool = True
-    verify: bool = False
+    verify: str = "off"
+    owners: int = 1
 
 
 CASES = {
@@ -58,8 +59,10 @@ CASES = {
     "tp2": Case(layout=Layout(tp=2)),
     "pp2": Case(layout=Layout(pp=2)),
     "tp2pp2": Case(layout=Layout(tp=2, pp=2)),
+    "tp2pp2-2-owners": Case(layout=Layout(tp=2, pp=2), owners=2),
     "tp1-per-tensor": Case(layout=Layout(), flattened=False),
-    "tp1-verified": Case(layout=Layout(), verify=True),
+    "tp1-sampled": Case(layout=Layout(), verify="sample"),
+    "tp1-verified": Case(layout=Layout(), verify="full"),
 }
 
 
@@ -206,6 +209,7 @@ def measure(
         meta = WeightUpdateMeta(
             type="distributed", version=version, addresses=addresses, timeout=600,
             bucket_bytes=args.bucket_mib << 20, flattened=case.flattened, verify=case.verify,
+            owners=case.owners,
         )  # fmt: skip
         before = timed(plain) if plain else (0.0, 0.0)
         dist.barrier(group=group)
@@ -232,8 +236,8 @@ def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, flo
 
 COLUMNS = (
     "trainer", "plain GB/s", "sync GB/s", "ratio", "plain CPU s/GB", "sync CPU s/GB", "paused s",
-    "connect s", "gather s", "broadcast s", "load wait s", "checksum s", "verify s",
-    "broadcasts/GB",
+    "connect s", "gather s", "of it pack s", "broadcast s", "load wait s", "checksum s",
+    "verify s", "broadcasts/GB", "extra MB",
 )  # fmt: skip
 
 
@@ -257,9 +261,12 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
     yield from (f"{gb / plain:.2f}", f"{gb / total:.2f}", f"{plain / total:.2f}")
     yield f"{median(lambda s: s.plain[1]) / gb:.2f}"
     yield f"{median(lambda s: s.sync[1]) / gb:.2f}"
-    for phase in ("paused", "connect", "gather", "broadcast", "load_wait", "checksum", "verify"):
+    for phase in (
+        "paused", "connect", "gather", "pack", "broadcast", "load_wait", "checksum", "verify",
+    ):  # fmt: skip
         yield f"{figure(phase + '_s'):.3f}"
     yield f"{figure('broadcasts') / gb:.0f}"
+    yield f"{figure('peak_extra_bytes') / 1e6:.0f}"
 
 
 def world_size(names: list[str]) -> int:

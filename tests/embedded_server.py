@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.dist.world import free_port
+from megarl.rollout.server_process import free_port
 
 START_TIMEOUT, STOP_TIMEOUT = 90.0, 10.0
 
@@ -31,7 +31,8 @@ class Client:
         """(status, decoded JSON or text)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             status, raw = response.status, response.read().decode()
         finally:
@@ -103,11 +104,13 @@ class Server(Client):
 
 
 @contextmanager
-def embedded_server(model: Path, *flags: str, log: Path) -> Iterator[Server]:
-    """A healthy server of `model`; its output goes to `log` and into the error if it does not
-    come up.
+def embedded_server(
+    model: Path, *flags: str, log: Path, port: int | None = None
+) -> Iterator[Server]:
+    """A healthy server of `model` at `port` (default: a free one); its output goes to `log` and
+    into the error if it does not come up.
     """
-    port = free_port()
+    port = port or free_port()
     command = [
         sys.executable,
         "-m",

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # as a file it finds the package beside it
 from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
+from megarl.weight_sync.owners import split_budget, spread_owners  # noqa: E402
 from megarl.weight_sync.planner_advice import (  # noqa: E402
     Candidate,
     best,
@@ -44,7 +45,6 @@ from megarl.weight_sync.planner_traffic import (  # noqa: E402
     estimate_sync,
     holdings,
     plan_gather,
-    spread_owners,
 )
 
 GIB = 1 << 30
@@ -175,8 +175,6 @@ def _serving(
     receivers = Receivers(gpus=nodes * per_node, tp=args.server_tp)
     if receivers.gpus % receivers.tp:
         raise ValueError(f"--server-tp {receivers.tp} does not divide {receivers.gpus} GPUs")
-    if not 1 <= args.senders <= layout.world_size:
-        raise ValueError(f"--senders {args.senders}: use 1 to {layout.world_size}")
     weights, per_token = server_weights(m, args.server_tp), kv_bytes_per_token(m, args.server_tp)
     room = args.server_memory * cluster.gpu_bytes - weights
     yield f"\nserving on {receivers.gpus} GPUs, {receivers.servers} servers of tp{receivers.tp}"
@@ -185,7 +183,7 @@ def _serving(
         kv = "which does NOT fit: raise --server-tp or take larger GPUs"
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
     buckets = plan_gather(
-        list(holdings(m, layout)), layout, bucket_bytes=args.bucket_mb << 20,
+        list(holdings(m, layout)), layout, bucket_bytes=split_budget(args.bucket_mb << 20)[0],
         owners=spread_owners(layout, args.senders),
     )  # fmt: skip
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.config.rollout import GenerationHyperparameters
@@ -32,12 +33,17 @@ class FinetuneSpec:
 class WeightUpdateMeta:
     """One weight update: `version` is what the servers will report afterwards.
 
-    type: "distributed" ("nccl" is an alias) | "disk" | "colocated"; path: shared directory (disk);
+    type: "distributed" ("nccl" is an alias) | "disk" | "colocated" | "adapter", of a model trained
+    with LoRA the adapters alone; path: shared directory (disk, adapter);
     addresses: host:port of every server; alloc_mode: optional text for the log;
     comm_backend: "nccl" | "gloo", None picks by device.
     delta: send only what changed since the last update the servers hold (distributed).
     delta_on_host: the copy this needs lies in host memory, not beside the parameters.
     quantization: "none" | "fp8_block": the layers' linear maps as block-wise FP8 (distributed).
+    verify: "off" | "sample": checksums of a few tensors, others for every version, are compared
+    with the servers' afterwards | "full": of all. True and False stand for "full" and "off".
+    owners: ranks that gather and send buckets in turn (distributed); None is one for each stage.
+    timeout: seconds all of it may take; server_timeout: those without a sign of life from a server.
     """
 
     type: str
@@ -48,21 +54,30 @@ class WeightUpdateMeta:
     comm_backend: str | None = None
     bucket_bytes: int = 512 << 20
     flattened: bool = True
-    verify: bool = False
+    verify: str | bool = "off"
+    owners: int | None = 1
     delta: bool = False
     delta_on_host: bool = True
     quantization: str = "none"
     timeout: float = 600.0
+    server_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         if self.type == "nccl":
             object.__setattr__(self, "type", "distributed")
-        if self.type not in ("distributed", "disk", "colocated"):
+        if self.type not in ("distributed", "disk", "colocated", "adapter"):
             raise ValueError(
-                f"WeightUpdateMeta.type={self.type!r}: use 'distributed', 'disk' or 'colocated'"
+                f"WeightUpdateMeta.type={self.type!r}: use 'distributed', 'disk', 'colocated' or "
+                "'adapter'"
             )
-        if self.type == "disk" and not self.path:
-            raise ValueError("WeightUpdateMeta.type='disk' needs a path on shared storage")
+        if self.type in ("disk", "adapter") and not self.path:
+            raise ValueError(f"WeightUpdateMeta.type={self.type!r} needs a path on shared storage")
+        if isinstance(self.verify, bool):
+            object.__setattr__(self, "verify", "full" if self.verify else "off")
+        if self.verify not in ("off", "sample", "full"):
+            raise ValueError(
+                f"WeightUpdateMeta.verify={self.verify!r}: use 'off', 'sample' or 'full'"
+            )
         if self.quantization not in ("none", "fp8_block"):
             raise ValueError(
                 f"WeightUpdateMeta.quantization={self.quantization!r}: use 'none' or 'fp8_block'"
@@ -74,6 +89,28 @@ class WeightUpdateMeta:
                 f"WeightUpdateMeta.type={self.type!r} sends whole weights as they are: leave delta "
                 "and quantization, or use type='distributed'"
             )
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter requests must ask for afterwards."""
+        return f"{ADAPTER_PREFIX}{self.version}" if self.type == "adapter" else None
+
+
+# of the names under which servers hold adapters that came from updates
+ADAPTER_PREFIX = "megarl-v"
+# what a server reports as its weight version before its first update
+INITIAL_VERSION = "default"
+
+
+class ServersLost(RuntimeError):
+    """Generation servers that ended or fell silent in a weight update; `servers`: why, by address.
+
+    The others may hold a mixture of versions until an update of them alone succeeds.
+    """
+
+    def __init__(self, message: str, servers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.servers = dict(servers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 
 
@@ -48,19 +49,48 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     for name in ("request_timeout", "setup_timeout", "episode_timeout", "reward_timeout"):
         if not getattr(r, name) > 0:
             yield f"rollout.{name}={getattr(r, name)}: seconds, must be > 0"
+    if sync.type == "colocated" and r.addresses and not any(map(is_here, r.addresses)):
+        yield (
+            "weight_sync.type=colocated: none of rollout.addresses is on this machine; use "
+            "weight_sync.type=distributed or disk"
+        )
     if sync.bucket_mb < 1:
         yield f"weight_sync.bucket_mb={sync.bucket_mb}: must be > 0"
-    if not sync.timeout > 0:
-        yield f"weight_sync.timeout={sync.timeout}: seconds, must be > 0"
+    if sync.owners is not None and sync.owners < 1:
+        yield f"weight_sync.owners={sync.owners}: must be > 0, or null for one on each stage"
+    for name in ("timeout", "server_timeout"):
+        if not getattr(sync, name) > 0:
+            yield f"weight_sync.{name}={getattr(sync, name)}: seconds, must be > 0"
     yield from _less_to_send_problems(cfg)
+    if sync.type == "adapter":
+        yield from _adapter_problems(cfg)
+
+
+def _adapter_problems(cfg: GRPOConfig) -> Iterator[str]:
+    key, server = "weight_sync.type=adapter", cfg.server
+    if cfg.actor.lora is None:
+        yield f"{key}: sends LoRA adapters alone; set actor.lora, or weight_sync.type=distributed"
+        return
+    if cfg.weight_sync.pause_mode != "abort":
+        yield (
+            f"{key}: requests kept by weight_sync.pause_mode={cfg.weight_sync.pause_mode} would go "
+            "on with an adapter that is unloaded; use pause_mode=abort"
+        )
+    if server.path and server.path != cfg.actor.path:
+        yield f"{key}: servers must start from the model below the adapters; leave server.path out"
+    if server.type == "sglang" and server.count > 0 and "--enable-lora" not in server.extra_args:
+        yield (
+            f"{key}: SGLang has room for adapters where it is told to; set server.extra_args="
+            f"[--enable-lora,--max-lora-rank,'{cfg.actor.lora.r}',--lora-target-modules,...]"
+        )
 
 
 def _less_to_send_problems(cfg: GRPOConfig) -> Iterator[str]:
     sync, sglang = cfg.weight_sync, cfg.server.type == "sglang" and cfg.server.count > 0
     fp8 = sync.quantization != "none"
-    if sync.type == "disk" and (sync.delta or fp8):
+    if sync.type in ("disk", "colocated", "adapter") and (sync.delta or fp8):
         key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
-        yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with disk"
+        yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with {sync.type}"
     if sync.delta and fp8:
         yield f"weight_sync.delta=true: cannot go with weight_sync.quantization={sync.quantization}"
     if sync.delta and sglang:

@@ -11,8 +11,10 @@ from megarl.config.base import arg
 class WeightSyncConfig:
     type: str = arg(
         "distributed",
-        help="distributed: stream buckets over NCCL/gloo; disk: through a shared HF directory",
-        choices=("distributed", "nccl", "disk"),
+        help="distributed: stream buckets over NCCL/gloo; disk: through a shared HF directory; "
+        "colocated: servers on the trainers' machines and GPUs read the trainers' memory; "
+        "adapter: with actor.lora, the adapters alone, through a shared PEFT directory",
+        choices=("distributed", "nccl", "disk", "colocated", "adapter"),
     )
     bucket_mb: int = arg(512, help="size of one streamed bucket in MiB; two exist at a time")
     flattened: bool = arg(True, help="one broadcast per bucket instead of one per tensor")
@@ -33,9 +35,20 @@ class WeightSyncConfig:
         help="what happens to requests in flight: abort (resumed by the client) or retract",
         choices=("abort", "retract"),
     )
+    owners: int | None = arg(
+        1,
+        help="trainer ranks that gather and send buckets in turn, spread over pipeline stages and "
+        "nodes; null is one on each stage",
+    )
     verify: str = arg(
-        "first",
-        help="compare server checksums with the trainer's: never, first sync, every sync",
-        choices=("off", "first", "every"),
+        "sample",
+        help="compare the servers' checksums with the trainer's after a sync: never; of all "
+        "tensors after the first and of a few, others each time, later; of all always",
+        choices=("off", "sample", "full"),
     )
     timeout: float = arg(600.0, help="seconds one sync may take before it is an error")
+    server_timeout: float = arg(
+        30.0,
+        help="seconds without a sign of life after which a server that keeps a sync waiting is "
+        "dropped; it is taken back when it answers again",
+    )

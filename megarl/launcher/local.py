@@ -107,8 +107,10 @@ def plan(argv: Sequence[str]) -> Job:
     check_run_dir(cfg)
     check_writable(cfg)
     servers = 0
+    colocated = isinstance(cfg, GRPOConfig) and cfg.weight_sync.type == "colocated"
     if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
         servers = cfg.server.count
+    gpus = visible_gpus(os.environ)
     return Job(
         cfg=cfg,
         script=script,
@@ -116,7 +118,7 @@ def plan(argv: Sequence[str]) -> Job:
         nproc=nproc,
         servers=servers,
         devices=share_out(
-            visible_gpus(os.environ),
+            gpus[:nproc] if colocated else gpus,
             trainers=nproc,
             servers=servers,
             server_tp=cfg.server.tp if isinstance(cfg, GRPOConfig) else 1,
@@ -193,10 +195,10 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
         return
     cfg = job.cfg
     assert isinstance(cfg, GRPOConfig)
-    if job.devices.shared:
+    if job.devices.shared and cfg.weight_sync.type in ("distributed", "nccl"):
         log.warning(
             "servers and trainers share GPUs; NCCL cannot connect two processes on one GPU, so "
-            "sync weights with weight_sync.type=disk"
+            "sync weights with weight_sync.type=colocated or disk"
         )
     for i in range(job.servers):
         gpus = job.devices.servers[i]

@@ -18,6 +18,7 @@ _RECIPES = {
     "blockwise": ("e4m3", (9, 0), 16),
     "mxfp8": ("e4m3", (10, 0), 32),
 }
+_NO_MXFP8_FROM = (12, 0)  # Transformer Engine: not all layouts of its products
 
 
 def fp8_fields(
@@ -26,7 +27,7 @@ def fp8_fields(
     """TransformerConfig's fields. ValueError where these layers, this GPU or these sizes cannot."""
     if recipe == "none":
         return {}
-    form, capability, unit = _RECIPES[recipe]
+    form, least, unit = _RECIPES[recipe]
     if attention != "te":
         raise ValueError(
             f"fp8={recipe!r} needs Transformer Engine's layers, that is a GPU, Transformer Engine "
@@ -36,10 +37,11 @@ def fp8_fields(
         raise ValueError(
             f"fp8={recipe!r} needs dtype='bfloat16' (it is {str(dtype).removeprefix('torch.')})"
         )
-    if (found := torch.cuda.get_device_capability()) < capability:
+    if not runs_on(recipe, found := torch.cuda.get_device_capability()):
+        bound = f" to below {_dotted(_NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
         raise ValueError(
-            f"fp8={recipe!r} needs a GPU of compute capability {_dotted(capability)}, this one has "
-            f"{_dotted(found)}; use {_alternatives(found)}"
+            f"fp8={recipe!r} needs a GPU of compute capability {_dotted(least)}{bound}, this one "
+            f"has {_dotted(found)}; use {_alternatives(found)}"
         )
     for name, size in _widths(model, layout).items():
         if size % unit:
@@ -48,6 +50,12 @@ def fp8_fields(
                 f"{size}; lower parallel.tp or use fp8='none'"
             )
     return {"fp8": form, "fp8_recipe": recipe}
+
+
+def runs_on(recipe: str, capability: tuple[int, int]) -> bool:
+    if recipe == "mxfp8" and capability >= _NO_MXFP8_FROM:
+        return False
+    return _RECIPES[recipe][1] <= capability
 
 
 def token_unit(recipe: str) -> int:
@@ -83,5 +91,5 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _alternatives(capability: tuple[int, int]) -> str:
-    fits = [repr(name) for name, (_, least, _) in _RECIPES.items() if least <= capability]
+    fits = [repr(name) for name in _RECIPES if runs_on(name, capability)]
     return " or ".join([*fits, "'none'"])

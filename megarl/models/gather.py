@@ -1,24 +1,30 @@
 """Gathers a sharded model, bucket by bucket, into flat HF-ordered buffers on one rank.
 
 Used by saving and by weight sync; works for anything shaped like the parameters (gradients too).
-Every source rank packs its strided pieces of a bucket into one contiguous message; the owner copies
-received and own pieces straight into their places in the flat bucket. Ranks that share the bucket's
-memory copy their pieces there themselves. Fused matrices are never un-fused into temporaries, and
-the vocabulary padding is never sent.
+Every source rank packs its strided pieces of a bucket into one contiguous message, or into several
+where the memory for them is bounded; the owner copies received and own pieces straight into their
+places in the flat bucket. Ranks that share the bucket's memory copy their pieces there themselves.
+Fused matrices are never un-fused into temporaries, and the vocabulary padding is never sent.
+
+Messages go from one rank to another, so nobody else takes part: not the other pipeline stages, and
+not the other expert-parallel ranks for experts that the owner holds itself (all of it with ETP=1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from megarl.models.fill import local_view
-from megarl.models.piece_table import HfTensor, Piece, PieceTable
+from megarl.models.messages import Message, Part, length, make_messages, slots
+from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel.layout import Layout
 
 
@@ -54,27 +60,33 @@ def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype
 
 
 def plan_buckets(
-    table: PieceTable, dtype: torch.dtype | Mapping[str, torch.dtype], bucket_bytes: int
+    table: PieceTable,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    bucket_bytes: int,
+    *,
+    first: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order.
+    """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
+    the first has at most as much, and each of the next twice as much as the one before it.
 
     Offsets are multiples of the member's itemsize; a tensor larger than a bucket gets its own.
     """
     buckets: list[Bucket] = []
     members: list[Member] = []
-    end = 0
+    limit, end = bucket_bytes if first is None else first, 0
 
     def close() -> None:
-        nonlocal members, end
+        nonlocal members, end, limit
         if members:
             buckets.append(Bucket(len(buckets), tuple(members), end))
+            limit = min(2 * limit, bucket_bytes)
         members, end = [], 0
 
     for t in table.tensors:
         dt = export_dtype(t, dtype)
         nbytes = t.numel * dt.itemsize
         start = -(-end // dt.itemsize) * dt.itemsize
-        if members and start + nbytes > bucket_bytes:
+        if members and start + nbytes > limit:
             close()
             start = 0
         members.append(Member(t.name, t.shape, dt, start, nbytes))
@@ -83,27 +95,24 @@ def plan_buckets(
     return tuple(buckets)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece and where it goes: member `name` of the bucket, `start` elements into the message."""
-
-    name: str
-    piece: Piece
-    dtype: torch.dtype
-    offset: int  # bytes into its source's message
-    nbytes: int
+# Source rank -> its messages; the same on every rank. The owner's own parts are one.
+_Plan = Mapping[int, Sequence[Message]]
+Packing = Callable[[], AbstractContextManager[None]]
 
 
 class BucketGatherer:
-    """Gathers buckets of one layout to rank `owner`; every rank of the layout constructs it alike.
+    """Gathers buckets of one layout; every rank of the layout constructs it alike.
 
     params: canonical name -> local tensor (parameters or gradients), read at each `gather`.
+    owner:  the rank buckets are gathered to, one for all or that of each bucket.
     group:  process group that spans the layout's ranks; None is the default group. Rank numbers are
             the layout's, which are ranks of this group.
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
+    staging: bytes of messages that an owner has room for; None is as much as a bucket takes.
 
-    Memory: the owner holds one bucket and the messages of one bucket, a source its own message.
-    Messages in host memory are kept for the next bucket: fresh pages cost more than the copy.
+    Memory: an owner holds one bucket and `staging`, a source its own message. That for messages is
+    kept for the next bucket in host memory, where fresh pages cost more than the copy;
+    `message_bytes` is the most they have taken.
     """
 
     def __init__(
@@ -113,91 +122,139 @@ class BucketGatherer:
         rank: int,
         params: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
-        owner: int = 0,
+        owner: int | Sequence[int] = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        staging: int | None = None,
     ) -> None:
-        self.layout, self.rank, self.owner = layout, rank, owner
+        self.layout, self.rank = layout, rank
         self.params, self.group, self.device = params, group, torch.device(device)
-        self._owner_coords = layout.coords(owner)
-        self._messages: dict[int, Tensor] = {}
-        self._plans = {b.index: self._plan(table, b) for b in buckets}
+        self.message_bytes = 0
+        owners = [owner] * len(buckets) if isinstance(owner, int) else owner
+        self.owners = {b.index: o for b, o in zip(buckets, owners, strict=True)}
+        self._room: Tensor | None = None
+        self._plans = {b.index: self._plan(table, b, staging) for b in buckets}
 
-    def _plan(self, table: PieceTable, bucket: Bucket) -> dict[int, list[_Part]]:
-        """Source rank -> the parts of its message, in order; the same on every rank."""
-        plan: dict[int, list[_Part]] = {}
-        ends: dict[int, int] = {}
+    def _plan(self, table: PieceTable, bucket: Bucket, staging: int | None) -> _Plan:
+        parts: dict[int, list[Part]] = {}
+        owner = self.owners[bucket.index]
+        coords = self.layout.coords(owner)
         for m in bucket.members:
             for piece in table.by_name[m.name].pieces:
-                src = self._source(piece)
-                start = -(-ends.get(src, 0) // m.dtype.itemsize) * m.dtype.itemsize
-                nbytes = piece.numel * m.dtype.itemsize
-                plan.setdefault(src, []).append(_Part(m.name, piece, m.dtype, start, nbytes))
-                ends[src] = start + nbytes
-        return plan
-
-    def _source(self, piece: Piece) -> int:
-        """The owner itself where it is a data-parallel replica of the piece's holder."""
-        if piece.place.holds(self._owner_coords):
-            return self.owner
-        return piece.place.rank(self.layout)
+                held = piece.place.holds(coords)  # in whichever data-parallel replica
+                src = owner if held else piece.place.rank(self.layout)
+                part = Part(m.name, piece, m.dtype, 0, piece.numel * m.dtype.itemsize)
+                parts.setdefault(src, []).append(part)
+        others = len(parts.keys() - {owner})
+        limit = staging // others if staging is not None and others else None
+        return {s: make_messages(p, None if s == owner else limit) for s, p in parts.items()}
 
     @torch.no_grad()
     def gather(
-        self, bucket: Bucket, out: Tensor | None = None, *, shared: bool = False
+        self,
+        bucket: Bucket,
+        out: Tensor | None = None,
+        *,
+        shared: bool = False,
+        packing: Packing = nullcontext,
     ) -> Tensor | None:
         """Flat uint8 bucket [nbytes] on the owner (in `out` if given), None on the other ranks.
 
         shared: every rank gives an `out`, and all of them are the same host memory.
+        packing: entered while this rank copies.
 
         Collective over the layout's ranks, which all gather the same buckets in the same order.
         Returns once this rank's part is done; the process group's timeout bounds the wait.
         """
-        parts = self._plans[bucket.index].get(self.rank, [])
-        if self.rank == self.owner:
+        owner, messages = self.owners[bucket.index], self._plans[bucket.index].get(self.rank, [])
+        if self.rank == owner:
             if out is None:
                 out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-            self._receive(bucket, parts, out, shared=shared)
+            (self._meet if shared else self._receive)(bucket, out, packing)
             return out[: bucket.nbytes]
-        if parts:
-            message = self._message(self.rank, parts, shared=shared)
-            if shared:
-                assert out is not None
-                self._place_own(bucket, parts, out)
-            else:
-                self._pack(parts, message)
-            dist.send(message, group=self.group, group_dst=self.owner)
+        if shared and messages:
+            assert out is not None
+            with packing():
+                self._place_own(bucket, out)
+            self._send(self._take_room(1), owner)
+            return None
+        room = self._take_room(max(map(length, messages), default=0))
+        for message in messages:
+            data = room[: length(message)]
+            with packing():
+                self._pack(message, data)
+            self._send(data, owner)
         return None
 
-    def _receive(
-        self, bucket: Bucket, parts: Sequence[_Part], out: Tensor, *, shared: bool
-    ) -> None:
-        """Own `parts` and everybody else's, on the owner."""
-        remote = {s: p for s, p in self._plans[bucket.index].items() if s != self.rank}
-        messages = {s: self._message(s, p, shared=shared) for s, p in remote.items()}
-        works = {
-            src: dist.irecv(message, group=self.group, group_src=src)
-            for src, message in messages.items()
-        }
-        self._place_own(bucket, parts, out)
-        views = dict(bucket.views(out))
-        for src, work in works.items():
-            assert work is not None  # None only on ranks outside the group
-            work.wait()
-            for part in () if shared else remote[src]:
-                _place(views, part, _slot(messages[src], part))
+    def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
+        """Where memory is shared: a byte from each source says that its parts are in place."""
+        sources = self._remote(bucket)
+        said = self._take_room(len(sources)).split(1)
+        works = [self._irecv(byte, src) for byte, src in zip(said, sources)]
+        with packing():
+            self._place_own(bucket, out)
+        for work in works:
+            self._wait(work)
 
-    def _place_own(self, bucket: Bucket, parts: Sequence[_Part], out: Tensor) -> None:
+    def _receive(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
+        """Own parts and everybody else's: one message of each source at a time."""
+        left = {src: list(messages) for src, messages in self._remote(bucket).items()}
+        slot_of, nbytes = slots(left)
+        room = self._take_room(nbytes)
+
+        def receive(src: int) -> dist.Work:
+            return self._irecv(room[slot_of[src]][: length(left[src][0])], src)
+
+        works = {src: receive(src) for src in left}
+        with packing():
+            self._place_own(bucket, out)
+        views = dict(bucket.views(out))
+        while left:
+            for src in list(left):
+                self._wait(works[src])
+                with packing():
+                    for part in left[src].pop(0):
+                        _place(views, part, _slot(room[slot_of[src]], part))
+                if left[src]:
+                    works[src] = receive(src)
+                else:
+                    del left[src]
+
+    def _remote(self, bucket: Bucket) -> dict[int, Sequence[Message]]:
+        return {s: m for s, m in self._plans[bucket.index].items() if s != self.rank}
+
+    def _irecv(self, data: Tensor, src: int) -> dist.Work:
+        work = dist.irecv(data, group=self.group, group_src=src)
+        assert work is not None  # None only on ranks outside the group
+        return work
+
+    def _send(self, data: Tensor, dst: int) -> None:
+        work = dist.isend(data, group=self.group, group_dst=dst)
+        assert work is not None
+        self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        """As long as the group's timeout is now. Left to itself, gloo waits for a message as long
+        as the group was made to wait.
+        """
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        group = self.group or c10d._get_default_group()
+        work.wait(group._get_backend(self.device).options._timeout)
+
+    def _place_own(self, bucket: Bucket, out: Tensor) -> None:
         assert out.dtype == torch.uint8 and out.is_contiguous() and out.numel() >= bucket.nbytes
         views = dict(bucket.views(out))
-        for part, source in self._local(parts):
+        own = [p for message in self._plans[bucket.index].get(self.rank, []) for p in message]
+        for part, source in self._local(own):
             _place(views, part, source)
 
-    def _pack(self, parts: Sequence[_Part], message: Tensor) -> None:
+    def _pack(self, parts: Sequence[Part], message: Tensor) -> None:
         for part, source in self._local(parts):
             _slot(message, part).copy_(source)
 
-    def _local(self, parts: Sequence[_Part]) -> Iterator[tuple[_Part, Tensor]]:
+    def _local(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
         """Each part's numbers. A parameter may be made on demand (merged adapters): it is asked for
         once for its parts, which follow each other."""
         for name, group in groupby(parts, key=lambda part: part.piece.param):
@@ -205,24 +262,25 @@ class BucketGatherer:
             for part in group:
                 yield part, local_view(param, part.piece)
 
-    def _message(self, src: int, parts: Sequence[_Part], *, shared: bool) -> Tensor:
-        """Of `parts` from `src`; where memory is shared, a byte that says they are in place."""
-        nbytes = 1 if shared else parts[-1].offset + parts[-1].nbytes
-        kept = self._messages.get(src)
-        if kept is None or kept.numel() < nbytes:
-            kept = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if self.device.type == "cpu":
-                self._messages[src] = kept
-        return kept[:nbytes]
+    def _take_room(self, nbytes: int) -> Tensor:
+        """Memory for messages."""
+        if self._room is not None and self._room.numel() >= nbytes:
+            return self._room[:nbytes]
+        self._room = None  # freed before its successor is allocated
+        room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.message_bytes = max(self.message_bytes, nbytes)
+        if self.device.type == "cpu":
+            self._room = room
+        return room
 
 
-def _slot(message: Tensor, part: _Part) -> Tensor:
+def _slot(message: Tensor, part: Part) -> Tensor:
     """A part's place in the message, typed and shaped like its view."""
     data = message[part.offset : part.offset + part.nbytes]
     return data.view(part.dtype).view(part.piece.view.shape)
 
 
-def _place(views: Mapping[str, Tensor], part: _Part, source: Tensor) -> None:
+def _place(views: Mapping[str, Tensor], part: Part, source: Tensor) -> None:
     """Copies (and casts) a piece into its box of the HF tensor. Boxes are at most split along their
     first dimension by the piece's view, so the box can always be seen in the view's shape."""
     views[part.name][part.piece.box].view(source.shape).copy_(source)

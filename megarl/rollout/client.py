@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
@@ -16,7 +17,7 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone
+from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone, silent
 from megarl.utils.http import HttpError
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -38,6 +39,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._sync = weight_sync or WeightSyncConfig()
         self._seed = seed
         self._version = 0
+        self._adapter: str | None = None  # that requests ask for
         self._initial_version = 0  # of the weights the servers started with
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
@@ -49,7 +51,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     @property
     def addresses(self) -> list[str]:
-        """host:port of every server."""
+        """host:port of every server that is not lost."""
         return self._pool.addresses if self._pool else server_addresses(self.config)
 
     def initialize(self) -> None:
@@ -58,6 +60,7 @@ class RemoteSGLangEngine(InferenceEngine):
             server_addresses(self.config),
             request_timeout=self.config.request_timeout,
             retries=self.config.request_retries,
+            server_timeout=self._sync.server_timeout,
         )
         self._pool, self._loop = pool, LoopThread()
         self._admitted = asyncio.Event()
@@ -73,11 +76,14 @@ class RemoteSGLangEngine(InferenceEngine):
             raise
 
     def destroy(self) -> None:
-        """Cancels episodes in flight, closes connections, ends the thread. May be called twice."""
+        """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
+        thread. May be called twice.
+        """
         loop, pool = self._loop, self._pool
         self._loop = self._pool = self._executor = None
         if loop is not None:
-            loop.close(last=pool.close if pool is not None else None)
+            paused = not self._admitted.is_set()
+            loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
 
     def check_health(self) -> None:
         loop, pool = self._open()
@@ -135,7 +141,12 @@ class RemoteSGLangEngine(InferenceEngine):
         while unfinished:
             await self._admission()
             pauses = self._pauses
-            items = await pool.generate(batch_body(unfinished), len(unfinished))
+            try:
+                items = await pool.generate(batch_body(unfinished, self._adapter), len(unfinished))
+            except HttpError:  # on its way across an update: the adapter it names is gone
+                if self._adapter is None or pauses == self._pauses:
+                    raise
+                continue
             gained = sum(
                 s.absorb(item, initial_version=self._initial_version)
                 for s, item in zip(unfinished, items, strict=True)
@@ -169,6 +180,8 @@ class RemoteSGLangEngine(InferenceEngine):
     def pause(self) -> None:
         """Stops admitting requests here, then pauses every server. Those that give no answer are
         dropped, here and from `addresses`, while any is left; the next update does without them.
+        Those dropped before that answer again are in `addresses` again; they get requests after an
+        update.
         """
         loop, pool = self._open()
         self.executor.pipeline.hold()
@@ -177,9 +190,9 @@ class RemoteSGLangEngine(InferenceEngine):
             self._admitted.clear()
             self._pauses += 1
             body = {"mode": self._sync.pause_mode}
-            await pool.control("/pause_generation", body, timeout=self._sync.timeout)
+            await pool.pause(body, timeout=self._sync.timeout)
 
-        loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
+        loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
 
     def resume(self) -> None:
         loop, pool = self._open()
@@ -190,6 +203,15 @@ class RemoteSGLangEngine(InferenceEngine):
 
         loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
         self.executor.pipeline.release()
+
+    def drop_servers(self, lost: Mapping[str, str]) -> None:
+        """Goes on without these (address -> why), RuntimeError where no other is left."""
+        loop, pool = self._open()
+
+        async def work() -> None:
+            pool.drop(lost)
+
+        loop.run(work(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Resolves once every server reports `meta.version`, which then is the client's too.
@@ -203,13 +225,16 @@ class RemoteSGLangEngine(InferenceEngine):
         deadline = time.monotonic() + meta.timeout
         while True:
             left = deadline - time.monotonic()
+            patience = self._sync.server_timeout
             infos = await pool.everywhere(
-                "GET", "/model_info", timeout=max(1.0, min(PROBE_TIMEOUT, left))
+                "GET", "/model_info", timeout=max(1.0, min(patience, left))
             )
-            pool.drop(gone(infos))
+            pool.drop(gone(infos) if left < patience else silent(infos))
             late = {a: _served(info) for a, info in infos.items() if _served(info) != wanted}
             late = {a: what for a, what in late.items() if a in pool.addresses}
             if not late:
+                pool.serves(meta.version)
+                self._adapter = meta.adapter
                 self.set_version(meta.version)
                 return
             if left <= POLL_INTERVAL:

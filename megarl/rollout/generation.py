@@ -14,11 +14,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.api.records import ModelRequest, ModelResponse
+from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
-
-# what a server reports before its first weight update
-INITIAL_VERSION = "default"
 
 
 def stable_seed(*key: object) -> int:
@@ -88,9 +85,12 @@ class Sample:
             )
 
 
-def batch_body(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The body of ONE /generate request for all samples, each with its own parameters and seed."""
-    return {
+def batch_body(samples: Sequence[Sample], adapter: str | None = None) -> dict[str, Any]:
+    """The body of ONE /generate request for all samples, each with its own parameters and seed.
+    adapter: the name of what the servers are to compute with beside their base.
+    """
+    lora = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
+    return lora | {
         "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
         "input_ids": [s.tokens for s in samples],
         "sampling_params": [s.sampling_params() for s in samples],

@@ -1,18 +1,23 @@
 """The servers a client talks to: choice by load, retries, and control calls to all of them.
 
-A server that gives no answer to a request is asked last until it answers again; one that gives none
-to a control call is dropped: it missed what keeps servers alike.
+The one place that knows which of them are there. A server that gives no answer to a request is
+asked last until it answers again; one that gives none to a control call is lost: it missed what
+keeps servers alike. A lost one that answers again joins at the next pause: it gets the weights of
+the update that follows, and requests once it serves them. Until then it may hold any weights, and
+so may one that was silent: it shows its version before it gets a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import aiohttp
 
+from megarl.api.records import INITIAL_VERSION
 from megarl.observability.logging import get_logger
 from megarl.utils.http import HttpError, decode_answer, error_message, split_address
 
@@ -22,19 +27,38 @@ RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DEL
 MAX_RETRY_DELAY = 10.0
 POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generates a token
+# how long a pause waits to hear from lost servers; those that are back answer at once
+RETURN_TIMEOUT = 1.0
+CLOSE_TIMEOUT = 5.0  # of a resume at the end
+LOOK_EVERY = 1.0  # seconds between looks after servers that keep us waiting
+
+
+class _State(Enum):
+    SERVING = "gets requests and control calls"
+    JOINING = "paused; gets control calls, and requests once it serves the weights of an update"
+    LOST = "gets nothing"
 
 
 @dataclass
 class _Server:
     address: str  # host:port
+    state: _State = _State.SERVING
     in_flight: int = 0  # samples
     silent: bool = False  # its last call got no answer
+    generating: set[asyncio.Future[Any]] = field(default_factory=set)  # /generate calls
 
 
 class ServerPool:
     """All methods run in the event loop that `open` ran in."""
 
-    def __init__(self, addresses: Sequence[str], *, request_timeout: float, retries: int) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        request_timeout: float,
+        retries: int,
+        server_timeout: float = 30.0,
+    ) -> None:
         if not addresses:
             raise ValueError(
                 "no generation server: set rollout.addresses=[host:port,...] or the environment "
@@ -44,19 +68,35 @@ class ServerPool:
             raise ValueError(f"rollout.request_retries={retries}: use at least 1")
         self._servers = [_Server("{}:{}".format(*split_address(a))) for a in addresses]
         self._timeout, self._retries = request_timeout, retries
+        self._server_timeout = server_timeout
+        self._version: str | None = None  # of the last update
         self._next = 0
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def addresses(self) -> list[str]:
-        return [s.address for s in self._servers]
+        """Of those that are not lost."""
+        return [s.address for s in self._present]
+
+    @property
+    def _present(self) -> list[_Server]:
+        return [s for s in self._servers if s.state is not _State.LOST]
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # concurrency is bounded by the executor
         self._session = aiohttp.ClientSession(connector=connector)
 
-    async def close(self) -> None:
+    async def close(self, *, resume: bool = False) -> None:
+        """resume: nobody else will; whoever uses the servers next must not find them paused."""
         if self._session is not None:
+            if resume:
+                calls = (
+                    self.call(s.address, "POST", "/continue_generation", {}, timeout=CLOSE_TIMEOUT)
+                    for s in self._present
+                )
+                for answer in await asyncio.gather(*calls, return_exceptions=True):
+                    if isinstance(answer, Exception):
+                        log.warning("left paused: %s", answer)
             await self._session.close()
             self._session = None
 
@@ -67,9 +107,11 @@ class ServerPool:
             server = self._pick(avoid=failed)
             server.in_flight += samples
             try:
-                answer = await self.call(
-                    server.address, "POST", "/generate", body, timeout=self._timeout
-                )
+                if server.silent:
+                    await self._check_version(server)
+                items = _checked(await self._generate(server, body), samples, server.address)
+                for item in items:
+                    self._check_served(server, item["meta_info"], "/generate")
             except HttpError as error:
                 if error.status is not None and error.status < 500:
                     raise
@@ -77,7 +119,7 @@ class ServerPool:
                 self._heard(server, error)
             else:
                 self._heard(server)
-                return _checked(answer, samples, server.address)
+                return items
             finally:
                 server.in_flight -= samples
             failed.append(server)
@@ -89,13 +131,51 @@ class ServerPool:
             f"rollout.request_timeout={self._timeout:g} s), the last time because {cause}"
         ) from cause
 
+    async def _generate(self, server: _Server, body: dict[str, Any]) -> Any:
+        """The answer, or an HttpError as soon as the server is lost."""
+        call = asyncio.ensure_future(
+            self.call(server.address, "POST", "/generate", body, timeout=self._timeout)
+        )
+        server.generating.add(call)
+        try:
+            await asyncio.wait({call})
+            if call.cancelled():  # by `drop`
+                raise HttpError(server.address, "/generate", "was given up: the server is lost")
+            return call.result()
+        finally:
+            server.generating.discard(call)
+            call.cancel()
+
     def _pick(self, *, avoid: Sequence[_Server]) -> _Server:
-        """The least loaded server, in turns among equals; servers that just failed come last."""
-        n = len(self._servers)
-        order = [self._servers[(self._next + i) % n] for i in range(n)]
+        """The least loaded server, in turns among equals; servers that just failed come last. A
+        joining one is paused, and holds a request until it has the weights.
+        """
+        serving = [s for s in self._servers if s.state is _State.SERVING] or self._present
+        n = len(serving)
+        order = [serving[(self._next + i) % n] for i in range(n)]
         best = min(order, key=lambda s: (avoid.count(s), s.silent, s.in_flight))
-        self._next = (self._servers.index(best) + 1) % n
+        self._next = (serving.index(best) + 1) % n
         return best
+
+    async def _check_version(self, server: _Server) -> None:
+        """Of a server that was silent: the process at its address may be another one."""
+        info = await self.call(
+            server.address, "GET", "/model_info", timeout=min(self._server_timeout, self._timeout)
+        )
+        self._check_served(server, info, "/model_info")
+
+    def _check_served(self, server: _Server, info: Mapping[str, Any], path: str) -> None:
+        """HttpError, and the server is lost, where it reports the weights servers start with after
+        an update: it was started again.
+        """
+        if self._version is not None and info.get("weight_version") == INITIAL_VERSION:
+            version = self._version
+            said = (
+                f"serves the weights it started with, not version {version}: it was started again"
+            )
+            error = HttpError(server.address, path, said)
+            self.drop({server.address: error})
+            raise error
 
     def _heard(self, server: _Server, error: HttpError | None = None) -> None:
         """Notes how a request ended; one warning for however many a server leaves unanswered."""
@@ -104,39 +184,66 @@ class ServerPool:
             log.warning("%s", error)
         server.silent = silent
 
-    def drop(self, lost: Mapping[str, HttpError], *, bound: str = "") -> None:
+    def drop(self, lost: Mapping[str, object], *, bound: str = "") -> None:
         """Goes on without the servers `lost` (address -> why), or raises if no other is left.
         `bound` says how long they were waited for.
         """
-        if not lost:
+        newly = [s for s in self._present if s.address in lost]
+        if not newly:
             return
-        left = [s for s in self._servers if s.address not in lost]
-        causes = "; ".join(map(str, lost.values()))
+        for server in newly:
+            server.state = _State.LOST
+            for call in server.generating:
+                call.cancel()
+        left = len(self._present)
+        causes = "; ".join(str(lost[s.address]) for s in newly)
         if not left:
             raise RuntimeError(f"no generation server is left: {causes}{bound}")
-        self._servers = left
-        log.warning(
-            "going on with %d server(s), without those lost: %s%s", len(left), causes, bound
-        )
+        log.warning("going on with %d server(s), without those lost: %s%s", left, causes, bound)
+
+    async def pause(self, body: dict[str, Any], *, timeout: float) -> None:
+        """Pauses every server, the lost ones that answer again among them: they join."""
+        lost = [s for s in self._servers if s.state is _State.LOST]
+        returned = await asyncio.gather(*(self._is_back(s, body) for s in lost))
+        for server in (s for s, back in zip(lost, returned, strict=True) if back):
+            server.state, server.silent = _State.JOINING, False
+            log.info("server %s is back: it gets the weights of this update", server.address)
+        await self.control("/pause_generation", body, timeout=timeout)
+
+    async def _is_back(self, server: _Server, pause: dict[str, Any]) -> bool:
+        try:
+            await self.call(server.address, "GET", "/model_info", timeout=RETURN_TIMEOUT)
+            await self.call(
+                server.address, "POST", "/pause_generation", pause, timeout=PROBE_TIMEOUT
+            )
+        except HttpError as e:
+            log.debug("still lost: %s", e)
+            return False
+        return True
+
+    def serves(self, version: int) -> None:
+        """All servers that are not lost serve `version` now."""
+        self._version = str(version)
+        for server in self._present:
+            server.state = _State.SERVING
 
     async def everywhere(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> dict[str, Any]:
         """One control call (idempotent, all of them) to every server at once: {address: answer or
-        its HttpError}. A server that left requests unanswered gets no more time than a probe.
+        its HttpError}. A server gets no more time than it gives signs of life.
         """
 
         async def ask(server: _Server) -> Any:
-            limit = min(timeout, PROBE_TIMEOUT) if server.silent else timeout
             try:
-                return await self.call(server.address, method, path, body, timeout=limit)
+                return await self._call_watched(server.address, method, path, body, timeout)
             except HttpError as error:
                 if not gone({server.address: error}):
                     raise
             await asyncio.sleep(RETRY_DELAY)  # it may have been closing an idle connection
-            return await self.call(server.address, method, path, body, timeout=limit)
+            return await self._call_watched(server.address, method, path, body, timeout)
 
-        servers = list(self._servers)
+        servers = self._present
         answers = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, HttpError):
@@ -152,12 +259,34 @@ class ServerPool:
         errors = {a: e for a, e in answers.items() if isinstance(e, HttpError)}
         if refused := [str(e) for e in errors.values() if e.status is not None]:
             raise RuntimeError("; ".join(refused))
-        self.drop(errors, bound=f" (weight_sync.timeout={timeout:g} s)")
+        self.drop(
+            errors,
+            bound=f" (weight_sync.timeout={timeout:g} s, "
+            f"weight_sync.server_timeout={self._server_timeout:g} s)",
+        )
 
     async def unhealthy(self, *, timeout: float = PROBE_TIMEOUT) -> dict[str, HttpError]:
         """The servers whose /health does not answer 200, with the reason."""
         answers = await self.everywhere("GET", "/health", timeout=timeout)
         return {a: e for a, e in answers.items() if isinstance(e, HttpError)}
+
+    async def _call_watched(
+        self, address: str, method: str, path: str, body: dict[str, Any] | None, timeout: float
+    ) -> Any:
+        """`call`, given up where the server answers nothing else either. What answers /model_info
+        is its HTTP side alone, whatever its workers do.
+        """
+        call = asyncio.ensure_future(self.call(address, method, path, body, timeout=timeout))
+        try:
+            while not (await asyncio.wait({call}, timeout=LOOK_EVERY))[0]:
+                try:
+                    await self.call(address, "GET", "/model_info", timeout=self._server_timeout)
+                except HttpError as error:
+                    if error.status is None and not call.done():
+                        raise
+            return call.result()
+        finally:
+            call.cancel()
 
     async def call(
         self,
@@ -186,10 +315,15 @@ class ServerPool:
         return answer
 
 
+def silent(answers: Mapping[str, Any]) -> dict[str, HttpError]:
+    """The servers, of these answers, that gave none."""
+    return {a: e for a, e in answers.items() if isinstance(e, HttpError) and e.status is None}
+
+
 def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
-    """The servers, of these answers, that are there no more; slow ones still may be."""
-    silent = {a: e for a, e in answers.items() if isinstance(e, HttpError) and e.status is None}
-    return {a: e for a, e in silent.items() if not isinstance(e.__cause__, TimeoutError)}
+    """Those that are there no more; slow ones still may be."""
+    unheard = silent(answers)
+    return {a: e for a, e in unheard.items() if not isinstance(e.__cause__, TimeoutError)}
 
 
 def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -168,13 +169,19 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
     """A TCP port that was free a moment ago: `port`, or any for 0. Another server at our port would
     pass for ours.
     """
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, bool(port))  # as servers do
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise RuntimeError(f"port {port} of {host} cannot be listened at: {e}") from e
-        return int(s.getsockname()[1])
+    # a server listens only when it has imported everything; until then the system would give a port
+    # of its own range, which begins here, to any socket
+    candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
+    for candidate in candidates:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                s.bind((host, candidate))
+            except OSError as e:
+                error = e
+                continue
+            return candidate
+    raise RuntimeError(f"port {candidate} of {host} cannot be listened at: {error}") from error
 
 
 def _environment(server: ServerConfig) -> dict[str, str]:

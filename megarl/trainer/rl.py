@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from functools import partial
 from typing import Any
 
 from megarl.algos import Role
 from megarl.api.inference import Batch, RolloutWorkflow
-from megarl.api.records import FinetuneSpec, WeightUpdateMeta
-from megarl.config.algo import PPOActorConfig
-from megarl.config.check import engines, model_path
+from megarl.api.records import FinetuneSpec, ServersLost, WeightUpdateMeta
+from megarl.config.check import engines, model_path, ref_is_below_adapters
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -23,7 +23,7 @@ from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.figures import rollout_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
-from megarl.trainer.roles import MegatronActor, MegatronRef
+from megarl.trainer.roles import MegatronActor, MegatronLoRARef, MegatronRef
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils.importing import load_object
@@ -151,7 +151,7 @@ class RLTrainer:
             decode=ctx.tokenizer.decode,
         )
         self.actor.initialize(None, self.spec)
-        self.ref = self._make_ref(cfg.actor)
+        self.ref = self._make_ref()
         self.check = SelfCheck(cfg, ctx)
         recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
@@ -183,11 +183,13 @@ class RLTrainer:
         self.generation = Generation(self.cfg, self.ctx.tokenizer)
         return self.generation.start()
 
-    def _make_ref(self, actor: PPOActorConfig) -> MegatronRef | None:
+    def _make_ref(self) -> MegatronRef | MegatronLoRARef | None:
         if self.cfg.ref is None:
             return None
+        if ref_is_below_adapters(self.cfg):
+            return MegatronLoRARef(self.actor)
         config = copy.deepcopy(self.cfg.ref)
-        config.path = config.path or actor.path
+        config.path = model_path(self.cfg, "ref")
         config.optimizer = None
         ref = MegatronRef(config, temperature=self.cfg.gconfig.temperature, seed=self.cfg.seed)
         ref.initialize(None, None)
@@ -266,12 +268,32 @@ class RLTrainer:
         )
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Streams the new weights to every server and bumps the version everywhere."""
+        """The new weights to every server, and the version everywhere. Where servers are lost on
+        the way, all over again to the others: they hold a mixture until then, and are paused.
+        """
+        begun = time.monotonic()
+        addresses = self.ctx.zero(self._pause)
+        seconds = {"weight_sync/pause_s": time.monotonic() - begun}
+        while True:
+            meta = self._update_meta(version, addresses)
+            try:
+                stats = self.actor.upload_weights(meta)
+                break
+            except ServersLost as e:  # the same on every rank
+                addresses = self.ctx.zero(self._go_on_without, e.servers)
+        begun = time.monotonic()
+        self.ctx.zero(self._resume, meta)
+        seconds["weight_sync/resume_s"] = time.monotonic() - begun
+        self.actor.set_version(version)
+        self._synced = True
+        return stats | seconds
+
+    def _update_meta(self, version: int, addresses: tuple[str, ...]) -> WeightUpdateMeta:
         sync = self.cfg.weight_sync
-        meta = WeightUpdateMeta(
+        return WeightUpdateMeta(
             type=sync.type,
             version=version,
-            addresses=self.ctx.zero(self._pause),
+            addresses=addresses,
             path=str(self.ctx.run_dir / "weights"),
             bucket_bytes=sync.bucket_mb << 20,
             flattened=sync.flattened,
@@ -279,13 +301,10 @@ class RLTrainer:
             delta_on_host=sync.delta_on_host,
             quantization=sync.quantization,
             timeout=sync.timeout,
-            verify=sync.verify == "every" or (sync.verify == "first" and not self._synced),
+            server_timeout=sync.server_timeout,
+            verify="full" if sync.verify == "sample" and not self._synced else sync.verify,
+            owners=sync.owners,
         )
-        stats = self.actor.upload_weights(meta)
-        self.ctx.zero(self._resume, meta)
-        self.actor.set_version(version)
-        self._synced = True
-        return stats
 
     def end_generation(self) -> None:
         if self.generation is None:
@@ -313,6 +332,11 @@ class RLTrainer:
         """The servers that paused; those that did not answer have been dropped."""
         assert self.generation is not None
         self.generation.client.pause()
+        return tuple(self.generation.client.addresses)
+
+    def _go_on_without(self, lost: dict[str, str]) -> tuple[str, ...]:
+        assert self.generation is not None
+        self.generation.client.drop_servers(lost)
         return tuple(self.generation.client.addresses)
 
     def _resume(self, meta: WeightUpdateMeta) -> None:

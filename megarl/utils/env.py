@@ -55,5 +55,19 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def is_here(address: str) -> bool:
+    """Whether host:port is on this machine, as a loopback address is on every machine."""
+    if is_loopback(address):
+        return True
+    host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as s:
+            s.bind(where)  # only addresses of this machine's interfaces can be bound
+    except OSError:
+        return False
+    return True
+
+
 def has_interface(name: str) -> bool:
     return name in [interface for _, interface in socket.if_nameindex()]

@@ -76,7 +76,7 @@ def error_message(answer: Any) -> str:
         error = answer.get("error")
         if isinstance(error, dict):
             return str(error.get("message", error))
-        for key in ("message", "error", "detail"):
+        for key in ("message", "error", "detail", "error_message"):
             if answer.get(key):
                 return str(answer[key])
     return "(no message)" if answer is None else str(answer)

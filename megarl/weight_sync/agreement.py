@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.api.records import ServersLost
 from megarl.weight_sync.process_group import join_group, set_group_timeout
 
 T = TypeVar("T")
@@ -25,16 +27,44 @@ CONNECT_TIMEOUT = 120.0
 
 
 class Deadline:
-    """`timeout` seconds from now."""
+    """`timeout` seconds from now. patience: how long a server may give no sign of life."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
+        self.timeout, self.patience = timeout, patience
         self._end = time.monotonic() + timeout
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
 
     @property
     def left(self) -> float:
         """Seconds left, never less than a hair, so that it can serve as a timeout."""
         return max(0.001, self._end - time.monotonic())
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error as it travels: what it says, and the servers it is the loss of."""
+
+    kind: str
+    message: str
+    servers: dict[str, str]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        servers = error.servers if isinstance(error, ServersLost) else {}
+        return cls(type(error).__name__, str(error), servers)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def _servers_lost(failures: Collection[_Failure]) -> ServersLost | None:
+    """One for all, where there is one among them. The other errors may be its consequences."""
+    lost = [f for f in failures if f.servers]
+    servers = {server: why for f in lost for server, why in f.servers.items()}
+    return ServersLost("; ".join(f.message for f in lost), servers) if lost else None
 
 
 class Agreement:
@@ -65,22 +95,29 @@ class Agreement:
     def together(self, fn: Callable[..., T], *args: Any) -> T:
         """Collective: fn(*args) on every rank, and then this rank's result.
 
-        Raises on every rank when it raised on any: the rank's own error where it has one, else a
-        RuntimeError with the others' messages. Then `set_timeout` comes before the next call.
+        Raises on every rank when it raised on any: ServersLost with the servers of all where that
+        is one of the errors, for what follows from it is the same on every rank; else the rank's
+        own error where it has one, else a RuntimeError with the others' messages. Then
+        `set_timeout` comes before the next call.
         """
         try:
             result = fn(*args)
         except Exception as e:
-            said = f"{type(e).__name__}: {e}"
+            mine = _Failure.of(e)
             self._limit(FAIL_GRACE, f"{FAIL_GRACE:g} s")
             try:
-                self._gather_errors(said)
+                failed = self._gather_failures(mine)
             except RuntimeError as lost:
-                raise RuntimeError(f"weight sync failed on rank {self.rank}: {said}; {lost}") from e
+                said = f"weight sync failed on rank {self.rank}: {mine}; {lost}"
+                raise RuntimeError(said) from e
+            if servers_lost := _servers_lost(failed.values()):
+                raise servers_lost from e
             raise
-        errors = self._gather_errors(None)
-        if errors:
-            said = "; ".join(f"rank {r}: {m}" for r, m in errors.items())
+        failed = self._gather_failures(None)
+        if servers_lost := _servers_lost(failed.values()):
+            raise servers_lost
+        if failed:
+            said = "; ".join(f"rank {r}: {failure}" for r, failure in failed.items())
             raise RuntimeError(f"weight sync failed on {said}")
         return result
 
@@ -93,6 +130,18 @@ class Agreement:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def gather_from(self, ranks: Collection[int], value: T) -> list[T]:
+        """Collective. The `value` of these ranks alone, which may be large: `gather` takes as much
+        room for each rank as for the one that has most.
+        """
+        if self._group is None:
+            return [value]
+        values = [[value if self.rank == rank else None] for rank in ranks]
+        with self._in_touch():
+            for rank, box in zip(ranks, values, strict=True):
+                dist.broadcast_object_list(box, group=self._group, group_src=rank)
+        return [cast(T, box[0]) for box in values]
+
     @contextmanager
     def _in_touch(self) -> Iterator[None]:
         try:
@@ -103,17 +152,23 @@ class Agreement:
                 f"ended, or did not get this far within {self._bound}. Cause: {e}"
             ) from e
 
-    def _gather_errors(self, message: str | None) -> dict[int, str]:
-        """By rank. Almost always there are none, which a byte of each rank says in one round."""
+    def _gather_failures(self, failure: _Failure | None) -> dict[int, _Failure]:
+        """By rank. Almost always there are none, which takes a byte to rank 0 and one from there: a
+        sync asks after every bucket, and gloo's all_gather passes its bytes from rank to rank.
+        """
         if self._group is None:
-            return {} if message is None else {self.rank: message}
-        mine = torch.tensor([message is not None], dtype=torch.uint8)
-        flags = [torch.empty_like(mine) for _ in range(self.size)]
+            return {} if failure is None else {self.rank: failure}
+        any_failed = torch.tensor([failure is not None], dtype=torch.uint8)
+        first = self.rank == 0
+        flags = [torch.empty_like(any_failed) for _ in range(self.size)] if first else None
         with self._in_touch():
-            dist.all_gather(flags, mine, group=self._group)
-        if not any(flags):
+            dist.gather(any_failed, flags, group=self._group, group_dst=0)
+            if flags:
+                any_failed = torch.stack(flags).amax(0)
+            dist.broadcast(any_failed, group=self._group, group_src=0)
+        if not any_failed:
             return {}
-        return {r: m for r, m in enumerate(self.gather(message)) if m is not None}
+        return {r: f for r, f in enumerate(self.gather(failure)) if f is not None}
 
     def close(self) -> None:
         if self._group is not None:

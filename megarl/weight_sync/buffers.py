@@ -31,6 +31,15 @@ class BucketBuffers:
         self.shared = False
         self._size = 0
 
+    @property
+    def nbytes(self) -> int:
+        """That this rank has allocated."""
+        return sum(b.nbytes for b in self.pair) if self._owning else 0
+
+    def slot(self, turn: int) -> torch.Tensor | None:
+        """For the owner's bucket number `turn`; where it is not shared, on the owner alone."""
+        return self.pair[turn % 2] if self.pair else None
+
     def hold(self, nbytes: int) -> bool:
         """Whether there is room for buckets of `nbytes`, as far as this rank knows."""
         return self._size >= nbytes

@@ -24,7 +24,7 @@ from megarl.weight_sync.process_group import (
     listen,
     set_group_timeout,
 )
-from megarl.weight_sync.servers import Answer, Servers, failures
+from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
 
 T = TypeVar("T")
 
@@ -117,14 +117,19 @@ class Exchange(Generic[T]):
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when all sides are done. At the first failure, or at the deadline, raises a
-        RuntimeError with what the failed servers said.
+        RuntimeError with what the failed servers said: ServersLost where some said nothing.
         """
+        how = cf.FIRST_EXCEPTION
+        lost = wait_for(self.theirs, deadline, also=[self.ours], return_when=how)
         sides: list[Future[Any]] = [self.ours, *self.theirs.values()]
-        done, pending = cf.wait(sides, deadline.left, return_when=cf.FIRST_EXCEPTION)
-        if not pending and all(f.exception() is None for f in done):
+        if not lost and all(f.done() and f.exception() is None for f in sides):
             return
-        if pending and not failures(self.theirs):
-            cf.wait(self.theirs.values(), min(GRACE, deadline.left), return_when=cf.FIRST_EXCEPTION)
+        if not lost and not deadline.over:
+            if not failures(self.theirs):
+                patience = min(GRACE, deadline.left)
+                cf.wait(self.theirs.values(), patience, return_when=cf.FIRST_EXCEPTION)
+            lost = absent(self.theirs, deadline)
+        raise_if_lost(lost, self.what)
         raise RuntimeError(f"{self.what}: {self._reason(deadline)}")
 
     def answered(self) -> float:

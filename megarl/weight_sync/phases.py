@@ -6,15 +6,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 PREFIX = "weight_sync/"
 
 
 class Phases:
-    """Seconds per phase. gather, broadcast and load_wait overlap: they may exceed the total."""
+    """Seconds per phase. gather, broadcast and load_wait overlap: they may exceed the total. pack,
+    which is copying, is a part of gather.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.figures: dict[str, float] = {}
+        self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._start = time.monotonic()
 
     @contextmanager
@@ -25,6 +30,27 @@ class Phases:
         finally:
             self.add(phase, time.monotonic() - start)
 
+    @contextmanager
+    def time_on(self, device: torch.device, phase: str) -> Iterator[None]:
+        """What `device` does meanwhile, which on a GPU is later than the host asks for it."""
+        if device.type != "cuda":
+            with self.time(phase):
+                yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._on_device.append((phase, begin, end))
+
+    def collect(self) -> dict[str, float]:
+        """The seconds of all phases, those on the device included."""
+        for phase, begin, end in self._on_device:
+            end.synchronize()
+            self.add(phase, begin.elapsed_time(end) / 1e3)
+        self._on_device.clear()
+        return self.seconds
+
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
@@ -34,5 +60,5 @@ class Phases:
         figures = dict(self.figures)
         if "bytes" in figures:
             figures["gb_per_s"] = figures["bytes"] / total / 1e9
-        figures |= {f"{phase}_s": s for phase, s in self.seconds.items()} | {"total_s": total}
+        figures |= {f"{phase}_s": s for phase, s in self.collect().items()} | {"total_s": total}
         return {PREFIX + name: value for name, value in figures.items()}

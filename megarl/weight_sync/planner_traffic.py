@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
 from megarl.parallel.layout import Layout
+from megarl.weight_sync.owners import assign, by_turns, first_bytes
 from megarl.weight_sync.planner_memory import BF16, FP32, server_weights
 
 
@@ -118,43 +119,39 @@ class BucketTraffic:
 def plan_gather(
     held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, owners: Sequence[int] = (0,)
 ) -> list[BucketTraffic]:
-    """The distributed transport's buckets (weight_sync.plan.plan_sync), owners in turn."""
-    buckets: list[BucketTraffic] = []
-    sources: dict[int, int] = {}
-    end = tensors = 0
-    coords = {rank: layout.coords(rank) for rank in owners}
-    ranks: dict[tuple[Place, int], int] = {}
+    """The distributed transport's buckets (weight_sync.plan.plan_sync)."""
+    chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, owners)
+    mine: dict[int, list[Holding]] = {owner: [] for owner in owners}
+    for h, owner in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
+        mine[owner].append(h)
+    queues = {o: list(_buckets(own, layout, bucket_bytes, o)) for o, own in mine.items() if own}
+    turns = by_turns({owner: len(queue) for owner, queue in queues.items()})
+    return [replace(queues[owner].pop(0), index=i) for i, owner in enumerate(turns)]
 
-    def source(place: Place, owner: int) -> int:
-        if (place, owner) not in ranks:
-            own = place.holds(coords[owner])
-            ranks[place, owner] = owner if own else place.rank(layout)
-        return ranks[place, owner]
 
-    def close() -> None:
-        nonlocal sources, end, tensors
-        if tensors:
-            buckets.append(BucketTraffic(len(buckets), owner, end, tensors, sources))
-        sources, end, tensors = {}, 0, 0
+def _buckets(
+    held: Sequence[Holding], layout: Layout, bucket_bytes: int, owner: int
+) -> Iterator[BucketTraffic]:
+    """One owner's, as if it were alone."""
+    coords, sources = layout.coords(owner), dict[int, int]()
+    index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
 
-    owner = owners[0]
-    for h in sorted(held, key=lambda h: -h.itemsize):
+    @cache
+    def source(place: Place) -> int:
+        return owner if place.holds(coords) else place.rank(layout)
+
+    for h in held:
         start = -(-end // h.itemsize) * h.itemsize
         nbytes = h.numel * h.itemsize
-        if tensors and start + nbytes > bucket_bytes:
-            close()
-            start, owner = 0, owners[len(buckets) % len(owners)]
+        if tensors and start + nbytes > limit:
+            yield BucketTraffic(index, owner, end, tensors, sources)
+            index, limit = index + 1, min(2 * limit, bucket_bytes)
+            sources, start, tensors = {}, 0, 0
         for place, n in h.parts:
-            rank = source(place, owner)
+            rank = source(place)
             sources[rank] = sources.get(rank, 0) + n * h.itemsize
         end, tensors = start + nbytes, tensors + 1
-    close()
-    return buckets
-
-
-def spread_owners(layout: Layout, count: int) -> tuple[int, ...]:
-    """Ranks evenly apart, so that they sit on different nodes and stages."""
-    return tuple(i * layout.world_size // count for i in range(count))
+    yield BucketTraffic(index, owner, end, tensors, sources)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_NEVER_SENT = 0x6E65  # tag of a message nobody sends
 
 
 def listen(*, timeout: float) -> dist.TCPStore:
@@ -71,8 +73,22 @@ def destroy_update_group(pg: dist.ProcessGroup, *, abort: bool = False) -> None:
     connections) the other members', instead of waiting for them.
     """
     if abort:
-        pg.abort()
+        abort_collectives(pg)
     dist.destroy_process_group(pg)
+
+
+def abort_collectives(pg: dist.ProcessGroup) -> None:
+    """Ends collectives under way in other threads with an error there. The group is of no more use.
+
+    NCCL can. Gloo's abort does nothing, but an operation that times out closes all connections of
+    its group, and what waits for one ends.
+    """
+    pg.abort()
+    if dist.get_backend(pg) != dist.Backend.GLOO:
+        return
+    for peer in set(range(pg.size())) - {pg.rank()}:
+        with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed already
+            pg.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def set_group_timeout(pg: dist.ProcessGroup, timeout: float) -> None:

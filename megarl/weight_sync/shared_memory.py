@@ -35,12 +35,12 @@ def offer(nbytes: int) -> Offer | None:
         return None
     fd = os.memfd_create("megarl")
     os.ftruncate(fd, nbytes)
-    return Offer(_machine(), os.getpid(), fd, _inode(fd), nbytes)
+    return Offer(machine(), os.getpid(), fd, _inode(fd), nbytes)
 
 
 def attach(offered: Offer) -> torch.Tensor | None:
     """The memory as a uint8 tensor; None where it is on another machine or out of reach."""
-    if offered.machine != _machine():
+    if offered.machine != machine():
         return None
     try:
         fd = os.open(f"/proc/{offered.pid}/fd/{offered.fd}", os.O_RDWR)
@@ -54,7 +54,8 @@ def attach(offered: Offer) -> torch.Tensor | None:
         os.close(fd)
 
 
-def _machine() -> str:
+def machine() -> str:
+    """One name for each running kernel."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megarl.utils.checksum import tensor_checksum
+from megarl.weight_sync import fp8
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.servers import ServerInfo, Servers
 
 log = logging.getLogger(__name__)
 
 Checksums = Mapping[str, str]
+SAMPLE = 8  # tensors
 
 
 class Verifier:
     """Collects checksums of what is sent, in the dtype the servers hold it, then asks them.
 
+    names: the tensors to compare, None for all.
+
     A stock SGLang server fuses (qkv, gate/up) and shards its parameters and hashes them in its own
     way, so its checksums say nothing about HF tensors. Such servers are only compared with each
-    other, and a warning says so.
+    other, when all tensors are compared, and a warning says so.
     """
 
-    def __init__(self, info: Mapping[str, ServerInfo]) -> None:
+    def __init__(
+        self, info: Mapping[str, ServerInfo], names: Collection[str] | None = None
+    ) -> None:
+        self.names = names
         self.comparable = [s for s, i in info.items() if i.hf_checksums]
+        self.others = [s for s, i in info.items() if not i.hf_checksums]
         dtypes = {info[s].dtype for s in self.comparable}
         if len(dtypes) > 1:
             raise RuntimeError(f"servers hold weights in different dtypes: {dtypes}")
@@ -34,18 +43,24 @@ class Verifier:
         self.sent: dict[str, str] = {}
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self.comparable:
-            self.sent |= {n: tensor_checksum(t.to(self.dtype or t.dtype)) for n, t in tensors}
+        """FP8 tensors come with their scales."""
+        if not self.comparable:
+            return
+        wanted = (
+            (n, t) for n, t in tensors
+            if self.names is None or n.removesuffix(fp8.SUFFIX) in self.names
+        )  # fmt: skip
+        self.sent |= {
+            n: tensor_checksum(t.to(self.dtype or t.dtype)) for n, t in fp8.dequantized(wanted)
+        }
 
-    def check(self, servers: Servers, deadline: Deadline) -> bool:
+    def check(self, deadline: Deadline) -> bool:
         """Whether every server was compared. RuntimeError naming the tensors that differ."""
-        answers = servers.call("/weights_checker", {"action": "checksum"}, deadline)
-        held = {server: _checksums(server, answer) for server, answer in answers.items()}
-        for server in self.comparable:
-            if wrong := differences(self.sent, held[server][0]):
+        for server, sums in self._ask(self.comparable, deadline).items():
+            if wrong := differences(self.sent, sums[0]):
                 raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
             log.info("checksums of %d tensors agree with server %s", len(self.sent), server)
-        others = {s: sums for s, sums in held.items() if s not in self.comparable}
+        others = self._ask(self.others, deadline) if self.names is None else {}
         if others:
             compare_with_each_other(others)
             log.warning(
@@ -54,7 +69,22 @@ class Verifier:
                 ", ".join(others),
                 "; these servers do agree with each other" if len(others) > 1 else "",
             )
-        return not others
+        return not self.others
+
+    def _ask(self, addresses: Sequence[str], deadline: Deadline) -> dict[str, list[Checksums]]:
+        if not addresses:
+            return {}
+        body: dict[str, Any] = {"action": "checksum"}
+        if self.names is not None:
+            body["names"] = sorted(self.names)
+        answers = Servers(addresses).call("/weights_checker", body, deadline)
+        return {server: _checksums(server, answer) for server, answer in answers.items()}
+
+
+def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
+    """A few of them; others for another seed."""
+    ordered = sorted(names)
+    return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
 
 
 def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:

@@ -106,7 +106,10 @@ def close_sender() -> None:
 
 def send_believing(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
     """Without asking the servers what they hold."""
-    with mock.patch.object(distributed.DistributedTransport, "_check_acknowledged"):
+    believe = mock.patch.object(
+        distributed.DistributedTransport, "_check_acknowledged", return_value=False
+    )
+    with believe:
         return send(source, meta)
 
 
@@ -212,6 +215,18 @@ def test_only_what_changed_is_sent(
     assert streamed == [checksums(servers[0])] * 2
 
 
+def test_every_owner_remembers_its_buckets(
+    sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
+) -> None:
+    sender, whole = sending(dict(pp=2, pipeline_split=[3, 1])), size(versions[0])
+    assert sender.to(servers, versions[0], owners=None) == (whole, None)
+    nbytes, part = sender.to(servers, versions[1], owners=None)
+    assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
+    load(servers[1], versions[0])
+    assert sender.to(servers, versions[2], owners=None) == (whole, None)
+    assert sender.to(servers, versions[1], owners=1) == (whole, None)  # others own them now
+
+
 def test_what_does_not_pay_is_sent_whole(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path], tmp_path: Path
 ) -> None:
@@ -227,6 +242,7 @@ def test_what_does_not_pay_is_sent_whole(
     assert sender.to(servers, versions[1]) == (whole, None)
 
 
+@pytest.mark.full
 def test_servers_that_hold_something_else_get_everything(
     world: World, sending: Callable[..., Sending], servers: list[Server], versions: list[Path],
     tmp_path: Path,

@@ -124,23 +124,23 @@ def test_any_rank_can_gather(
 def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
     """Messages this rank sends for one bucket."""
     sent = 0
-    real = torch.distributed.send
+    real = torch.distributed.isend
 
-    def send(*args: Any, **kw: Any) -> None:
+    def isend(*args: Any, **kw: Any) -> Any:
         nonlocal sent
         sent += 1
-        real(*args, **kw)
+        return real(*args, **kw)
 
     with built(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
             model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], owner
         )
-        torch.distributed.send = send
+        torch.distributed.isend = isend
         try:
             gatherer.gather(bucket)
         finally:
-            torch.distributed.send = real
+            torch.distributed.isend = real
     return sent
 
 
@@ -157,12 +157,12 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
     """
     agreement, largest = Agreement(None), 0
     result: dict[str, Any] = {}
-    real = torch.distributed.send
+    real = torch.distributed.isend
 
-    def send(message: torch.Tensor, **kw: Any) -> None:
+    def isend(message: torch.Tensor, **kw: Any) -> Any:
         nonlocal largest
         largest = max(largest, message.numel())
-        real(message, **kw)
+        return real(message, **kw)
 
     with built(path, dict(tp=2, pp=2)) as (model, groups):
         params = named_params(model.chunks)
@@ -174,9 +174,9 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
         lost = not reachable and groups.rank == 1
         with mock.patch.object(sync_buffers, "attach", (lambda _: None) if lost else attach):
             buffers.take(max(b.nbytes for b in buckets))
-        with mock.patch.object(torch.distributed, "send", send):
+        with mock.patch.object(torch.distributed, "isend", isend):
             for b in buckets:
-                out = buffers.pair[b.index % 2] if buffers.pair else None
+                out = buffers.slot(b.index)
                 flat = gatherer.gather(b, out, shared=buffers.shared)
                 if flat is not None:
                     result |= {n: t.clone() for n, t in b.views(flat)}

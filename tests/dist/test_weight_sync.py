@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,18 +18,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import is_tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megarl.api.records import WeightUpdateMeta
+from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
-from megarl.models.gather import plan_buckets
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import WeightSender
+from megarl.utils.http import call_json
+from megarl.weight_sync import WeightSender, distributed
 from megarl.weight_sync import buffers as sync_buffers
 from megarl.weight_sync.agreement import Agreement
 from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.owners import split_budget
+from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
@@ -225,6 +231,85 @@ def test_ranks_that_share_no_memory(world: World, untied: list[Server], tmp_path
     assert [s["weight_sync/verified"] for s in stats[0]] == [1, 1]
 
 
+OWNERS = 2, None  # None: one on each stage
+
+
+@pytest.mark.parametrize("i, job", ((0, run_syncs), (1, run_apart)), ids=("tp2", "pp2-apart"))
+def test_two_owners_send_by_turns(
+    world: World, untied: list[Server], home: Path, tmp_path: Path, i: int, job: Callable[..., Any]
+) -> None:
+    source = save_tiny(tmp_path / "new", "qwen2", seed=36 + i)
+    saved, before = tmp_path / "saved", checksums(untied[0])
+    metas = metas_for(untied, 261 + 10 * i, owners=OWNERS[i])
+    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", owners=1)]
+    parallel = list(LAYOUTS.values())[i]
+    stats = world.run(job, source, saved, parallel, torch.float32, metas)
+    assert stats[0] == stats[1]
+    assert [s["weight_sync/verified"] for s in stats[0]] == [1, 1, 1]
+    assert [s["weight_sync/owners"] for s in stats[0]] == [2, 2, 1]
+    for phase in ("connect", "gather", "pack", "broadcast", "verify", "total"):
+        assert all(s[f"weight_sync/{phase}_s"] > 0 for s in stats[0]), phase
+    assert all(s["weight_sync/load_wait_s"] >= 0 for s in stats[0])
+    assert [version(s) for s in untied] == [str(metas[-1].version)] * 2
+    streamed = checksums(untied[0])
+    load(untied[0], saved)
+    assert streamed == checksums(untied[0]) == checksums(untied[1]) != before
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that live because of operators run inside, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak, self._known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kw)) if is_tensor(t)}
+        out = func(*args, **(kw or {}))
+        for t in tree_leaves(out):
+            if is_tensor(t):
+                storage = t.untyped_storage()
+                if storage._cdata not in self._known | before:
+                    self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key, nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def run_counted(
+    source: Path, parallel: dict[str, Any], meta: WeightUpdateMeta
+) -> tuple[int, float]:
+    """Peak of what a sync allocates on this rank, and what the sync says about it."""
+    sender = WeightSender(*sharded(source, parallel, torch.float32))
+    try:
+        with mock.patch.object(sync_buffers, "attach", lambda _: None), Allocations() as counted:
+            stats = sender.upload(meta)
+        return counted.peak, stats["weight_sync/peak_extra_bytes"]
+    finally:
+        sender.close()
+
+
+def test_extra_memory_is_two_buckets_of_the_owner_and_a_message_elsewhere(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    """Where ranks share no memory; 10 KB are for what they say to each other."""
+    source, bucket = save_tiny(tmp_path / "new", "qwen2", seed=38), 200_000
+    (meta, _) = metas_for(untied, 281, bucket_bytes=bucket, verify="off")
+    (owner, said), (other, _) = world.run(run_counted, source, dict(tp=2), meta)
+    assert 1.5 * bucket < said <= 2 * bucket
+    assert said <= owner <= said + 10_000
+    assert 1_000 < other <= bucket // 8 + 10_000
+
+
 def test_fp32_ranks_feed_a_bf16_server(world: World, tied: Server, tmp_path: Path) -> None:
     """The server rounds what it gets; verification rounds likewise before it compares."""
     source = save_tiny(tmp_path / "new", "qwen3", tie=True, seed=40)
@@ -314,7 +399,11 @@ def test_a_failure_of_the_owner_alone_reaches_every_rank(
 
 
 @pytest.mark.parametrize(
-    "blow, timeout", ((signal.SIGKILL, 600.0), (signal.SIGSTOP, 4.0)), ids=("killed", "frozen")
+    "blow, timeout",
+    (
+        pytest.param(signal.SIGKILL, 600.0, id="killed"),
+        pytest.param(signal.SIGSTOP, 4.0, id="frozen", marks=pytest.mark.full),
+    ),
 )
 def test_a_server_lost_in_the_middle_is_named_on_every_rank(
     world: World,
@@ -336,6 +425,33 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
             assert "version 501, bucket" in r.error
             assert r.recovered["weight_sync/verified"] == 1
     assert [version(s) for s in untied] == ["502"] * 2
+
+
+def run_across_a_restart(source: Path, server: str, metas: list[WeightUpdateMeta]) -> list[int]:
+    """After the second upload `server` looks like a new process. How many groups the sender has
+    made after each."""
+    sender = WeightSender(*sharded(source, dict(tp=2), torch.float32))
+    made: list[int] = []
+    with mock.patch.object(distributed, "UpdateChannel", wraps=UpdateChannel) as channels:
+        for k, meta in enumerate(metas):
+            if k == 2 and dist.get_rank() == 0:
+                body = {"new_version": INITIAL_VERSION, "abort_all_requests": False}
+                call_json("POST", server, "/update_weight_version", body, timeout=30)
+            sender.upload(meta)
+            made.append(channels.call_count)
+        sender.close()
+    return made
+
+
+def test_a_server_that_was_started_again_is_connected_again(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    """It is in no group, which nobody has noticed."""
+    source = save_tiny(tmp_path / "new", "qwen2", seed=65)
+    metas = [m for first in (551, 553) for m in metas_for(untied, first)]
+    made = world.run(run_across_a_restart, source, address(untied[1]), metas)
+    assert made == [[1, 1, 2, 2], [0] * 4]
+    assert [version(s) for s in untied] == ["554"] * 2
 
 
 def run_corrupted_sync(source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta) -> Failure:
@@ -374,7 +490,7 @@ def test_a_corrupted_tensor_is_named_on_every_rank(
     bad = metas_for(untied, 551)[not flattened]
     layout = Layout.from_config(ParallelConfig(tp=2), 2)
     table = build_piece_table(read_hf_config(source), layout)
-    name = plan_buckets(table, torch.float32, SOME)[2].members[0].name
+    name = plan_sync(table, torch.float32, split_budget(SOME)[0]).buckets[2].members[0].name
     for r in world.run(run_corrupted_sync, source, bad, metas_for(untied, 553)[0]):
         assert re.search(
             rf"server {address(untied[0])} does not hold .* different: {name}$", r.error
@@ -411,7 +527,8 @@ def test_ranks_with_different_plans_find_out(
     world: World, untied: list[Server], home: Path
 ) -> None:
     errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
-    assert all("ranks [1]" in e and "bucket_bytes" in e for e in errors)
+    assert errors[0] == errors[1] and "bucket_bytes" in errors[0]
+    assert re.search(r"in bucket \d+, rank 1 has (model\.\S+ \[.*|nothing) where", errors[0])
 
 
 # ---- groups

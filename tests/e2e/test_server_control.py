@@ -294,7 +294,6 @@ def test_versions_weights_by_name_and_what_is_not_supported(server, weights):
     status, data = server.post("/get_weights_by_name", {"name": "nope"})
     assert status == 400 and "Get parameter by name failed" in data["error"]["message"]
     assert server.post("/weights_checker", {"action": "reset_tensors"})[0] == 400
-    assert server.post("/update_weights_from_tensor", {})[0] == 404
     assert server.get("/weights_checker")[1]["success"]
 
 
@@ -442,6 +441,7 @@ def test_control_bodies(server):
 # ---- the end
 
 
+@pytest.mark.full
 def test_sigterm_ends_it_whatever_it_does(dirs, tmp_path):
     """In flight, queued behind a pause, inside a collective: soon, and with status 0."""
     with embedded_server(dirs[0], log=tmp_path / "a") as server:

@@ -99,7 +99,7 @@ def buckets_of(saved: Path, bucket_bytes: int) -> list[tuple[Bucket, torch.Tenso
     local = table.local_params(layout.coords(0))
     params = {n: torch.empty(p.shape, dtype=torch.bfloat16) for n, p in local.items()}
     load_hf(saved, table, layout, 0, params)
-    plan = plan_sync(table, torch.bfloat16, bucket_bytes, owner=0)
+    plan = plan_sync(table, torch.bfloat16, bucket_bytes)
     gatherer = BucketGatherer(table, layout, 0, params, plan.buckets)
     out = []
     for bucket in plan.buckets:

@@ -143,6 +143,7 @@ def test_failed_pause_names_the_server(servers, connect):
     with pytest.raises(RuntimeError, match=f"{servers[1].address}.*cannot pause now") as info:
         client.pause()
     assert servers[0].address not in str(info.value)
+    servers[1].pause_answer = None
 
 
 def test_pause_without_resume_is_an_error_in_the_end(servers, connect):
@@ -207,6 +208,126 @@ def test_a_server_gone_after_its_update_is_not_waited_for(servers, connect):
     meta = WeightUpdateMeta(type="distributed", version=1, timeout=600)
     client.update_weights(meta).result(timeout=5)
     assert client.addresses == [servers[1].address]
+
+
+def test_a_dropped_server_that_answers_again_joins_the_next_update(servers, connect, monkeypatch):
+    """It is paused with the others, and gets no request before it serves what they do."""
+    client = connect(*(s.address for s in servers))
+    lost, other = servers
+
+    def update(version, *got_it):
+        client.pause()
+        for server in got_it:
+            server.weight_version = str(version)
+        meta = WeightUpdateMeta(type="distributed", version=version, timeout=10)
+        client.update_weights(meta).result(timeout=5)
+        client.resume()
+
+    client.pause()
+    client.drop_servers({lost.address: f"server {lost.address}: silent"})
+    assert client.addresses == [other.address]
+    other.weight_version = "1"
+    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=10)).result(5)
+    client.resume()
+    assert [path for path, _ in lost.calls] == ["/pause_generation"]
+    for _ in range(3):
+        generate(client, request())
+    assert not lost.requests and len(other.requests) == 3
+
+    client.pause()
+    assert sorted(client.addresses) == sorted([lost.address, other.address])
+    client.resume()  # without an update: what it holds is still unknown
+    for _ in range(3):
+        generate(client, request())
+    assert not lost.requests
+
+    update(2, *servers)
+    for _ in range(2):
+        assert generate(client, request())[0].output_versions == [2] * 6
+    assert lost.requests
+
+
+def test_what_a_dropped_server_was_asked_is_asked_of_another(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    client = connect(*(s.address for s in servers), request_timeout=600.0)
+    lost, other = servers
+    lost.delay = 600.0
+
+    async def dropped():
+        task = asyncio.ensure_future(client.agenerate(request()))
+        while not lost.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.drop_servers, {lost.address: "silent"})
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(dropped()).output_len == 6
+    assert len(lost.requests) == len(other.requests) == 1
+
+
+def test_a_server_that_was_started_again_gets_no_more_requests(
+    servers, connect, monkeypatch, capsys
+):
+    """Its first weights are of no version; what it answers with them is asked of another one."""
+    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    client = connect(*(s.address for s in servers))
+    for server in servers:
+        server.weight_version = "1"
+    client.update_weights(WeightUpdateMeta(type="distributed", version=1, timeout=10)).result(5)
+    servers[0].fail, servers[0].weight_version = ["drop"], "default"
+    for _ in range(4):
+        assert generate(client, request())[0].output_versions == [1] * 6
+    assert len(servers[0].requests) == 1  # the one that was lost with it
+    servers[1].weight_version = "default"  # nobody noticed
+    with pytest.raises(RuntimeError, match=r"no generation server is left.*was started again"):
+        generate(client, request())
+    assert f"{servers[0].address}" in capsys.readouterr().err
+
+
+def test_the_end_resumes_what_is_paused(servers, connect):
+    client = connect(*(s.address for s in servers))
+    client.pause()
+    client.destroy()
+    assert [s.calls[-1][0] for s in servers] == ["/continue_generation"] * 2
+
+
+def test_requests_name_the_adapter_of_the_last_update(servers, connect):
+    client = connect(servers[0].address)
+    generate(client, request())
+    servers[0].weight_version = "4"
+    meta = WeightUpdateMeta(type="adapter", version=4, path="shared", timeout=10)
+    client.update_weights(meta).result(5)
+    generate(client, request(), request())
+    asked = [r.get("lora_path") for r in servers[0].requests]
+    assert asked == [None, ["megarl-v4", "megarl-v4"]]
+
+
+def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monkeypatch):
+    """It names an adapter that the server has unloaded meanwhile."""
+    server, client = servers[0], connect(servers[0].address)
+    gone = (400, {"error": {"message": "no such adapter"}})
+
+    def update(version):
+        client.pause()
+        server.weight_version = str(version)
+        meta = WeightUpdateMeta(type="adapter", version=version, path="shared", timeout=10)
+        client.update_weights(meta).result(5)
+        client.resume()
+
+    send = client._pool.generate
+
+    async def late(body, samples):
+        monkeypatch.setattr(client._pool, "generate", send)
+        await asyncio.to_thread(update, 2)
+        server.fail = [gone]
+        return await send(body, samples)
+
+    update(1)
+    monkeypatch.setattr(client._pool, "generate", late)
+    assert generate(client, request())[0].output_versions == [2] * 6
+    assert [r["lora_path"] for r in server.requests] == [["megarl-v1"], ["megarl-v2"]]
+    server.fail = [gone]
+    with pytest.raises(RuntimeError, match="no such adapter"):
+        generate(client, request())
 
 
 def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):

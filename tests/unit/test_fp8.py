@@ -54,7 +54,8 @@ def test_recipes_reach_the_transformer_config(monkeypatch, model, recipe, gpu, f
         (H100, "delayed", dict(attention="sdpa"), "needs Transformer Engine's layers"),
         (H100, "delayed", dict(dtype=torch.float16), "needs dtype='bfloat16' .it is float16."),
         (A100, "delayed", {}, "compute capability 8.9, this one has 8.0; use 'none'"),
-        (H100, "mxfp8", {}, "capability 10.0, this one has 9.0; use 'delayed' or 'tensorwise'"),
+        (H100, "mxfp8", {}, "10.0 to below 12.0, this one has 9.0; use 'delayed' or 'tensorwise'"),
+        ((12, 0), "mxfp8", {}, "has 12.0; use 'delayed' or 'tensorwise' or 'blockwise' or 'none'"),
         (H100, "delayed", dict(layout=Layout(tp=4)), "feed-forward width is 24; lower parallel.tp"),
     ],
 )

@@ -15,6 +15,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import planner_traffic
+from megarl.weight_sync.owners import spread_owners
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.planner_advice import best, candidates, estimate_step, even_split
 from megarl.weight_sync.planner_memory import (
@@ -35,7 +36,6 @@ from megarl.weight_sync.planner_traffic import (
     estimate_sync,
     holdings,
     plan_gather,
-    spread_owners,
 )
 from tests.unit.test_planner import FAMILIES, config
 from tools import plan as tool
@@ -93,11 +93,12 @@ def test_weights_and_holdings_are_the_piece_tables(architecture: str, tie: bool)
 def test_the_planned_buckets_are_those_that_are_sent(owners: tuple[int, ...]) -> None:
     m, layout = config("DeepseekV3ForCausalLM"), Layout(tp=2, pp=2, dp=2, ep=4)
     table = build_piece_table(m, layout)
-    want = plan_sync(table, torch.bfloat16, 700, owner=0).buckets
+    plan = plan_sync(table, torch.bfloat16, 700, owners)
+    want = plan.buckets
     have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, owners=owners)
     assert [(b.nbytes, b.tensors) for b in have] == [(b.nbytes, len(b.members)) for b in want]
-    for b, bucket in zip(have, want, strict=True):
-        assert b.owner == owners[b.index % len(owners)]
+    for b, bucket, owner in zip(have, want, plan.owners, strict=True):
+        assert (b.index, b.owner) == (bucket.index, owner)
         coords, sources = layout.coords(b.owner), dict[int, int]()
         for member in bucket.members:
             for p in table.by_name[member.name].pieces:
@@ -254,7 +255,7 @@ def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = capsys.readouterr().out
     for words in (
         "235.1B parameters, 22.2B of them per token", "dp32 tp4 pp4 ep8", "does NOT fit 80 GiB",
-        "KV cache", "one weight sync: 470.2 GB in 888 buckets", "bound by", "advice: of",
+        "KV cache", "one weight sync: 470.2 GB in 944 buckets", "bound by", "advice: of",
         "planned in",
     ):  # fmt: skip
         assert words in said

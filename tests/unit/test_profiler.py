@@ -72,6 +72,9 @@ def test_a_step_that_fails_leaves_the_whole_ones_before_it(tmp_path):
         ("NVIDIA L40S", 362.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.0),
+        ("Tesla V100-PCIE-32GB", 112.0),
+        ("NVIDIA GB200", 2500.0),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )

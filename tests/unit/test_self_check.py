@@ -390,7 +390,7 @@ def test_sft_has_the_same_protection(tmp_path, said):
 def test_the_first_sync_of_every_start_is_verified(tmp_path):
     """What a verification finds: test_a_corrupted_tensor_is_named_on_every_rank."""
 
-    def verified(verify: str, version: int) -> list[bool]:
+    def verified(verify: str, version: int) -> list[str]:
         """Of a process that starts at `version` and takes two steps."""
         metas: list[Any] = []
         arrival = SimpleNamespace(result=lambda timeout: None)
@@ -405,9 +405,11 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
             upload_weights=lambda meta: metas.append(meta) or {}, set_version=lambda v: None
         )
         for v in range(version, version + 3):
-            trainer.update_weights(v)
+            stats = trainer.update_weights(v)
+            assert stats["weight_sync/pause_s"] >= 0 and stats["weight_sync/resume_s"] >= 0
         assert [m.version for m in metas] == [version, version + 1, version + 2]
         return [m.verify for m in metas]
 
-    assert verified("first", 0) == verified("first", 7) == [True, False, False]
-    assert verified("every", 7) == [True, True, True]
+    assert verified("sample", 0) == verified("sample", 7) == ["full", "sample", "sample"]
+    assert verified("full", 7) == ["full"] * 3
+    assert verified("off", 0) == ["off"] * 3

@@ -12,8 +12,10 @@ from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender
+from megarl.weight_sync.owners import spread_owners
 from megarl.weight_sync.plan import (
-    check_digests,
+    difference,
+    first_difference,
     plan_sync,
     rank_offsets,
     uniform_dtype,
@@ -34,7 +36,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> PieceTable:
 
 def test_buckets_hold_every_tensor_once_and_within_bounds(table: PieceTable) -> None:
     bound = 50_000
-    plan = plan_sync(table, torch.bfloat16, bound, owner=0)
+    plan = plan_sync(table, torch.bfloat16, bound)
     names = [m.name for b in plan.buckets for m in b.members]
     assert sorted(names) == sorted(t.name for t in table.tensors)
     assert len(plan.buckets) > 3
@@ -49,7 +51,7 @@ def test_mixed_dtypes_leave_no_gaps(table: PieceTable, bound: int) -> None:
     dtype = {t.name: torch.bfloat16 for t in table.tensors}
     dtype[NORM] = torch.float32
     dtype["model.layers.1.input_layernorm.weight"] = torch.float32
-    for b in plan_sync(table, dtype, bound, owner=0).buckets:
+    for b in plan_sync(table, dtype, bound).buckets:
         end = 0
         for m in b.members:
             assert m.offset == end and end % m.dtype.itemsize == 0
@@ -59,23 +61,108 @@ def test_mixed_dtypes_leave_no_gaps(table: PieceTable, bound: int) -> None:
 
 def test_digest_sees_whatever_changes_the_plan(table: PieceTable) -> None:
     plans = [
-        plan_sync(table, torch.bfloat16, 50_000, owner=0),
-        plan_sync(table, torch.bfloat16, 50_000, owner=1),
-        plan_sync(table, torch.bfloat16, 70_000, owner=0),
-        plan_sync(table, torch.float32, 50_000, owner=0),
+        plan_sync(table, torch.bfloat16, 50_000),
+        plan_sync(table, torch.bfloat16, 50_000, [1]),
+        plan_sync(table, torch.bfloat16, 50_000, [0, 1]),
+        plan_sync(table, torch.bfloat16, 70_000),
+        plan_sync(table, torch.float32, 50_000),
+        plan_sync(build_piece_table(table.model, Layout(pp=2)), torch.bfloat16, 50_000),
     ]
     assert len({p.digest for p in plans}) == len(plans)
-    assert plan_sync(table, torch.bfloat16, 50_000, owner=0).digest == plans[0].digest
+    assert plan_sync(table, torch.bfloat16, 50_000).digest == plans[0].digest
 
 
-def test_ranks_that_disagree_are_named() -> None:
-    check_digests(["a", "a"])
-    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] do not agree with rank 0"):
-        check_digests(["a", "b", "a", "c"])
+def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
+    ours = plan_sync(table, torch.bfloat16, 50_000)
+    dtype = {t.name: torch.bfloat16 for t in table.tensors} | {NORM: torch.float16}
+    theirs = plan_sync(table, dtype, 50_000)
+    assert first_difference([ours.digests, ours.digests]) is None
+    found = first_difference([ours.digests, ours.digests, theirs.digests])
+    (home,) = (b.index for b in ours.buckets if NORM in [m.name for m in b.members])
+    assert found == (2, home)
+    said = difference(2, home, theirs.entries(home), ours.entries(home))
+    assert f"in bucket {home + 1}, rank 2 has {NORM} [64] torch.float16 at byte" in said
+    assert f"where rank 0 has {NORM} [64] torch.bfloat16 at byte" in said
+    fewer = plan_sync(table, torch.bfloat16, 1 << 30)
+    assert first_difference([ours.digests, fewer.digests]) == (1, 0)
+    assert "rank 0 has nothing" in difference(1, 9, ["a"], ours.entries(99))
+
+
+def test_an_owner_gathers_from_its_own_stage(table: PieceTable) -> None:
+    layout = Layout(tp=2, pp=2, dp=2)
+    cut = build_piece_table(table.model, layout)
+    owners = spread_owners(layout, 2)
+    assert owners == (0, 4)  # the first rank of each stage
+    plan = plan_sync(cut, torch.bfloat16, 20_000, owners)
+    assert set(plan.owners) == set(owners)
+    for bucket, owner in zip(plan.buckets, plan.owners, strict=True):
+        pieces = [p for m in bucket.members for p in cut.by_name[m.name].pieces]
+        assert {p.place.pp for p in pieces} == {layout.coords(owner).pp}
+    names = [m.name for b in plan.buckets for m in b.members]
+    assert sorted(names) == sorted(t.name for t in table.tensors)
+    assert [b.index for b in plan.buckets] == list(range(len(plan.buckets)))
+    # by turns: where one is, the others are not far
+    halves = [plan.owners[: len(plan.owners) // 2].count(o) for o in owners]
+    assert all(abs(2 * h - plan.owners.count(o)) <= 1 for h, o in zip(halves, owners))
+
+
+def test_owners_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None:
+    """Data-parallel replicas need nothing from each other."""
+    layout = Layout(dp=2)
+    plan = plan_sync(build_piece_table(table.model, layout), torch.bfloat16, 20_000, [0, 1])
+    loads = [
+        sum(b.nbytes for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner)
+        for owner in (0, 1)
+    ]
+    assert sum(loads) == plan.nbytes and max(loads) < 0.7 * plan.nbytes
+
+
+@pytest.mark.parametrize("etp", (1, 2))
+def test_an_owner_sends_the_experts_it_holds(
+    etp: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = save_tiny(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2)
+    layout = Layout(tp=2, dp=2, ep=4 // etp, etp=etp)
+    table = build_piece_table(read_hf_config(path), layout)
+    plan = plan_sync(table, torch.bfloat16, 20_000, range(4))
+    for owner in range(4):
+        buckets = [b for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner]
+        names = [m.name for b in buckets for m in b.members if ".experts." in m.name]
+        assert names
+        homes = {p.place.ep for name in names for p in table.by_name[name].pieces}
+        assert homes == {layout.coords(owner).ep}
+
+
+@pytest.mark.parametrize("owners", ([0], [0, 1], [0, 1, 2], [0, 2, 4, 6], [3, 1]))
+@pytest.mark.parametrize("bucket_bytes", (5_000, 20_000, 1 << 30))
+def test_gathers_run_ahead_by_two_buckets_of_an_owner(
+    table: PieceTable, owners: list[int], bucket_bytes: int
+) -> None:
+    layout = Layout(tp=2, pp=2, dp=2)
+    cut = build_piece_table(table.model, layout)
+    plan = plan_sync(cut, torch.bfloat16, bucket_bytes, owners)
+    held: set[int] = set()
+    for k, gathered in enumerate(plan.gathers):
+        held -= {i for i in held if i < k - 1}  # answered; k - 1 is under way
+        held |= set(gathered)
+        assert k in held
+        for owner in owners:
+            slots = [plan.turns[i] % 2 for i in held if plan.owners[i] == owner]
+            assert len(slots) == len(set(slots)) <= 2
+    assert sorted(i for step in plan.gathers for i in step) == list(range(len(plan.buckets)))
+    if len(owners) == 1:
+        assert plan.gathers == tuple((k,) for k in range(len(plan.buckets)))
+
+
+def test_owners_are_ranks(table: PieceTable) -> None:
+    assert spread_owners(Layout(dp=8), 3, first=7) == (7, 1, 4)
+    for count in (0, 9):
+        with pytest.raises(ValueError, match=rf"weight_sync.owners={count}: use 1 to 8"):
+            spread_owners(Layout(dp=8), count)
 
 
 def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:
-    bucket = plan_sync(table, torch.bfloat16, 1 << 30, owner=0).buckets[0]
+    bucket = plan_sync(table, torch.bfloat16, 1 << 30).buckets[0]
     first = update_body(bucket, group_name="g", flattened=True, version=7, last=False)
     last = update_body(bucket, group_name="g", flattened=False, version=7, last=True)
     assert first["flush_cache"] is False and "weight_version" not in first
@@ -134,12 +221,11 @@ def sender(table: PieceTable, owner: int = 0) -> WeightSender:
 def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"owner=2: use a rank of the layout, 0\.\.1"):
         sender(table, owner=2)
-    with pytest.raises(ValueError, match=r"colocated.*use type='distributed'"):
-        sender(table).upload(WeightUpdateMeta(type="colocated", version=1))
-    with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
-        sender(table).upload(WeightUpdateMeta(type="distributed", version=1))
-    with pytest.raises(ValueError, match="bucket_bytes=0"):
-        sender(table).upload(WeightUpdateMeta(type="distributed", version=1, bucket_bytes=0))
+    for kind in ("distributed", "colocated"):
+        with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
+            sender(table).upload(WeightUpdateMeta(type=kind, version=1))
+        with pytest.raises(ValueError, match="bucket_bytes=0"):
+            sender(table).upload(WeightUpdateMeta(type=kind, version=1, bucket_bytes=0))
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 

@@ -19,7 +19,7 @@ from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.channel import Exchange
 from megarl.weight_sync.process_group import address_towards, is_loopback
 from megarl.weight_sync.servers import Answer, ServerInfo, Servers
-from megarl.weight_sync.verify import Verifier
+from megarl.weight_sync.verify import Verifier, sample
 
 SILENCE = "silence"  # an answer that never comes
 
@@ -161,7 +161,7 @@ def test_verification_names_server_and_tensor(fakes: Any) -> None:
     def check(*servers: Fake) -> bool:
         verifier = Verifier({s.address: info for s in servers})
         verifier.add([("w", torch.ones(2).bfloat16()), ("b", torch.zeros(2).bfloat16())])
-        return verifier.check(Servers([s.address for s in servers]), Deadline(10))
+        return verifier.check(Deadline(10))
 
     good, bad = fakes(**checker(sums)), fakes(**checker(sums | {"w": "?"}))
     assert check(good)
@@ -178,8 +178,30 @@ def test_stock_servers_cannot_be_verified_and_that_is_said(
     verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=None, hf_checksums=False)})
     verifier.add([("model.layers.0.self_attn.q_proj.weight", torch.ones(1))])
     with caplog.at_level(logging.WARNING):
-        assert verifier.check(Servers([fake.address]), Deadline(10)) is False
+        assert verifier.check(Deadline(10)) is False
     assert f"weights on {fake.address} not verified" in caplog.text
+
+
+def test_a_sample_asks_for_a_few_tensors_and_leaves_stock_servers_alone(fakes: Any) -> None:
+    ours = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
+    stock = ServerInfo(tp=1, dtype=None, hf_checksums=False)
+    names = [f"w{i}" for i in range(100)]
+    few = sample(names, seed=3)
+    assert few == sample(reversed(names), seed=3) != sample(names, seed=4)
+    assert len(few) == 8 and few < set(names) and sample(["a"], 1) == {"a"}
+    one = tensor_checksum(torch.ones(1))
+    good, other = fakes(**checker(dict.fromkeys(few, one))), fakes()
+
+    def verifier(weight: float) -> Verifier:
+        v = Verifier({good.address: ours, other.address: stock}, few)
+        v.add((n, torch.full([1], weight)) for n in names)
+        return v
+
+    assert verifier(1.0).check(Deadline(10)) is False  # the stock server was not compared
+    assert good.asked == [("/weights_checker", {"action": "checksum", "names": sorted(few)})]
+    assert not other.asked
+    with pytest.raises(RuntimeError, match=f"different: {min(few, key=names.index)}"):
+        verifier(2.0).check(Deadline(10))
 
 
 def later(seconds: float, error: str | None = None) -> Answer:

@@ -37,7 +37,9 @@ _ROUTES: dict[str, tuple[str, ...]] = {
     "flush_cache": ("GET", "POST"), "begin_weight_update": ("POST",),
     "end_weight_update": ("POST",), "init_weights_update_group": ("POST",),
     "destroy_weights_update_group": ("POST",), "update_weights_from_distributed": ("POST",),
-    "update_weights_from_disk": ("POST",), "update_weight_version": ("POST",),
+    "update_weights_from_tensor": ("POST",), "update_weights_from_disk": ("POST",),
+    "update_weight_version": ("POST",), "load_lora_adapter": ("POST",),
+    "unload_lora_adapter": ("POST",),
     "weights_checker": ("GET", "POST"), "get_weights_by_name": ("GET", "POST"),
 }  # fmt: skip
 _ALIASES = {"model_info": ("get_model_info",), "server_info": ("get_server_info",)}

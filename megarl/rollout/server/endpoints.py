@@ -98,7 +98,9 @@ class Endpoints:
 
     async def generate(self, request: Request) -> Response:
         self.core.check_alive()
-        call, batched = self.core.parser.parse(await read_json(request))
+        body = await read_json(request)
+        call, batched = self.core.parser.parse(body)
+        self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
         if call.stream:
             return StreamingResponse(self._stream(call, batched), media_type="text/event-stream")

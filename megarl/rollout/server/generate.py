@@ -27,7 +27,6 @@ _UNSUPPORTED = (
     "image_data",
     "video_data",
     "audio_data",
-    "lora_path",
     "lora_id",
     "session_params",
     "custom_logit_processor",

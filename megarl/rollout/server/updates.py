@@ -21,10 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.rollout.server.adapters import Adapters
 from megarl.rollout.server.errors import ControlError
 from megarl.rollout.server.weights import Spec, WeightStore
-from megarl.weight_sync import delta, fp8
-from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+from megarl.weight_sync import delta, fp8, handles
+from megarl.weight_sync.process_group import (
+    abort_collectives,
+    destroy_update_group,
+    init_update_group,
+)
 
 logger = logging.getLogger(__name__)
 DEFAULT_GROUP = "weight_update_group"
@@ -122,13 +127,16 @@ class WeightUpdates:
     def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
         self.store, self.device, self._timeout = store, device, timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._receiving: dist.ProcessGroup | None = None
         self._session = False
+        self.adapters = Adapters(store)
         self.weights_id: str | None = None
         self._base: str | None = None
         self._room: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
+        self.adapters.forget()
         self._session, self._room, self._base = True, None, self.weights_id
 
     def end(self) -> None:
@@ -158,6 +166,14 @@ class WeightUpdates:
             raise ControlError(f"{e.args[0]} is missing") from None
         except (RuntimeError, ValueError, TypeError) as e:
             raise ControlError(f"Failed to initialize custom process group: {e}.") from e
+
+    def interrupt(self, name: str | None) -> None:
+        """Ends the wait for tensors of this group, which may never come: another of its members is
+        gone. In any thread, before `destroy_group`.
+        """
+        group = self._groups.get(name or DEFAULT_GROUP)
+        if group is not None and group is self._receiving:
+            abort_collectives(group)
 
     def destroy_group(self, name: str | None) -> None:
         group = self._groups.pop(name or DEFAULT_GROUP, None)
@@ -192,7 +208,7 @@ class WeightUpdates:
         refusal = self._refusal(tensors, changes, check)
         if refusal is None:
             self.weights_id = None  # torn until the last bucket is in
-        with self._failures(tensors):
+        with self._failures(tensors, group):
             if changes is not None:
                 self._patch(tensors, changes, group, accepted=refusal is None)
             else:
@@ -204,11 +220,46 @@ class WeightUpdates:
             self.store.load(fp8.dequantized(received.items()))
         self.weights_id = body.get("weights_id")
 
+    def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
+        """Loads what lies in the sender's memory, whose whereabouts `body` has, or nothing."""
+        if not self._session:
+            raise ControlError(
+                "update_weights_from_tensor must run between begin_weight_update() and "
+                "end_weight_update()"
+            )
+        texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
+        if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
+            raise ControlError("serialized_named_tensors must be a list of one base64 string")
+        if load_format not in (None, "flattened_bucket"):
+            raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
+        check()
+        try:
+            tensors = handles.unpack(texts[0], flattened=load_format is not None)
+            self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
+        except (ValueError, RuntimeError) as e:
+            raise ControlError(f"serialized_named_tensors: {e}") from e
+        self.weights_id = None
+        self.store.load(tensors)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
+
     def from_disk(self, path: str, check: Callable[[], None]) -> None:
         """Loads an HF directory, or nothing where `check` refuses."""
         check()
         self.weights_id = None
+        self.adapters.forget()
         self.store.load_directory(path)
+
+    def load_adapter(self, name: str, path: str, check: Callable[[], None]) -> None:
+        check()
+        self.weights_id = None
+        self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
+        if name == self.adapters.merged:
+            check()
+            self.weights_id = None
+        self.adapters.unload(name)
 
     def _refusal(
         self, tensors: TensorList, changes: Changes | None, check: Callable[[], None]
@@ -278,8 +329,9 @@ class WeightUpdates:
         return self._room[:nbytes]
 
     @contextlib.contextmanager
-    def _failures(self, tensors: TensorList) -> Iterator[None]:
+    def _failures(self, tensors: TensorList, group: dist.ProcessGroup) -> Iterator[None]:
         """A lost sender is the trainer's trouble, not the end of this server."""
+        self._receiving = group
         try:
             yield
         except (RuntimeError, ValueError) as e:
@@ -287,3 +339,5 @@ class WeightUpdates:
             raise ControlError(
                 f"Failed to receive {first} and {max(0, len(tensors.specs) - 1)} more: {e}"
             ) from e
+        finally:
+            self._receiving = None

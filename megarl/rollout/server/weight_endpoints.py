@@ -37,6 +37,7 @@ class WeightEndpoints:
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
         name = (await read_json(request, required=False)).get("group_name")
+        await asyncio.to_thread(self.core.updates.interrupt, name)
         job = self.core.scheduler.call(functools.partial(self.core.updates.destroy_group, name))
         await asyncio.wrap_future(job)
         return answer(_success("Succeeded to destroy custom process group."))
@@ -46,6 +47,12 @@ class WeightEndpoints:
         updates = self.core.updates
         suffix = await self._update(body, lambda check: updates.from_distributed(body, check))
         return answer(_success("Succeeded to update parameter online." + suffix))
+
+    async def update_weights_from_tensor(self, request: Request) -> Response:
+        body = await read_json(request)
+        updates = self.core.updates
+        suffix = await self._update(body, lambda check: updates.from_tensor(body, check))
+        return answer(_success("Success" + suffix))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
         body = await read_json(request)
@@ -59,6 +66,23 @@ class WeightEndpoints:
         self.core.model_path = self.core.name = path  # SGLang renames itself, too
         done = _success("Succeeded to update model weights." + suffix)
         return answer(done | {"num_paused_requests": 0})
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        body = await read_json(request)
+        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        updates = self.core.updates
+        await self._update({}, lambda check: updates.load_adapter(name, path, check))
+        return answer(self._loaded_adapters())
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        name = _text(await read_json(request), "lora_name")
+        updates = self.core.updates
+        await self._update({}, lambda check: updates.unload_adapter(name, check))
+        return answer(self._loaded_adapters())
+
+    def _loaded_adapters(self) -> dict[str, Any]:
+        paths = dict(self.core.updates.adapters.paths)
+        return {"success": True, "error_message": None, "loaded_adapters": paths}
 
     async def _update(
         self, body: dict[str, Any], load: Callable[[Callable[[], None]], None]
@@ -102,10 +126,14 @@ class WeightEndpoints:
         return answer(done | {"new_version": version})
 
     async def weights_checker(self, request: Request) -> Response:
-        action = (await read_json(request, required=False)).get("action", "checksum")
+        body = await read_json(request, required=False)
+        action, names = body.get("action", "checksum"), body.get("names")
         if action != "checksum":
             raise ControlError(f"action={action!r}: only 'checksum' is supported")
-        job = self.core.scheduler.call(self.core.updates.store.checksums)
+        if names is not None and not isinstance(names, list):
+            raise ControlError("names must be a list")
+        checksums = functools.partial(self.core.updates.store.checksums, names)
+        job = self.core.scheduler.call(checksums)
         sums = await asyncio.wrap_future(job)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
 
@@ -124,6 +152,12 @@ class WeightEndpoints:
 
 def _success(message: str) -> dict[str, Any]:
     return {"success": True, "message": message}
+
+
+def _text(body: dict[str, Any], key: str) -> str:
+    if not isinstance(body.get(key), str) or not body[key]:
+        raise ControlError(f"{key} must be a string")
+    return str(body[key])
 
 
 def _disk_path(body: dict[str, Any]) -> str:

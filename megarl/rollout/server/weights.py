@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,13 @@ class WeightStore:
         for name, tensor in tensors.items():
             self._parameters[name].data = self.tensors[name] = tensor
 
-    def checksums(self) -> dict[str, str]:
-        """{HF name: tensor_checksum in the server's dtype}; no entry for a tied head. What
-        transformers keeps in float32 is cast as well: it is what can be said of every tensor.
+    def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """{HF name: tensor_checksum in the server's dtype}, of all or of `names`; no entry for a
+        tied head. What transformers keeps in float32 is cast as well: it is what can be said of
+        every tensor.
         """
-        return {name: tensor_checksum(t.to(self.dtype)) for name, t in self.tensors.items()}
+        wanted = self.tensors.keys() if names is None else self.tensors.keys() & set(names)
+        return {name: tensor_checksum(self.tensors[name].to(self.dtype)) for name in wanted}
 
     def load_directory(self, path: str) -> None:
         """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""

@@ -1,0 +1,144 @@
+"""Servers that read the trainers' memory: bit for bit, or a readable failure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.weight_sync import colocated
+from tests.dist.uploads import Upload, run_uploads
+from tests.dist.world import World
+from tests.embedded_server import Server, embedded_server
+from tests.tiny import save_tiny
+
+_versions = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2, timeout=120) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def old(models: Path) -> Path:
+    return save_tiny(models / "old", "qwen2", layers=2)
+
+
+@pytest.fixture(scope="module")
+def new(models: Path) -> Path:
+    return save_tiny(models / "new", "qwen2", layers=2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def servers(old: Path, models: Path) -> Iterator[list[Server]]:
+    with (
+        embedded_server(old, log=models / "one.log") as one,
+        embedded_server(old, log=models / "two.log") as two,
+    ):
+        yield [one, two]
+
+
+def meta(*servers: Server, **kw: Any) -> WeightUpdateMeta:
+    given: dict[str, Any] = dict(bucket_bytes=60_000, timeout=60.0, verify="full")
+    addresses = tuple(f"127.0.0.1:{s.port}" for s in servers)
+    return WeightUpdateMeta(
+        type="colocated", version=next(_versions), addresses=addresses, **(given | kw)
+    )
+
+
+def checksums(server: Server) -> dict[str, str]:
+    answer = server.ok("/weights_checker", {"action": "checksum"})
+    return dict(answer["ranks"][0]["checksums"])
+
+
+def load(server: Server, path: Path) -> None:
+    server.ok("/update_weights_from_disk", {"model_path": str(path)})
+
+
+def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:
+    """As on GPUs: the first server reads rank 0's memory, the second rank 1's."""
+
+    def each_its_own(spots: Any, servers: Any, *, owner: int) -> dict[str, tuple[int, ...]]:
+        return {server: (rank,) for rank, server in enumerate(servers)}
+
+    with mock.patch.object(colocated, "read_from", each_its_own):
+        return run_uploads(parallel, uploads)
+
+
+@pytest.mark.parametrize("job", (run_uploads, run_read_from_both))
+@pytest.mark.parametrize("parallel", (dict(tp=2), dict(tp=1)), ids=("tp2", "dp2"))
+@pytest.mark.parametrize("flattened", (True, False), ids=("flattened", "by-tensor"))
+def test_servers_hold_what_save_writes(
+    world: World, servers: list[Server], old: Path, new: Path, tmp_path: Path,
+    job: Any, parallel: dict[str, Any], flattened: bool,
+) -> None:  # fmt: skip
+    """Through one sender, there and back and there again."""
+    for server in servers:
+        load(server, old)
+    before, saved = checksums(servers[0]), tmp_path / "saved"
+    uploads = [
+        Upload(source, saved if source == new else None, meta(*servers, flattened=flattened))
+        for source in (new, old, new)
+    ]
+    for figures in world.run(job, parallel, uploads):
+        for f in figures:
+            assert isinstance(f, dict), f
+            assert f["weight_sync/verified"] == 1 and f["weight_sync/buckets"] > 3
+            assert f["weight_sync/readers"] == 2
+    streamed = [checksums(s) for s in servers]
+    versions = [s.get("/model_info")[1]["weight_version"] for s in servers]
+    assert versions == [str(uploads[-1].meta.version)] * 2
+    load(servers[0], saved)
+    assert streamed[0] == streamed[1] == checksums(servers[0]) != before
+
+
+def test_a_refusal_is_quoted_on_every_rank_and_the_next_upload_works(
+    world: World, servers: list[Server], new: Path, tmp_path: Path
+) -> None:
+    wide = save_tiny(tmp_path / "wide", "qwen2", layers=2, hidden_size=96)
+    for (error,) in world.run(run_uploads, dict(tp=2), [Upload(wide, None, meta(*servers))]):
+        assert "bucket 1 of" in error and "weight: shape [" in error, error
+    for figures in world.run(run_uploads, dict(tp=2), [Upload(new, None, meta(*servers))]):
+        assert isinstance(figures[0], dict), figures[0]
+
+
+def run_and_kill(upload: Upload, good: Upload, pid: int) -> Any:
+    """Kills the server when the third bucket is to be loaded."""
+    pack, packed = colocated.handles.pack, itertools.count()
+
+    def kill_first(*args: Any, **kw: Any) -> str:
+        if next(packed) == 4:  # two servers read each
+            os.kill(pid, signal.SIGKILL)
+        return pack(*args, **kw)
+
+    with mock.patch.object(colocated.handles, "pack", kill_first):
+        return run_uploads(dict(tp=2), [upload, good])
+
+
+@pytest.mark.full
+def test_a_server_lost_in_the_middle_is_left_out_of_the_next(
+    world: World, servers: list[Server], old: Path, new: Path, tmp_path: Path
+) -> None:
+    with embedded_server(old, log=tmp_path / "log") as victim:
+        bad, good = meta(victim, servers[0]), meta(*servers)
+        uploads = Upload(new, None, bad), Upload(new, None, good)
+        for error, figures in world.run(run_and_kill, *uploads, victim.process.pid):
+            assert f"127.0.0.1:{victim.port}" in error and "bucket " in error
+            assert figures["weight_sync/verified"] == 1
+
+
+def test_a_server_on_another_machine_is_refused(world: World, new: Path) -> None:
+    """Before anything of it is asked."""
+    far = Upload(new, None, meta(bucket_bytes=60_000))
+    object.__setattr__(far.meta, "addresses", ("192.0.2.7:30000",))
+    for (error,) in world.run(run_uploads, dict(tp=2), [far]):
+        assert "server 192.0.2.7:30000 is on no machine of the trainers" in error

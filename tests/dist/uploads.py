@@ -1,0 +1,61 @@
+"""What the trainer ranks of the tests of weight sync run. Their parameters are those of the piece
+table, filled from an HF directory: no model is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.ckpt.hf import load_hf, save_hf
+from megarl.config.parallel import ParallelConfig
+from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.parallel.layout import Layout
+from megarl.weight_sync import WeightSender
+
+
+def sharded(source: Path, parallel: dict[str, Any]) -> tuple[Any, ...]:
+    """(table, layout, rank, params) of this rank: WeightSender's and save_hf's arguments."""
+    rank = dist.get_rank()
+    layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
+    table: PieceTable = build_piece_table(read_hf_config(source), layout)
+    local = table.local_params(layout.coords(rank))
+    params = {n: torch.empty(p.shape, dtype=torch.float32) for n, p in local.items()}
+    load_hf(source, table, layout, rank, params)
+    return table, layout, rank, params
+
+
+@dataclass(frozen=True)
+class Upload:
+    """source: the weights; saved: where `save` is to write them beside."""
+
+    source: Path
+    saved: Path | None
+    meta: WeightUpdateMeta
+
+
+def run_uploads(parallel: dict[str, Any], uploads: list[Upload]) -> list[dict[str, float] | str]:
+    """Through one sender, as a training does; the figures of each, or its error."""
+    held = {u.source: sharded(u.source, parallel) for u in uploads}
+    table, layout, rank, params = held[uploads[0].source]
+    params = {n: p.clone() for n, p in params.items()}
+    sender = WeightSender(table, layout, rank, params)
+    out: list[dict[str, float] | str] = []
+    try:
+        for upload in uploads:
+            for name, value in held[upload.source][3].items():
+                params[name].copy_(value)
+            if upload.saved is not None:
+                save_hf(upload.saved, table, layout, rank, params)
+            try:
+                out.append(sender.upload(upload.meta))
+            except RuntimeError as e:
+                out.append(str(e))
+    finally:
+        sender.close()
+    return out

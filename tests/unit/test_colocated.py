@@ -1,0 +1,120 @@
+"""Who reads whose memory, and memory as text."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.models.gather import Bucket, Member
+from megarl.utils.env import is_here
+from megarl.weight_sync import handles
+from megarl.weight_sync.colocated import Spot, read_from
+
+HOST = torch.device("cpu")
+
+
+def spots(*gpus: str | None, near: int, machine: str = "m") -> list[Spot]:
+    return [Spot(machine, gpu, (True,) * near) for gpu in gpus]
+
+
+def test_on_hosts_one_rank_is_read_by_all() -> None:
+    here = spots(None, None, near=2)
+    assert read_from(here, {"a": 1, "b": 2}, owner=1) == {"a": (1,), "b": (1, 1)}
+    away = [Spot("other", None, (False, False)), *here]
+    assert read_from(away, {"a": 1, "b": 2}, owner=0) == {"a": (1,), "b": (1, 1)}
+
+
+def test_on_gpus_each_worker_reads_the_rank_beside_it() -> None:
+    four = spots("g0", "g1", "g2", "g3", near=3)
+    assert read_from(four, {"a": 2, "b": 1, "c": 2}, owner=0) == {
+        "a": (0, 1), "b": (2,), "c": (3, 0),
+    }  # fmt: skip
+    shared = spots("g0", "g0", "g1", "g1", near=1)  # two ranks on each GPU
+    assert read_from(shared, {"a": 2}, owner=3) == {"a": (0, 2)}
+
+
+def test_machines_are_counted_apart() -> None:
+    near = {"m": (True, False, True), "n": (False, True, False)}
+    ranks = [Spot(m, f"{m}{i}", near[m]) for m in ("m", "n") for i in range(2)]
+    servers = {"m:1": 1, "n:1": 2, "m:2": 1}
+    assert read_from(ranks, servers, owner=0) == {"m:1": (0,), "n:1": (2, 3), "m:2": (1,)}
+
+
+@pytest.mark.parametrize(
+    "near, where", (((False, False), "no machine"), ((True, True), "2 machines"))
+)
+def test_a_server_elsewhere_is_refused(near: tuple[bool, bool], where: str) -> None:
+    ranks = [Spot(m, None, (n,)) for m, n in zip("mn", near)]
+    with pytest.raises(RuntimeError, match=f"server a:1 is on {where} of the trainers"):
+        read_from(ranks, {"a:1": 1}, owner=0)
+
+
+def test_which_addresses_are_here() -> None:
+    assert is_here("127.0.0.1:1") and is_here("localhost:80") and is_here("http://[::1]:80/")
+    assert not is_here("192.0.2.7:30000")
+
+
+def bucket_of(
+    values: dict[str, torch.Tensor], device: torch.device = HOST
+) -> tuple[Bucket, torch.Tensor]:
+    members, end = [], 0
+    for name, t in values.items():
+        members.append(Member(name, tuple(t.shape), t.dtype, end, t.nbytes))
+        end += t.nbytes
+    bucket = Bucket(0, tuple(members), end)
+    flat = handles.allocate(end + 64, device)[:end]
+    for name, view in bucket.views(flat):
+        view.copy_(values[name])
+    return bucket, flat
+
+
+READER = """
+import sys, torch
+from megarl.weight_sync import handles
+text, flattened = sys.stdin.read(), sys.argv[1] == "True"
+for name, tensor in handles.unpack(text, flattened=flattened):
+    print(name, list(tensor.shape), tensor.dtype, tensor.float().sum().item())
+    tensor.zero_()  # it is the writer's own memory
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+"""
+
+
+def check_shared(device: torch.device, flattened: bool) -> None:
+    """Another process, no relative of the memory's owner, reads and writes it, twice."""
+    values = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    bucket, flat = bucket_of(values, device)
+    for total in (15.0, 0.0):
+        done = subprocess.run(
+            [sys.executable, "-c", READER, str(flattened)], text=True, capture_output=True,
+            input=handles.pack(bucket, flat, flattened=flattened), timeout=120, env=os.environ,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"w [2, 3] torch.float32 {total}" in done.stdout
+        assert not flat.any()
+
+
+@pytest.mark.parametrize("flattened", (True, False))
+def test_another_process_reads_and_writes_the_same_memory(flattened: bool) -> None:
+    check_shared(HOST, flattened)
+
+
+@pytest.mark.parametrize(
+    "content", (print, {"flattened_tensor": 1}, {"metadata": []}, 7, subprocess.Popen, torch.load)
+)
+def test_nothing_but_tensors_is_unpacked(content: object) -> None:
+    text = base64.b64encode(pickle.dumps(content)).decode()
+    with pytest.raises(ValueError, match="not a list of tensors"):
+        handles.unpack(text, flattened=True)
+
+
+def test_text_that_is_no_pickle() -> None:
+    for text in ("", "%%", base64.b64encode(b"nonsense").decode()):
+        with pytest.raises(ValueError, match="not a list of tensors"):
+            handles.unpack(text, flattened=True)
