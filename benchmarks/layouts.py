@@ -3,10 +3,13 @@
     python benchmarks/layouts.py [--quick] [--models dense moe] [--only tp2 pp2] [--rounds 5]
 
 A layout's processes (up to four, one thread each, fp32 on the CPU, gloo) and one process of Hugging
-Face transformers train the same random model on the same batches with the same loss, token budget,
-clipping and AdamW (train_batch.py). They take turns, step by step, so that the ratio means
-something where the rates do not, and every step's loss and gradient norm are compared. With more
-processes than cores a ratio says what a layout costs in work and waiting, not how it scales.
+Face transformers, with as many threads as the layout has processes (or the machine cores), train
+the same random model on the same batches with the same loss, token budget, clipping and AdamW
+(train_batch.py). Sequences are of equal length, so that nobody pads. The sides take turns, step by
+step, so that the ratio means something where the rates do not, and every step's loss and gradient
+norm are compared. CPU time, of all processes and threads of a side, is the work; where the ratios
+of one process differ, something else ran on the machine. With more processes than cores the ratio
+of wall times says what a layout costs in work and waiting, not how it scales.
 
 Memory is the peak of resident memory: of the largest process, and of all together.
 """
@@ -93,9 +96,11 @@ SIZES |= dict(
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: seconds, and peak memory in MiB of the largest process and of all."""
+    """Of one step: seconds, of CPU time too, and peak memory in MiB of the largest process and of
+    all."""
 
     wall: float
+    cpu: float
     largest: float
     together: float
 
@@ -130,8 +135,8 @@ class Ranks:
             pipe.send(number)
         answers = self._answers(f"step {number}")
         memory = [a["rss_gib"] * 1024 for a in answers]
-        wall = max(a["wall"] for a in answers)
-        return answers[0], Figures(wall, max(memory), sum(memory))
+        wall, cpu = max(a["wall"] for a in answers), sum(a["cpu"] for a in answers)
+        return answers[0], Figures(wall, cpu, max(memory), sum(memory))
 
     def close(self) -> None:
         for process in self._processes:
@@ -177,18 +182,19 @@ def compare(
                 tokens += answer["tokens"]
                 memory = other["rss_gib"] * 1024
                 ours.append(figures)
-                theirs.append(Figures(other["wall"], memory, memory))
+                theirs.append(Figures(other["wall"], other["cpu"], memory, memory))
     return ours, theirs, tokens / rounds
 
 
 def row(model: str, name: str, ours: Sequence[Figures], theirs: Sequence[Figures], tokens: float,
         processes: int) -> str:  # fmt: skip
     ratios = sorted(t.wall / o.wall for o, t in zip(ours, theirs, strict=True))
+    work = statistics.median(t.cpu / o.cpu for o, t in zip(ours, theirs, strict=True))
     rate = tokens / statistics.median(f.wall for f in ours)
     memory = theirs[-1].largest
     return (
         f"| {model} | {name} | {processes} | {rate:.0f} "
-        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
+        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {work:.2f} "
         f"| {ours[-1].largest:.0f} ({ours[-1].largest / memory:.2f}) "
         f"| {ours[-1].together:.0f} ({ours[-1].together / memory:.2f}) |"
     )
@@ -203,24 +209,29 @@ def main() -> None:
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
     os.environ.update(
-        OMP_NUM_THREADS="1", MEGARL_DEVICE="cpu", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
+        MEGARL_DEVICE="cpu", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1",
         TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", THP_MEM_ALLOC_ENABLE="1",
     )  # fmt: skip
     print(
-        f"fp32, {os.cpu_count()} cores, one thread a process, ragged lengths; ratios to "
-        f"transformers (one process, by length), median (min-max) of {rounds} rounds\n"
+        f"fp32, {os.cpu_count()} cores, one thread a process, equal lengths; ratios to "
+        "transformers (one process, as many threads, at most one a core), median (min-max) of "
+        f"{rounds} rounds\n"
     )
-    print("| model | layout | processes | tokens/s | tokens/s, ratio | MiB of the largest (ratio) "
-          "| MiB together (ratio) |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| model | layout | processes | tokens/s | tokens/s, ratio | CPU time, ratio "
+          "| MiB of the largest (ratio) | MiB together (ratio) |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             path = Path(folder) / model
             make_model(SIZES[model], path)
-            case = Case(size=model, lengths="ragged", model=path, threads=1, quick=args.quick)
             for name, layout in MODELS[model].items():
                 if args.only and name not in args.only:
                     continue
+                threads = min(layout[0], os.cpu_count() or 1)
+                os.environ["OMP_NUM_THREADS"] = str(threads)  # of HF's; ranks set their own
+                case = Case(
+                    size=model, lengths="equal", model=path, threads=threads, quick=args.quick
+                )
                 with running("HF sorted", case) as hf:
                     ours, theirs, tokens = compare(case, hf, layout, rounds)
                 print(row(model, name, ours, theirs, tokens, layout[0]), flush=True)

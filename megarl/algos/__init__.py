@@ -40,7 +40,7 @@ from megarl.algos.losses import (
 )
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
 from megarl.algos.minibatches import minibatch_rows
-from megarl.algos.ref import Ref
+from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
@@ -49,6 +49,7 @@ __all__ = [
     "Actor",
     "Critic",
     "LOSS_WEIGHTS",
+    "LoRARef",
     "Ref",
     "RewardModel",
     "Role",

@@ -1,9 +1,10 @@
-"""Ref: the frozen policy that the KL term measures against."""
+"""The frozen policy that the KL term measures against: a model by itself, or the actor's own."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megarl.algos.actor import Actor
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
@@ -22,3 +23,18 @@ class Ref(Role):
     def compute_logp(self, batch: Batch) -> Tensor:
         """[B,S] log-probabilities at the actor's sampling temperature, 0 at t=0."""
         return self.forward_logp(batch, self.temperature)
+
+
+class LoRARef(Ref):
+    """The reference of an actor that trains adapters: the actor's engine with them off, so there is
+    no second model in memory. The engine begins and ends with the actor."""
+
+    def __init__(self, actor: Actor) -> None:
+        super().__init__(actor.config, actor.engine, temperature=actor.temperature)
+
+    def compute_logp(self, batch: Batch) -> Tensor:
+        with self.engine.disable_adapter():
+            return super().compute_logp(batch)
+
+    def destroy(self) -> None:
+        """The actor's affair."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megarl.config.algo import ValueModelConfig
 from megarl.config.check_data import (
@@ -67,6 +68,17 @@ def model_path(cfg: BaseConfig, name: str) -> str:
     return path
 
 
+def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
+    """Whether the reference is what the actor's adapters stand on: the actor's engine without them
+    serves for both, and `ref` builds none."""
+    return (
+        cfg.ref is not None
+        and cfg.actor.lora is not None
+        and model_path(cfg, "ref") == cfg.actor.path
+        and cfg.ref.init_from_scratch == cfg.actor.init_from_scratch
+    )
+
+
 def smallest_world_size(cfg: BaseConfig) -> int:
     """The fewest processes every engine of the recipe can run on."""
     return math.lcm(
@@ -99,6 +111,11 @@ def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) 
     for coef in ("aux_loss_coef", "z_loss_coef"):
         if not getattr(cfg.moe, coef) >= 0:
             yield f"{name}.moe.{coef}={getattr(cfg.moe, coef)}: must be >= 0 (0 turns it off)"
+    if cfg.moe.token_dispatcher == "flex" and cfg.parallel.ep * cfg.parallel.etp == 1:
+        yield (
+            f"{name}.moe.token_dispatcher=flex: sends tokens between the ranks of experts, and "
+            f"{name}.parallel.ep=1 and etp=1 have one; take alltoall"
+        )
     if cfg.head == "value" and not isinstance(cfg, ValueModelConfig):
         yield f"{name}.head=value: only a critic or a reward model has one; leave it lm"
     if cfg.moe.router_replay and name != "actor":
@@ -150,6 +167,13 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         yield from _frequency_problems(key, frequency)
     if cfg.saver.keep_last < 0:
         yield f"saver.keep_last={cfg.saver.keep_last}: must be >= 0 (0 keeps all)"
+    if cfg.saver.keep_best < 0:
+        yield f"saver.keep_best={cfg.saver.keep_best}: must be >= 0"
+    if cfg.saver.keep_best and not cfg.saver.keep_last:
+        yield (
+            f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "
+            "saver.keep_last to 1 or more"
+        )
     if cfg.recover.keep_last < 1:
         yield f"recover.keep_last={cfg.recover.keep_last}: must be > 0 (mode=disabled keeps none)"
     if cfg.recover.restarts < 0:
@@ -209,6 +233,19 @@ def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from generation_problems("eval_gconfig", cfg.eval_gconfig)
     yield from rollout_problems(cfg)
     yield from server_problems(cfg)
+    if ref_is_below_adapters(cfg):
+        yield from _shared_ref_problems(cfg)
+
+
+def _shared_ref_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Settings of an engine that is not built mean nothing, unless the actor has the same."""
+    default, frozen = TrainEngineConfig(), ("optimizer", "lora")  # those are refused anyway
+    for name in (f.name for f in fields(default) if f.name not in frozen):
+        if getattr(cfg.ref, name) not in (getattr(default, name), getattr(cfg.actor, name)):
+            yield (
+                f"ref.{name}: with actor.lora on the same model the reference is the actor's "
+                f"engine without its adapters; leave ref.{name} out, or name another ref.path"
+            )
 
 
 def _critic_problems(cfg: PPOConfig) -> Iterator[str]:

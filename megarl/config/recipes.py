@@ -61,7 +61,9 @@ class SFTConfig(BaseConfig):
 class GRPOConfig(BaseConfig):
     actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
     ref: TrainEngineConfig | None = arg(
-        None, help="frozen reference for the KL term; null is none; empty path is actor.path"
+        None,
+        help="frozen reference for the KL term; null is none; empty path is actor.path, and with "
+        "actor.lora then the actor's own engine, adapters off",
     )
     gconfig: GenerationHyperparameters = arg(
         factory=GenerationHyperparameters, help="sampling during training"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.algos.actor import Actor
 from megarl.algos.critic import Critic
 from megarl.algos.metrics import Decode, spell_ids
-from megarl.algos.ref import Ref
+from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.sft import SFT
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
@@ -62,6 +62,15 @@ class MegatronRef(Ref):
         self, config: TrainEngineConfig, *, temperature: float = 1.0, seed: int = 1
     ) -> None:
         super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+
+
+class MegatronLoRARef(LoRARef):
+    """The policy below the actor's adapters, in the actor's engine: `compute_logp`."""
+
+    engine: MegatronEngine
+
+    def __init__(self, actor: MegatronActor) -> None:
+        super().__init__(actor)
 
 
 class MegatronSFT(SFT):

@@ -30,7 +30,13 @@ from megarl.config.recipes import BaseConfig
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
-from megarl.trainer.roles import MegatronActor, MegatronCritic, MegatronRef, MegatronSFT
+from megarl.trainer.roles import (
+    MegatronActor,
+    MegatronCritic,
+    MegatronLoRARef,
+    MegatronRef,
+    MegatronSFT,
+)
 
 log = get_logger(__name__)
 
@@ -71,7 +77,9 @@ class SelfCheck:
 
     # ---- the first step ------------------------------------------------------------------------
 
-    def actor_equals_ref(self, batch: Batch, actor: MegatronActor, ref: MegatronRef) -> None:
+    def actor_equals_ref(
+        self, batch: Batch, actor: MegatronActor, ref: MegatronRef | MegatronLoRARef
+    ) -> None:
         """prox_logp and ref_logp agree, if the actor still has the weights the reference has."""
         if self.config.on_failure == "off" or "prox_logp" not in batch:
             return
@@ -202,8 +210,11 @@ class SelfCheck:
 
 def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
     """Whether both start from the same weights: the same directory, or the same seed (a run has
-    one) for the same architecture. The reference's path is filled in already.
+    one) for the same architecture, and new adapters, which add nothing. The reference's path is
+    filled in already.
     """
+    if actor.lora is not None and actor.lora.adapter_path:
+        return False
     paths = {os.path.realpath(c.path) if Path(c.path).exists() else c.path for c in (actor, ref)}
     return len(paths) == 1 and actor.init_from_scratch == ref.init_from_scratch
 

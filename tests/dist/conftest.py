@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.world import World
+from tests.dist.world import World, end_idle
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_process_outlives_the_folder() -> Iterator[None]:
+    yield
+    end_idle()
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,18 @@ import torch
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
+from megarl.config.engine import LoRAConfig
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
+from tests.tiny import save_tiny
 
 OUT = dict(outputs=("logprobs", "entropy"))
 ACTOR = dict(parallel=dict(tp=2, pp=2))
 REF = dict(parallel={}, trained=False, offload=True)
 CRITIC = dict(parallel=dict(tp=2, sequence_parallel=True), head="value", value_head_init="random")
+
+
+LORA = LoRAConfig(r=4, alpha=8.0)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,67 @@ def test_engines_that_share_ranks_compute_what_they_compute_alone(world4, path):
             assert same(got[rank][name], answers), (rank, name)
     actor_weights = got[0]["actor"][-1]
     assert actor_weights and not same(got[0]["actor"][0], got[0]["actor"][1]), "it was trained"
+
+
+def follow(path: str, root: str, actor_spec: dict[str, Any]) -> dict[str, Any]:
+    """ReaL's example: a trained actor's weights become a reference's, in another layout."""
+    actor = make_engine(path, **actor_spec)
+    ref = make_engine(path, dict(tp=2, pp=2), trained=False, offload=True)
+    for version in (1, 2):
+        actor.train_batch(batch(), loss_fn, weight_fn, **OUT)
+        actor.set_version(version)
+        stats = ref.copy_weights(actor)
+    actor.save(SaveLoadMeta(path=root, weight_format="hf"))
+    fresh = make_engine(root, dict(tp=2, pp=2), trained=False)
+    held = sum(p.untyped_storage().nbytes() for p in ref.built.params.values())
+    result = dict(got=ref.forward(batch(), **OUT), want=fresh.forward(batch(), **OUT),
+                  stats=stats, version=ref.get_version(), held=held)  # fmt: skip
+    for engine in (actor, ref, fresh):
+        engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    "spec", [dict(parallel=dict(pp=2)), dict(parallel=dict(tp=4), lora=LORA)], ids=["all", "lora"]
+)
+def test_a_reference_takes_over_the_actors_weights(world4, path, tmp_path, spec):
+    for r in world4.run(follow, path, str(tmp_path / "saved"), spec):
+        assert same(r["got"], r["want"]) and r["version"] == 2 and r["held"] == 0
+        assert r["stats"]["sent"] + r["stats"]["kept"] > 0
+
+
+def take_over(path: str, other: str) -> dict[str, Any]:
+    source, target = make_engine(other, dict(pp=2)), make_engine(path, dict(tp=2), dtype="bfloat16")
+    target.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    target.copy_weights(source)
+    held, before = state(source), state(target)
+    target.train_batch(batch(), loss_fn, weight_fn, **OUT)
+    after = state(target)
+    errors = {}
+    for name, at, over in (("adapters", other, dict(lora=LORA)), ("model", other + "-3", {})):
+        refusing = make_engine(at, dict(tp=2), trained="lora" in over, **over)
+        errors[name] = error_of(refusing.copy_weights, source)
+        refusing.destroy()
+    source.offload(("params",))
+    errors["away"] = error_of(target.copy_weights, source)
+    for engine in (source, target):
+        engine.destroy()
+    return dict(held=held, before=before, after=after, errors=errors)
+
+
+def test_an_engine_that_trains_goes_on_from_the_weights_it_took_over(world4, path, tmp_path):
+    other = tmp_path / "other"
+    save_tiny(other, "qwen2", tie=True, seed=5)
+    save_tiny(tmp_path / "other-3", "qwen2", tie=True, layers=8)
+    r = world4.run(take_over, path, str(other))[0]
+    for name, held in r["held"].items():
+        assert torch.equal(r["before"][name], held.bfloat16()), name
+        # main weights of its own past would be far from here
+        torch.testing.assert_close(r["after"][name].float(), held, atol=0.02, rtol=0.02)
+    assert not same(r["after"], r["before"])
+    assert "adapters" in r["errors"]["adapters"]
+    assert "num_layers=8, the other's 4" in r["errors"]["model"]
+    assert "copy_weights needs ('params',)" in r["errors"]["away"]
 
 
 def error_of(fn: Any, *args: Any, **kw: Any) -> str:

@@ -6,7 +6,6 @@ Face's is in invariance.py's table, but for V2-Lite.)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.dist.test_moe import (
     random_routing,
     run_save,
 )
-from tests.dist.world import World
 from tests.tiny import tiny_hf
 
 BIAS = "mlp.gate.e_score_correction_bias"

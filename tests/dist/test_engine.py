@@ -42,7 +42,9 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"cp": 2})])
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"cp": 2})]
+)
 def test_destroy_gives_everything_back(world2, models, kind, parallel):
     path = save_model(models, kind, False)
     for found in world2.run(what_is_left, path, parallel, 2):

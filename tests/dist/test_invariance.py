@@ -18,7 +18,6 @@ from tests.dist.invariance import (
 )
 from tests.dist.losses import LOSSES
 from tests.dist.reference import hf_steps
-from tests.dist.world import World
 from tests.tiny import tiny_hf
 
 # the step itself meets 1e-6; of the gradients, those of q_norm are small sums of large terms

@@ -7,7 +7,6 @@ closed form W + scale * B A.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import transformers as T
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megarl.algos import Actor, LoRARef, Ref
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
+from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import LoRAConfig
 from megarl.models import read_hf_config
 from megarl.models.lora import adapter_config, adapter_table
@@ -35,7 +36,6 @@ from tests.dist.engine_jobs import (
 from tests.dist.reference import hf_outputs
 from tests.dist.test_checkpoint import dist_meta, resume
 from tests.dist.test_weight_sync import address, checksums, load
-from tests.dist.world import World
 from tests.embedded_server import embedded_server
 from tests.tiny import hf_named, save_tiny, tiny_hf
 
@@ -84,10 +84,12 @@ def lora(targets: tuple[str, ...] = ALL, **over: Any) -> LoRAConfig:
     return LoRAConfig(**{"r": 4, "alpha": 6.0, "target_modules": list(targets), **over})
 
 
-def write_adapter(directory: Path, base: str, cfg: LoRAConfig, head: str = "lm") -> str:
+def write_adapter(
+    directory: Path, base: str, cfg: LoRAConfig, head: str = "lm", seed: int = 1
+) -> str:
     """A PEFT directory with random adapters, B too; by the declarations, without an engine."""
     model = read_hf_config(base, head=head)
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator().manual_seed(seed)
     tensors = {
         t.name: 0.1 * torch.randn(t.shape, generator=g)
         for t in adapter_table(model, Layout(), cfg).tensors
@@ -273,6 +275,52 @@ def test_more_layouts(
     check_parity(case, worlds, models, references, tmp_path)
 
 
+# ---- the reference of the actor
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [("qwen3", SP), ("qwen2_moe", dict(**SP, ep=2))],
+    ids=("qwen3-sp2", "qwen2_moe-sp2ep2"),
+)
+def test_the_actor_without_its_adapters_is_the_reference(
+    kind: str, parallel: Parallel, worlds: Any, models: Path
+) -> None:
+    """To the bit, after updates and in between; and the actor is as if nobody had asked."""
+    path = save_model(models, kind, False)
+    cfg = lora(adapter_path=write_adapter(models / f"{kind}-all-linear", path, lora()))
+    assert all(worlds(2).run(run_reference, path, cfg, parallel))
+
+
+def run_reference(path: str, cfg: LoRAConfig, parallel: Parallel) -> bool:
+    from megarl.engine.offload import gradient_tensors
+
+    alone = make_engine(path, parallel, trained=False)
+    want = Ref(alone.config, alone, temperature=0.8).compute_logp(batch())
+    alone.destroy()
+
+    results = []
+    for asked in (True, False):
+        engine = make_engine(path, parallel, lora=cfg)
+        actor = Actor(PPOActorConfig(lora=cfg), engine, temperature=0.8)
+        ref = LoRARef(actor)
+        for _ in range(2):
+            if asked:
+                assert torch.equal(ref.compute_logp(batch()), want)
+            engine.train_batch(batch(), loss_fn, weight_fn, **KW)
+        engine.backward_batch(batch(), loss_fn, weight_fn, **KW)
+        if asked:
+            assert torch.equal(ref.compute_logp(batch()), want)
+        ref.destroy()
+        logp = actor.compute_logp(batch())
+        assert not torch.equal(logp, want)
+        grads = [t.clone() for t in gradient_tensors(engine.built.chunks)]
+        adapters = [p.clone() for n, p in engine.built.params.items() if "_lora." in n]
+        results.append((logp, *grads, *adapters))
+        engine.destroy()
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # ---- files
 
 
@@ -322,6 +370,7 @@ def run_files(path: str, cfg: LoRAConfig, parallel: Parallel, out: str) -> torch
     return logprobs
 
 
+@pytest.mark.full
 def test_merged_weights_reach_a_server(worlds: Any, models: Path, tmp_path: Path) -> None:
     """Streamed in bf16: the server then shows what it shows after loading the merged directory."""
     path = str(save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16))

@@ -4,7 +4,6 @@ say, experts keep their names. (That they equal Hugging Face's is in invariance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.dist.invariance import check, train
 from tests.dist.losses import LOSSES
 from tests.dist.reference import hf_outputs, hf_steps
 from tests.dist.test_hf_checkpoint import same
-from tests.dist.world import World
 from tests.tiny import hf_named, tiny_hf
 
 Parallel = dict[str, Any]

@@ -20,7 +20,6 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models import read_hf_config
 from tests.dist.engine_jobs import OPTIMIZER, Tensors, state
 from tests.dist.reference import hf_model, hf_values
-from tests.dist.world import World
 from tests.tiny import random_batch, save_tiny, tiny_hf
 
 SP = dict(tp=2, sequence_parallel=True)

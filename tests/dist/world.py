@@ -1,4 +1,4 @@
-"""A persistent world of gloo processes for one test file.
+"""A persistent world of gloo processes for one test file; the processes serve the files after it.
 
     @pytest.fixture(scope="module")
     def world2():
@@ -15,6 +15,7 @@ and the world is torn down (ranks may be stuck in a collective).
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing as mp
 import os
@@ -60,12 +61,53 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.distributed.destroy_process_group()
 
 
+class _Processes:
+    """The ranks of a world: what takes them seconds is to import everything."""
+
+    def __init__(self, size: int) -> None:
+        ctx, self.folder = mp.get_context("spawn"), tempfile.TemporaryDirectory()
+        self.procs: list[Any] = []
+        self.pipes: list[Connection] = []
+        for rank in range(size):
+            here, there = ctx.Pipe()
+            args = (rank, size, f"{self.folder.name}/store", there)
+            process = ctx.Process(target=_serve, args=args, daemon=False)
+            process.start()
+            there.close()
+            self.procs.append(process)
+            self.pipes.append(here)
+
+    def alive(self) -> bool:
+        return all(p.is_alive() for p in self.procs)
+
+    def end(self, *, kill: bool) -> None:
+        for pipe, p in zip(self.pipes, self.procs, strict=True):
+            if not kill and p.is_alive():
+                pipe.send(None)
+        for p in self.procs:
+            if not kill:
+                p.join(20)
+            if p.is_alive():
+                p.kill()
+                p.join()
+        self.folder.cleanup()
+
+
+# by size: those of worlds that were closed in good order; the next file goes on with them
+_idle: dict[int, list[_Processes]] = {}
+
+
+@atexit.register  # before multiprocessing would wait for them
+def end_idle() -> None:
+    while _idle:
+        for ranks in _idle.popitem()[1]:
+            ranks.end(kill=False)
+
+
 class World:
     def __init__(self, size: int, timeout: float = 240.0) -> None:
         self.size, self.timeout = size, timeout
-        self._procs: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._ranks: _Processes | None = None
 
     def __enter__(self) -> World:
         return self
@@ -73,29 +115,20 @@ class World:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        ctx, self._folder = mp.get_context("spawn"), tempfile.TemporaryDirectory()
-        store = f"{self._folder.name}/store"
-        for rank in range(self.size):
-            here, there = ctx.Pipe()
-            p = ctx.Process(target=_serve, args=(rank, self.size, store, there), daemon=False)
-            p.start()
-            there.close()
-            self._procs.append(p)
-            self._pipes.append(here)
-
     def run(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> list[Any]:
         """fn(*args, **kw) on every rank; the list of results by rank."""
-        if not self._procs:
-            self._start()
+        if self._ranks is None:
+            idle = _idle.get(self.size)
+            self._ranks = idle.pop() if idle else _Processes(self.size)
+        pipes = self._ranks.pipes
         try:
-            for pipe in self._pipes:
+            for pipe in pipes:
                 pipe.send((fn, args, kw))
         except OSError:
             self.close(kill=True)
             raise
         results: list[Any] = [None] * self.size
-        pending = dict(zip(self._pipes, range(self.size), strict=True))
+        pending = dict(zip(pipes, range(self.size), strict=True))
         deadline = time.monotonic() + self.timeout
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -117,16 +150,10 @@ class World:
         return results
 
     def close(self, kill: bool = False) -> None:
-        for pipe, p in zip(self._pipes, self._procs, strict=True):
-            if not kill and p.is_alive():
-                pipe.send(None)
-        for p in self._procs:
-            if not kill:
-                p.join(20)
-            if p.is_alive():
-                p.kill()
-                p.join()
-        self._procs, self._pipes = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is None:
+            return
+        if kill or not ranks.alive():
+            ranks.end(kill=True)
+        else:
+            _idle.setdefault(self.size, []).append(ranks)

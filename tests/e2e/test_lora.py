@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_recipes import launch, make_model, stats
 
 
+@pytest.mark.full
 def test_sft_with_lora_learns_and_saves_adapters(tmp_path: Path) -> None:
     make_model(tmp_path / "model", hidden=64, layers=2)
     done = launch(

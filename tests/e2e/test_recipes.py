@@ -89,7 +89,8 @@ CASES = {
     "tp2": ["actor.parallel.tp=2"],
     "pp2-async-decoupled": [
         "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
-        "actor.use_decoupled_loss=true", "weight_sync.flattened=false",
+        "actor.use_decoupled_loss=true", "weight_sync.flattened=false", "actor.lora.r=4",
+        "actor.kl_coef=0.01",
     ],
     "dp2-disk-kl": [
         "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",
@@ -97,16 +98,23 @@ CASES = {
         "actor.loss_agg=sequence-mean", "actor.ppo_n_minibatches=2",
         "gconfig.temperature=0.7",
     ],
+    "tp2-adapter": [
+        "actor.parallel.tp=2", "actor.lora.r=4", "weight_sync.type=adapter",
+        "actor.ppo_n_minibatches=1",
+    ],
 }  # fmt: skip
+FULL = ("dp2-disk-kl", "tp2-adapter")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in CASES]
+)
 def test_grpo(name, model, tmp_path):
     done = launch(
         "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         f"total_train_steps={STEPS}", "train_dataset.batch_size=8", "train_dataset.size=40",
         "train_dataset.options.level=1", "valid_dataset.options.level=1", "valid_dataset.size=15",
-        "evaluator.freq_steps=2", "weight_sync.verify=every", "actor.optimizer.lr=1e-3",
+        "evaluator.freq_steps=2", "weight_sync.verify=full", "actor.optimizer.lr=1e-3",
         *CASES[name],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -121,6 +129,7 @@ def test_grpo(name, model, tmp_path):
         assert max(r["train_rollout_logprob_abs_diff/max"] for r in trained) < 1e-4
     assert all(r["update_successful"] == 1 and r["grad_norm"] > 0 for r in trained)
     assert trained[0]["first_ratio_abs_dev"] < 1e-5
+    assert trained[-1]["kl_ref"] > 1e-4  # away from a reference that stays
     for passed in ("the first update starts from ratio 1", "actor and reference, of the same"):
         assert done.stdout.count(f"self check: {passed}") == 1, done.stdout
     before, after = (
@@ -146,7 +155,7 @@ def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
     command = [
         "quickstart_ppo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         "train_dataset.batch_size=8", "train_dataset.size=40", "train_dataset.options.level=1",
-        "valid_dataset=null", "critic.optimizer.lr=1e-3", "weight_sync.verify=every",
+        "valid_dataset=null", "critic.optimizer.lr=1e-3", "weight_sync.verify=full",
         f"reward_model.path={reward_model(tmp_path / 'scorer', model)}",
         "reward_model.parallel.pp=2", "profiler.start_step=2", "profiler.ranks=[0,1]",
         "profiler.peak_tflops=0.001",
@@ -201,6 +210,7 @@ def test_torchrun_against_a_running_server(model, tmp_path):
     assert max(r["train_rollout_logprob_abs_diff/max"] for r in rows) < 1e-4
 
 
+@pytest.mark.full
 def test_servers_that_do_not_answer_are_named(model, tmp_path):
     done = launch(
         "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}",
