@@ -8,14 +8,17 @@ TORCH := torch==2.13.0
 # asked only if it answers; otherwise pip's own configuration decides
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
+# the real SGLang server lives in a venv of its own: it pins other versions than the trainer
+SGLANG_VENV ?= .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 CPU := MEGARL_DEVICE=cpu
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
-	test-all test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-server bench-grpo bench-convert bench-delta bench-gpu constraints clean
+	test-all install-sglang test-sglang test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	bench-packing bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -29,6 +32,20 @@ $(STAMP): setup.py pyproject.toml constraints/cpu.txt
 		2>/dev/null; then index="--extra-index-url $(TORCH_INDEX)"; fi; \
 	echo "pip install $$index $(TORCH)"; $(BIN)/python -m pip install $$index "$(TORCH)"
 	$(BIN)/python -m pip install -c constraints/cpu.txt -e ".[dev]"
+	@touch $@
+
+install-sglang: $(SGLANG_STAMP)  ## create .venv-sglang: the real SGLang server on CPU (3 GB)
+
+$(SGLANG_STAMP): constraints/sglang-cpu.txt $(shell find tests/sglang/stubs -name '*.py')
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@index=; \
+	if $(SGLANG_VENV)/bin/python -c "from urllib.request import urlopen as u; \
+		u('$(TORCH_INDEX)/', timeout=10)" 2>/dev/null; \
+	then index="--extra-index-url $(TORCH_INDEX)"; fi; \
+	echo "pip install $$index $(TORCH)"; $(SGLANG_VENV)/bin/python -m pip install $$index "$(TORCH)"
+	$(SGLANG_VENV)/bin/python -m pip install --no-deps -r constraints/sglang-cpu.txt
+	cp -R tests/sglang/stubs/. \
+		"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
@@ -54,7 +71,7 @@ docs: install  ## build the site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 unit: install  ## fast tests in one process
-	$(PYTEST) tests/unit
+	$(PYTEST) -m "not full and not realmodel" tests/unit
 
 dist: install  ## tests over several gloo processes
 	$(PYTEST) -m "not realmodel" tests/dist
@@ -62,11 +79,15 @@ dist: install  ## tests over several gloo processes
 e2e: install  ## tests with real servers and launchers
 	$(PYTEST) tests/e2e
 
-test: lint docs  ## what CI runs: lint, docs, then every CPU test but those marked full
-	$(PYTEST) -m "not full and not realmodel" tests/unit tests/dist tests/e2e
+test: install  ## what CI runs: lint, docs and every CPU test but those marked full
+	$(MAKE) --jobs=2 --output-sync lint docs unit
+	$(PYTEST) -m "not full and not realmodel" tests/dist tests/e2e
 
 test-all: lint docs  ## everything that runs without a GPU
 	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e
+
+test-sglang: install install-sglang  ## megarl against the real SGLang server, on CPU
+	MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
@@ -98,6 +119,9 @@ bench-grpo: install  ## a GRPO step beside TRL's
 bench-convert: install  ## converting checkpoints beside copying them
 	$(CPU) $(BIN)/python benchmarks/convert.py
 
+bench-load: install  ## the engine's load beside from_pretrained, of SmolLM2-135M-Instruct
+	$(CPU) $(BIN)/python benchmarks/load.py
+
 bench-delta: install  ## what changes in a GRPO step, and what is sent of it
 	$(CPU) $(BIN)/python benchmarks/delta.py
 
@@ -108,5 +132,6 @@ constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build dist site *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""Every family this server serves on a CPU: transformers' logprobs, and new weights from the
+trainer. (SGLang takes every layer of Qwen3-MoE for a sparse one.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.api.records import WeightUpdateMeta
+from tests.dist.uploads import Upload, run_uploads
+from tests.dist.world import World
+from tests.sglang.servers import RealServer, hf_logprobs, launch, save_model, serving
+
+PROMPT = [2, 40, 50, 60, 7, 120]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(tie=True),
+    "glm4": {},
+    "mixtral": {},
+    "qwen3_moe": dict(mlp_only_layers=[], norm_topk_prob=True),
+}
+LAYOUTS = {
+    "llama": dict(pp=2), "qwen2": dict(tp=2), "glm4": dict(tp=2), "mixtral": dict(etp=2),
+    "qwen3_moe": dict(ep=2),
+}  # fmt: skip
+_versions = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("families")
+    for (kind, over), seed in itertools.product(FAMILIES.items(), (0, 1)):
+        save_model(root / f"{kind}{seed}", kind, seed, **over)
+    return root
+
+
+@pytest.fixture(scope="module")
+def servers(models: Path) -> Iterator[dict[str, RealServer]]:
+    """All at once: what they take is mostly imports."""
+    started = {kind: launch(models / f"{kind}0", models / f"{kind}.log") for kind in FAMILIES}
+    with serving(*started.values()):
+        yield started
+
+
+def check_logprobs(server: RealServer, model: Path) -> None:
+    params = dict(temperature=1.0, max_new_tokens=24, ignore_eos=True)
+    meta = server.generate(PROMPT, **params)["meta_info"]
+    tokens = [t for _, t, _ in meta["output_token_logprobs"]]
+    logprobs = torch.tensor([lp for lp, _, _ in meta["output_token_logprobs"]])
+    torch.testing.assert_close(logprobs, hf_logprobs(model, PROMPT, tokens), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family(
+    servers: dict[str, RealServer], models: Path, world: World, tmp_path: Path, kind: str
+) -> None:
+    server, saved = servers[kind], tmp_path / "saved"
+    old, new = models / f"{kind}0", models / f"{kind}1"
+    check_logprobs(server, old)
+    before = server.checksums()
+    uploads = [
+        Upload(
+            new, saved,
+            WeightUpdateMeta(
+                type=way, version=next(_versions), addresses=(server.address,),
+                bucket_bytes=100_000, timeout=120.0,
+            ),
+        )
+        for way in ("distributed", "colocated")
+    ]  # fmt: skip
+    for upload in uploads:
+        server.load(old)
+        assert server.checksums() == before
+        for figures in world.run(run_uploads, LAYOUTS[kind], [upload]):
+            assert isinstance(figures[0], dict), figures[0]
+        assert server.version == str(upload.meta.version)
+        streamed, said = server.checksums(), server.said()
+        assert streamed != before
+        check_logprobs(server, new)
+        server.load(saved)
+        assert server.checksums() == streamed and server.said() == said
