@@ -63,7 +63,7 @@ class Background:
         def run() -> None:
             try:
                 if before is not None:
-                    before.join()
+                    _join(before)
                 job()
             except Exception as e:  # for the main thread to raise
                 self._error = e
@@ -82,6 +82,17 @@ class Background:
         together(self.what, self._result)
 
     def _result(self) -> None:
-        self._thread.join()
+        _join(self._thread)
         if self._error is not None:
             raise self._error
+
+
+def _join(thread: threading.Thread) -> None:
+    """TimeoutError where it still writes. Before the other ranks give up waiting for our word."""
+    patience = 0.9 * collective_timeout()
+    thread.join(patience)
+    if thread.is_alive():
+        raise TimeoutError(
+            f"{thread.name} has not ended within {patience:g} s (0.9 of collective_timeout): see "
+            "whether the storage answers, or raise collective_timeout"
+        )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megarl import run as entry
+from megarl.ckpt import background
 from megarl.ckpt.dist import FORMAT
 from megarl.ckpt.dist import MARKER as ENGINE_MARKER
 from megarl.config.check import check_config, trained_engines
@@ -474,3 +476,21 @@ def test_trainer_state_survives_the_disk(tmp_path, model):
     again = Start(cfg).state
     assert torch.equal(again["loader"]["generator"], torch.arange(3))
     assert again["rows"] == state["rows"]
+
+
+def test_a_writer_that_hangs_is_an_error_and_no_wait_without_end(monkeypatch):
+    monkeypatch.setattr(background, "collective_timeout", lambda: 0.1)
+    storage_answers = threading.Event()
+    jobs = [
+        background.Background(f"saving {i}", lambda: bool(storage_answers.wait(60)))
+        for i in range(2)
+    ]
+    try:
+        with pytest.raises(TimeoutError, match="saving 0 has not ended within"):
+            jobs[0]._result()
+        with pytest.raises(TimeoutError, match="saving 0 has not ended"):  # it waits for that one
+            jobs[1]._thread.join(60)
+            jobs[1]._result()
+    finally:
+        storage_answers.set()
+        jobs[0]._thread.join(60)
