@@ -19,7 +19,12 @@ from megarl.config.check_data import (
 )
 from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
-from megarl.config.check_rollout import generation_problems, rollout_problems, server_problems
+from megarl.config.check_rollout import (
+    generation_problems,
+    owner_problems,
+    rollout_problems,
+    server_problems,
+)
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.recipes import BaseConfig, GRPOConfig, PPOConfig, SFTConfig
@@ -38,6 +43,7 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
         problems += _critic_problems(cfg)
     if isinstance(cfg, GRPOConfig):
         problems += _grpo_problems(cfg)
+        problems += owner_problems(cfg, world_size)
     elif isinstance(cfg, SFTConfig):
         problems += _sft_problems(cfg)
     raise_if_any(problems)

@@ -56,14 +56,23 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if sync.bucket_mb < 1:
         yield f"weight_sync.bucket_mb={sync.bucket_mb}: must be > 0"
-    if sync.owners is not None and sync.owners < 1:
-        yield f"weight_sync.owners={sync.owners}: must be > 0, or null for one on each stage"
     for name in ("timeout", "server_timeout"):
         if not getattr(sync, name) > 0:
             yield f"weight_sync.{name}={getattr(sync, name)}: seconds, must be > 0"
     yield from _less_to_send_problems(cfg)
     if sync.type == "adapter":
         yield from _adapter_problems(cfg)
+
+
+def owner_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
+    owners = cfg.weight_sync.owners
+    if owners is not None and owners < 1:
+        yield f"weight_sync.owners={owners}: must be > 0, or null for one on each stage"
+    elif owners is not None and world_size is not None and owners > world_size:
+        yield (
+            f"weight_sync.owners={owners}: there are {world_size} trainer processes; use at most "
+            "that many, or null for one on each pipeline stage"
+        )
 
 
 def _adapter_problems(cfg: GRPOConfig) -> Iterator[str]:

@@ -296,3 +296,9 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
     assert "--enable-lora,--max-lora-rank,'4'" in found
     taught = "server.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
     check_config(grpo(model, *lora, "server.type=sglang", taught), 1)
+
+
+def test_more_owners_than_trainers_is_an_error_at_the_start(model):
+    check_config(grpo(model, "weight_sync.owners=2"), 2)
+    with pytest.raises(ConfigError, match=r"weight_sync.owners=3: there are 2 trainer processes"):
+        check_config(grpo(model, "weight_sync.owners=3"), 2)
