@@ -17,7 +17,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
-	test-all install-sglang test-sglang test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	test-all test-system install-sglang test-sglang test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
@@ -76,17 +76,22 @@ unit: install  ## fast tests in one process
 dist: install  ## tests over several gloo processes
 	$(PYTEST) -m "not realmodel" tests/dist
 
-e2e: install  ## tests with real servers and launchers
+e2e: install  ## recipes with real servers and launchers
 	$(PYTEST) tests/e2e
 
-test: install  ## what CI runs: lint, docs and every CPU test but those marked full
+# The tiers of CI. A test is in the first whose budget it fits; a slow one is marked, never thinned.
+
+test: install  ## 12 minutes: lint, docs, units, layouts over processes, recipes
 	$(MAKE) --jobs=2 --output-sync lint docs unit
-	$(PYTEST) -m "not full and not realmodel" tests/dist tests/e2e
+	$(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
+
+test-system: install  ## 25 minutes: launchers, recovery, failures, servers that are killed
+	$(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
 
 test-all: lint docs  ## everything that runs without a GPU
-	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e
+	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
 
-test-sglang: install install-sglang  ## megarl against the real SGLang server, on CPU
+test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
 	MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned

@@ -22,7 +22,7 @@ from tests.tiny import save_tiny, tiny_hf
 from tests.tiny_tokenizer import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "e2e" / "recover_run.py"
+SCRIPT = ROOT / "tests" / "system" / "recover_run.py"
 STEPS = 5  # of 3 in an epoch, with a checkpoint after every second
 SIGKILLED = (-9, 137)
 
@@ -38,7 +38,7 @@ GRPO = [
     "recipe=grpo", *(f"actor.optimizer.{o}" for o in OPTIMIZER), "actor.ppo_n_minibatches=2",
     "gconfig.n_samples=4", "gconfig.max_new_tokens=8", "gconfig.seed=7",
     "eval_gconfig.max_new_tokens=4", "server.deterministic=true", "server.context_length=64",
-    "server.threads=1", "train_dataset.reward=tests.e2e.recover_run:even",
+    "server.threads=1", "train_dataset.reward=tests.system.recover_run:even",
 ]  # fmt: skip
 SFT = ["recipe=sft", *(f"model.optimizer.{o}" for o in OPTIMIZER)]
 LAYOUTS = {
