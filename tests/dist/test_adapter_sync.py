@@ -16,6 +16,8 @@ from tests.dist.test_weight_sync import address, checksums, load, version
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 PROMPT = {
     "input_ids": [[3, 1, 4, 1, 5], [9, 2, 6]],
     "sampling_params": {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True},

@@ -19,6 +19,8 @@ from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 _versions = itertools.count(1)
 
 

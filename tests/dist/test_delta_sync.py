@@ -30,6 +30,8 @@ from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]),
 }  # fmt: skip

@@ -398,6 +398,7 @@ def test_a_failure_of_the_owner_alone_reaches_every_rank(
         assert "different dtypes" in r.error
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "blow, timeout",
     (
@@ -443,6 +444,7 @@ def run_across_a_restart(source: Path, server: str, metas: list[WeightUpdateMeta
     return made
 
 
+@pytest.mark.system
 def test_a_server_that_was_started_again_is_connected_again(
     world: World, untied: list[Server], tmp_path: Path
 ) -> None:

@@ -103,12 +103,14 @@ CASES = {
         "actor.ppo_n_minibatches=1",
     ],
 }  # fmt: skip
-FULL = ("dp2-disk-kl", "tp2-adapter")
+TIERS = {
+    "pp2-async-decoupled": pytest.mark.system,
+    "dp2-disk-kl": pytest.mark.full,
+    "tp2-adapter": pytest.mark.full,
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=TIERS.get(n, ())) for n in CASES])
 def test_grpo(name, model, tmp_path):
     done = launch(
         "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
@@ -151,6 +153,7 @@ def reward_model(path: Path, like: Path) -> Path:
     return path
 
 
+@pytest.mark.system
 def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
     command = [
         "quickstart_ppo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
@@ -186,6 +189,7 @@ def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
     check_books(run, done.stdout, prompts=8, samples=4)
 
 
+@pytest.mark.system
 def test_torchrun_against_a_running_server(model, tmp_path):
     """As in the README: servers elsewhere, plain torchrun, two steps; the server stays up. It
     starts from other weights than the actor's, and must not generate with them.
