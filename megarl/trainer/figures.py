@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
+from megarl.trainer.transcript import turns
 from megarl.utils.batch import Batch, seqlens
 
 
@@ -73,7 +74,8 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
 
 
 def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record per row: prompt, completion, answer and reward of its first sample.
+    """One record per row: prompt, completion, answer and reward of its first sample; `turns` where
+    it has several (trainer/transcript.py).
 
     `batch` holds the rows' samples in order, an equal number per row.
     """
@@ -89,5 +91,6 @@ def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> lis
                 "answer": str(row["answer"]),
                 "reward": batch["rewards"][k].item(),
             }
+            | turns(batch, k, tokenizer)
         )
     return records

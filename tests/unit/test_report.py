@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from megarl.observability.report import Run, load_run, write_report
-from megarl.observability.report.figures import percent, plain, step_phases
+from megarl.observability.report.formats import percent, plain
+from megarl.observability.report.phases import step_phases
 from megarl.observability.report.runs import pair_samples
+from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
 from megarl.observability.report.svg import (
     Line,
     LineChart,
-    Scale,
     line_chart,
-    log_ticks,
-    nice_ticks,
     smooth,
     thin,
 )
@@ -139,7 +138,7 @@ def test_report_of_one_run(tmp_path):
     ):
         assert title in page.headings, title
     words = " ".join(page.text)
-    assert "+25.0 points" in words and "(95% CI 45.0 to 55.0)" in words
+    assert "+25.0 points" in words and "95% CI 17.9 to 32.1" in words
     assert "<b>3</b>" in words and "two & 2" in words and "path: a<b" in words
     assert "500 tokens/s" in words
 

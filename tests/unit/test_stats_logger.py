@@ -1,4 +1,4 @@
-"""StatsLogger and its sinks, timers, bootstrap confidence intervals."""
+"""StatsLogger and its sinks, timers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from megarl.config.run import StatsLoggerConfig, WandbConfig
-from megarl.observability.bootstrap import bootstrap_ci, bootstrap_gain_ci
 from megarl.observability.console import (
     ConsoleSink,
     duration,
@@ -216,29 +215,6 @@ def test_timers_add_up_nest_and_start_afresh():
     with pytest.raises(RuntimeError), timers.phase("broken"):
         raise RuntimeError
     assert timers.export("t/") == {"t/broken_s": 1.0}
-
-
-def test_bootstrap_interval_of_a_proportion():
-    """Against the normal approximation, p +- 1.96 sqrt(p (1 - p) / n)."""
-    successes = [True] * 200 + [False] * 300
-    low, high = bootstrap_ci(successes, 4000, seed=1)
-    half = 1.96 * math.sqrt(0.4 * 0.6 / 500)
-    assert low == pytest.approx(0.4 - half, abs=0.006)
-    assert high == pytest.approx(0.4 + half, abs=0.006)
-    assert (low, high) == bootstrap_ci(successes, 4000, seed=1)
-    narrow = bootstrap_ci(successes, 4000, seed=1, level=0.5)
-    assert low < narrow[0] < 0.4 < narrow[1] < high
-
-
-def test_bootstrap_edges():
-    assert bootstrap_ci([True] * 10) == (1.0, 1.0)
-    assert bootstrap_gain_ci([0, 0, 1], [1, 1, 1 + 1]) == (1.0, 1.0)  # each gains exactly 1
-    with pytest.raises(ValueError, match="at least one score"):
-        bootstrap_ci([])
-    with pytest.raises(ValueError, match="level=95"):
-        bootstrap_ci([1], level=95)
-    with pytest.raises(ValueError, match="2 scores before, 1 after"):
-        bootstrap_gain_ci([0, 1], [1])
 
 
 def test_fast_steps_share_a_progress_line():
