@@ -120,8 +120,7 @@ def test_tensorboard_events_hold_the_values(tmp_path):
     assert (event.step, event.value) == (3, 0.25)
 
 
-def test_wandb_offline_keeps_one_id_over_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
+def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     ids = []
     for step in (1, 2):
@@ -131,6 +130,10 @@ def test_wandb_offline_keeps_one_id_over_resume(tmp_path, monkeypatch):
         ids.append((tmp_path / "wandb_id.txt").read_text())
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert ids[0] == ids[1] and files
+    said = capfd.readouterr()
+    assert "wandb" not in said.out
+    lines = [line for line in said.err.splitlines() if "wandb" in line]
+    assert len(lines) == 2 and all("offline" in line for line in lines)  # one for each start
     assert all(f.name == f"run-{ids[0]}.wandb" and f.stat().st_size > 0 for f in files)
 
 

@@ -35,7 +35,7 @@ class Measure:
         return f"{100 * low:.1f} to {100 * high:.1f}"
 
     def difference(self, gain: float) -> str:
-        return signed(gain) if self is REWARD else f"{100 * gain:+.1f} points"
+        return signed(gain) if self is REWARD else f"{100 * gain:{'+' if gain else ''}.1f} points"
 
 
 ACCURACY = Measure(
