@@ -155,9 +155,8 @@ def checker(sums: dict[str, str]) -> dict[str, Any]:
 
 
 def test_agreement_is_one_line_a_sync_and_at_info_only_once(
-    fakes: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
     info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
     servers = [fakes(**checker({"w": tensor_checksum(torch.ones(2))})) for _ in range(3)]
     with caplog.at_level(logging.DEBUG, logger="megarl.weight_sync.verify"):
@@ -189,9 +188,8 @@ def test_verification_names_server_and_tensor(fakes: Any) -> None:
 
 
 def test_stock_servers_cannot_be_verified_and_that_is_said(
-    fakes: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
     fake = fakes(**checker({"model.layers.0.self_attn.qkv_proj.weight": "1"}))
     verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=None, hf_checksums=False)})
     verifier.add([("model.layers.0.self_attn.q_proj.weight", torch.ones(1))])

@@ -32,6 +32,7 @@ h3 { font-size: 15px; font-weight: 600; margin: 0; }
 .tile, .chart, .panel { background: var(--card); border: 1px solid var(--line);
   border-radius: 12px; }
 .tile { padding: 15px 18px 14px; flex: 1 1 auto; min-width: 150px; }
+.tiles:has(> :nth-child(7)) > .tile { flex-basis: 22%; }
 .tile .name { color: var(--soft); font-size: 13px; }
 .tile .value { font-size: 24px; font-weight: 650; letter-spacing: -0.02em; white-space: nowrap;
   font-variant-numeric: tabular-nums; margin: 2px 0; }

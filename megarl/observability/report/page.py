@@ -8,6 +8,7 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from megarl.config.secrets import masked_yaml
 from megarl.observability.console import duration, number
 from megarl.observability.report.assets import CSS, JS
 from megarl.observability.report.figures import GAP, all_charts, end_window
@@ -224,5 +225,5 @@ def _config(config: str) -> str:
         return ""
     return (
         '<h2>Configuration</h2><div class="panel"><details><summary>config.yaml</summary>'
-        f"<pre>{escape(config)}</pre></details></div>"
+        f"<pre>{escape(masked_yaml(config))}</pre></details></div>"
     )

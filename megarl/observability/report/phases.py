@@ -18,10 +18,10 @@ PHASES = {
     "reward_model": 8,
     "logp": 1,
     "ref": 3,
-    "values": 5,
+    "values": 6,
     "train_critic": 4,
     "train": 2,
-    "update_weights": 6,
+    "update_weights": 5,
 }
 OUTSIDE_STEP = ("eval", "save", "recover")  # timed beside the step, not inside it
 _MAX_BARS = 70

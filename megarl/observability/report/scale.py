@@ -20,13 +20,15 @@ class Scale:
 
 
 def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
-    """About n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi]."""
+    """About n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi], but for a
+    rounding error: 1.0000001 is no reason for a tick at 1.25.
+    """
     if hi <= lo:
         hi = lo + (abs(lo) * 0.1 or 1.0)
     rough = (hi - lo) / max(1, n - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
+    first, last = math.floor(lo / step + 1e-5), math.ceil(hi / step - 1e-5)
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
