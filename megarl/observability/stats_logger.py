@@ -223,7 +223,8 @@ class WandbSink:
             config=run_config,
             settings=wandb.Settings(silent=True),
         )
-        log.info("wandb, %s: %s", mode, self._run.url or Path(self._run.dir).parent)
+        where = self._run.url if mode == "online" else Path(self._run.dir).parent
+        log.info("wandb, %s: %s", mode, where)
         # our own step axis: wandb's must never go back, a resumed run's may
         self._run.define_metric("*", step_metric="step")
 

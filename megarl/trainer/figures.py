@@ -74,8 +74,7 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
 
 
 def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record per row: prompt, completion, answer and reward of its first sample; `turns` where
-    it has several (trainer/transcript.py).
+    """One record per row: prompt, completion, answer and reward of its first sample.
 
     `batch` holds the rows' samples in order, an equal number per row.
     """
@@ -91,6 +90,6 @@ def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> lis
                 "answer": str(row["answer"]),
                 "reward": batch["rewards"][k].item(),
             }
-            | turns(batch, k, tokenizer)
+            | turns(batch, k, tokenizer)  # where it has several
         )
     return records

@@ -30,4 +30,5 @@ def turns(batch: Batch, sample: int, tokenizer: Any) -> dict[str, list[dict[str,
         }
         for by_model, places in parts
     ]
+    found = [turn for turn in found if turn["who"] == WROTE or turn["text"].strip()]
     return {"turns": found} if len(found) > 1 else {}
