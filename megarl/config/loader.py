@@ -33,7 +33,7 @@ from megarl.config.schema import (
     not_a_choice,
     show,
 )
-from megarl.config.secrets import remember, written_tree
+from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.utils.staging import write_whole
 
 DEFAULT_RECIPE = "grpo"
@@ -239,7 +239,8 @@ def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
     first = str(e).splitlines()[0]
     if not e.full_key:
         return first
-    if isinstance(e, ValidationError) and (text := _as_written(node, e.full_key)):
+    text = _as_written(node, e.full_key) if isinstance(e, ValidationError) else None
+    if text and reads_environment(text, OmegaConf.to_container(node, resolve=False)):
         return f"{e.full_key}={text}: the value behind it is not of the key's type"
     return f"{e.full_key}: {first}"
 

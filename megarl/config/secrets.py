@@ -8,6 +8,8 @@ that reading it again asks the environment again. Logs, wandb and the report see
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,7 +43,7 @@ def remember(cfg: Any, unresolved: Any) -> None:
     written = {
         path: (text, _at(resolved, path))
         for path, text in _leaves(unresolved)
-        if _reads_environment(text, unresolved, ())
+        if reads_environment(text, unresolved)
     }
     object.__setattr__(cfg, _ATTRIBUTE, written)
 
@@ -60,6 +62,19 @@ def public_tree(cfg: Any) -> dict[str, Any]:
     """`written_tree` with secrets masked, for eyes other than the user's."""
     tree: dict[str, Any] = masked(written_tree(cfg))
     return tree
+
+
+def fingerprint_tree(cfg: Any) -> dict[str, Any]:
+    """Every key with its value, to compare with another start's: of what the environment holds a
+    digest, and secrets masked, for with another password it is the same run.
+    """
+    tree = _values(cfg)
+    for path, (_, value) in getattr(cfg, _ATTRIBUTE, {}).items():
+        if _at(tree, path) == value:
+            *parents, last = path
+            _at(tree, parents)[last] = _digests(value)
+    hidden: dict[str, Any] = masked(tree)
+    return hidden
 
 
 def masked(tree: Any, name: str = "") -> Any:
@@ -101,6 +116,14 @@ def masked_override(text: str) -> str:
     return f"{key}={yaml.safe_dump(shown, default_flow_style=True, sort_keys=False).strip()}"
 
 
+def _digests(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _digests(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_digests(v) for v in value]
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
 def _values(cfg: Any) -> dict[str, Any]:
     tree = OmegaConf.to_container(OmegaConf.structured(cfg), resolve=True)
     assert isinstance(tree, dict)
@@ -119,8 +142,10 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
         yield path, tree
 
 
-def _reads_environment(text: str, tree: Any, seen: tuple[str, ...]) -> bool:
-    """Itself, or by way of other keys. What cannot be followed counts as if it did."""
+def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
+    """Whether the interpolation `text` in the unresolved `tree` does, itself or by way of other
+    keys. What cannot be followed counts as if it did.
+    """
     if _ENV in text:
         return True
     for key in _REFERENCE.findall(text):
@@ -131,7 +156,7 @@ def _reads_environment(text: str, tree: Any, seen: tuple[str, ...]) -> bool:
         except (KeyError, IndexError, TypeError, ValueError):
             return True
         below = [target] if isinstance(target, str) else [t for _, t in _leaves(target)]
-        if any(_reads_environment(t, tree, (*seen, key)) for t in below if "${" in t):
+        if any(reads_environment(t, tree, (*seen, key)) for t in below if "${" in t):
             return True
     return False
 

@@ -133,7 +133,8 @@ def _by_group(
         raise ValueError(f"{caller}: {len(values)} scores and {len(groups)} groups")
     names = {name: i for i, name in enumerate(dict.fromkeys(groups))}
     index = [names[g] for g in groups]
-    return np.bincount(index, weights=values), np.bincount(index).astype(np.float64)
+    sums = np.bincount(index, weights=values).astype(np.float64)
+    return sums, np.bincount(index).astype(np.float64)
 
 
 def _checked(level: float) -> float:

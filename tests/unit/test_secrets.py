@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import yaml
 
@@ -21,6 +23,7 @@ from megarl.config.secrets import (
 )
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
+from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.run_dir import claim
 
 SECRET = "sk-0123456789abcdef"
@@ -106,6 +109,22 @@ def test_another_value_of_the_variable_is_no_change_of_the_configuration(
         "seed: 1 -> 7",
         "train_dataset.options.hf_token: *** -> ***",
     ]
+
+
+def test_a_checkpoint_knows_other_data_without_holding_secrets(cfg, tmp_path, monkeypatch):
+    def data(**environment: str) -> dict:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        overrides = [f"fileroot={tmp_path}", "train_dataset.path=${oc.env:MY_MODEL}/rows"]
+        return data_of(load_config(tmp_path / "c.yaml", overrides), 100)
+
+    first = data()
+    assert SECRET not in json.dumps(first) and first["options"]["level"] == 2
+    assert same_data(first, data())
+    rotated = data(MY_KEY="another")
+    assert rotated["options"]["api_key"] == first["options"]["api_key"] == "***"
+    assert data(MY_KEY=SECRET) == first
+    assert not same_data(first, data(MY_MODEL="/elsewhere"))
 
 
 def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch, capfd):
