@@ -247,7 +247,7 @@ def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
 
 def _as_written(node: DictConfig, name: str) -> str | None:
     """The text of the interpolation at the dotted `name`, None where there is another value."""
-    *parents, last = name.split(".")
-    above = OmegaConf.select(node, ".".join(parents)) if parents else node
-    text = above._get_node(last)._value() if isinstance(above, DictConfig) else None
-    return text if _is_interpolation(text) else None
+    value: Any = OmegaConf.to_container(node, resolve=False)
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if _is_interpolation(value) else None

@@ -434,6 +434,9 @@ def test_the_legend_says_what_thin_and_thick_lines_are():
     assert legend(10) == []
     assert legend(40) == [("c0 raw", "each step"), ("c0", "mean of 5 steps")]
     assert legend(40, 200)[2:] == [("c7 raw", "each step"), ("c7", "mean of 5 to 10 steps")]
+    # which of several runs a lone line is of
+    alone = LineChart(title="t", lines=[Line(label="ppo", points=[(0, 1)], color=2)], named=True)
+    assert '<li><i class="key c2"></i>ppo</li>' in line_chart(alone)
     # of 4000 steps every point is the mean of ten, and the smoothed line still one of 200
     assert legend(4000) == [("c0 raw", "mean of 10 steps"), ("c0", "mean of 200 steps")]
 

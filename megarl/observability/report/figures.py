@@ -183,6 +183,7 @@ def _metric(runs: list[Run], metric: Metric) -> str:
             format=metric.format,
             log=log,
             y_from=metric.y_from,
+            named=several,
         )
     )
 

@@ -163,5 +163,6 @@ def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> str:
             format=measure.format,
             y_from=None if measure is REWARD else 0.0,
             x_label="minutes" if by_time else "step",
+            named=len(runs) > 1,
         )
     )

@@ -100,8 +100,8 @@ def _held_out_tiles(run: Run) -> list[str]:
 def _held_out_tile(run: Run, measure: Measure) -> str:
     name, change = f"Held-out {measure.name}", gain(run, measure)
     if change is None:
-        value = run.values(*measure.keys)[-1]
-        return _tile(name, measure.format(value), _interval(run, measure, "95% CI "))
+        value = measure.format(run.values(*measure.keys)[-1])
+        return _tile(name, value, _interval(run, measure, "95% CI "))
     value = measure.format(change.first) + _ARROW + measure.format(change.last)
     return _tile(name, value, _gain(change))
 

@@ -52,6 +52,7 @@ class LineChart:
     log: bool = False
     y_from: float | None = None
     y_to: float | None = None
+    named: bool = False  # the legend names the line also where it is the only one
 
 
 @dataclass(kw_only=True)
@@ -104,16 +105,20 @@ def line_chart(chart: LineChart) -> str:
     for line in lines:
         body += _draw_line(line, x, y)
     return _figure(
-        chart.title, chart.note, _line_legend(lines), body, _hover_lines(lines, x, y, chart)
+        chart.title,
+        chart.note,
+        _line_legend(lines, chart.named),
+        body,
+        _hover_lines(lines, x, y, chart),
     )
 
 
-def _line_legend(lines: list[Line]) -> Legend:
-    """Which line is which, where there are several; and what thin and thick mean, where the thick
-    ones are averages.
+def _line_legend(lines: list[Line], named: bool) -> Legend:
+    """Which line is which, where there are several or `named`; and what thin and thick mean, where
+    the thick ones are averages.
     """
     legend = []
-    if len(lines) > 1:
+    if named or len(lines) > 1:
         legend = [
             (line.label, f"c{line.color}{' dashed' if line.dashed else ''}") for line in lines
         ]
