@@ -24,7 +24,7 @@ from megarl.config.check import engines, model_path, trained_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
-from megarl.config.secrets import masked
+from megarl.config.secrets import MASK, masked
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
 RECOVER_DIR, MARKER = "recover", "trainer.json"
@@ -114,7 +114,14 @@ def config_changes(cfg: BaseConfig) -> list[str]:
     if not before:
         return []
     keys = [k for k in (before | now) if k not in _PER_START and before.get(k) != now.get(k)]
-    return [f"{k}: {masked(before.get(k), k)} -> {masked(now.get(k), k)}" for k in keys]
+    return [f"{k}: {_shown(before, k, now)} -> {_shown(now, k, before)}" for k in keys]
+
+
+def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:
+    """Where the other start takes it from the environment, the value may be what it hides there."""
+    value = config.get(key)
+    hidden = "${" in str(other.get(key)) and "${" not in str(value) and value is not None
+    return MASK if hidden else masked(value, key)
 
 
 def _saved_config(directory: Path, *, resolve: bool = False) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_report_of_one_run(tmp_path):
     ):
         assert title in page.headings, title
     words = " ".join(page.text)
-    assert "+25.0 points" in words and "95% CI 17.9 to 32.1" in words
+    assert "+25.0 points , 95% CI 17.9 to 32.1" in words
     assert "<b>3</b>" in words and "two & 2" in words and "path: a<b" in words
     assert "500 tokens/s" in words
 
@@ -344,7 +344,7 @@ def test_a_graded_reward_stands_in_for_an_accuracy_of_nothing(tmp_path):
     run = evaluations(*map(evaluated, sides), rewards=sides)
     html = tiles(run, tmp_path)
     assert "Held-out accuracy" not in html and "Held-out reward" in html
-    assert "0.2 <small>→</small> 0.5" in html and '<span class="up">+0.3, 95% CI 0.' in html
+    assert "0.2 <small>→</small> 0.5" in html and '<span class="up">+0.3</span>, 95% CI 0.' in html
     text = (tmp_path / "r.html").read_text()
     assert "<h3>Held-out reward</h3>" in text and "<h3>Held-out accuracy</h3>" not in text
     lines = dict(summary_lines(summarize(run, seconds=1.0)))

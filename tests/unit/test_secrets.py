@@ -111,6 +111,18 @@ def test_another_value_of_the_variable_is_no_change_of_the_configuration(
     ]
 
 
+def test_a_run_that_began_with_the_secret_in_clear_goes_on_without_telling_it(cfg, tmp_path):
+    directory = tmp_path / "e" / cfg.trial_name
+    clear = (
+        config_yaml(cfg).replace('"${oc.env:MY_KEY}"', SECRET).replace("${oc.env:MY_KEY}", SECRET)
+    )
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(clear)
+    changes = config_changes(cfg)
+    assert "train_dataset.options.api_key: *** -> ${oc.env:MY_KEY}" in changes
+    assert SECRET not in "".join(changes)
+
+
 def test_a_checkpoint_knows_other_data_without_holding_secrets(cfg, tmp_path, monkeypatch):
     def data(**environment: str) -> dict:
         for name, value in environment.items():

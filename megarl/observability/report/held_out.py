@@ -68,12 +68,13 @@ class Gain:
         return self.interval is not None and self.interval[1] < 0
 
     @property
-    def text(self) -> str:
-        """ "+12.5 points, 95% CI 3.1 to 21.9"."""
-        text = self.measure.difference(self.last - self.first)
-        if self.interval is None:
-            return text
-        return f"{text}, 95% CI {self.measure.interval(self.interval)}"
+    def difference(self) -> str:
+        return self.measure.difference(self.last - self.first)
+
+    @property
+    def bounds(self) -> str:
+        """ ", 95% CI 3.1 to 21.9", or nothing."""
+        return "" if self.interval is None else f", 95% CI {self.measure.interval(self.interval)}"
 
 
 def headline(run: Run) -> Measure | None:

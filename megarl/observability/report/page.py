@@ -109,7 +109,8 @@ def _held_out_tile(run: Run, measure: Measure) -> str:
 def _gain(change: Gain) -> str:
     """Green and red only for what is more than chance."""
     css = "up" if change.up else "down" if change.down else ""
-    return f'<span class="{css}">{change.text}</span>' if css else change.text
+    difference = f'<span class="{css}">{change.difference}</span>' if css else change.difference
+    return difference + change.bounds
 
 
 def _interval(run: Run, measure: Measure, prefix: str = "") -> str:

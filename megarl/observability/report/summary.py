@@ -155,7 +155,7 @@ def _held_out_lines(summary: Summary) -> list[tuple[str, str]]:
         text = f"{measure.format(before)} → {measure.format(after)}"
         if interval := summary.get(f"{name}_gain_ci"):
             change = Gain(measure=measure, first=before, last=after, interval=tuple(interval))
-            text += f" ({change.text})"
+            text += f" ({change.difference}{change.bounds})"
         lines.append((name.replace("_", " "), text))
     return lines
 
