@@ -9,7 +9,7 @@ import yaml
 
 from megarl.config.earlier_run import config_changes
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config, save_config
+from megarl.config.loader import config_yaml, load_config, save_config
 from megarl.config.recipes import RECIPES
 from megarl.config.run import StatsLoggerConfig, WandbConfig
 from megarl.config.schema import key_table
