@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from quickstart import evaluations, fresh, in_root, launch, reinforce, warm_up  # noqa: E402
 
-from megarl.observability.bootstrap import bootstrap_ci  # noqa: E402
+from megarl.observability.intervals import wilson  # noqa: E402
 from megarl.observability.report import write_report  # noqa: E402
 
 HELD_OUT = 512
@@ -38,9 +38,8 @@ def control(root: Path, seed: int, name: str, seconds: float, careless: float) -
     return evaluations(root / name, "eval/exact_match")[-1]["eval/exact_match"]
 
 
-def cell(accuracy: float, seed: int) -> str:
-    right = round(accuracy * HELD_OUT)
-    low, high = bootstrap_ci([True] * right + [False] * (HELD_OUT - right), seed=seed)
+def cell(accuracy: float) -> str:
+    low, high = wilson(accuracy, HELD_OUT)
     return f"{100 * accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
@@ -54,7 +53,7 @@ def study(root: Path, seed: int) -> list[str]:
     clean = control(root, seed, "control_clean", wall, careless=0.0)
     runs = [root / "grpo", f"more SFT={root / 'control'}", f"clean SFT={root / 'control_clean'}"]
     write_report(root / "report.html", runs, title="megarl quickstart: GRPO on sums")
-    start, end, *controls = (cell(x, seed) for x in (before, after, more, clean))
+    start, end, *controls = (cell(x) for x in (before, after, more, clean))
     return [str(seed), start, end, f"{100 * (after - before):+.1f}", f"{wall:.0f}", *controls]
 
 

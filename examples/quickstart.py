@@ -34,7 +34,7 @@ def launch(config: str, *overrides: str) -> float:
     """Runs one config under the local launcher; its wall time in seconds."""
     command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", str(PROCESSES)]
     command += ["--config", str(ROOT / "configs" / config), *overrides]
-    print("$", " ".join(command[1:]), flush=True)
+    print("$ python", " ".join(command[1:]), flush=True)
     start = time.monotonic()
     status = subprocess.run(command).returncode
     if status:

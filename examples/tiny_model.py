@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -52,6 +53,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 def make_model(out: Path, *, seed: int = 1, hidden: int = 128, layers: int = 4) -> Qwen3ForCausalLM:
     """Writes model and tokenizer to `out` and returns the model."""
+    disable_progress_bar()  # of one small file, there and back
     tokenizer = make_tokenizer(seed)
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -8,6 +8,7 @@ not written by us, or damaged since.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.check import model_path, trained_engines
+from megarl.config.check import engines, model_path, trained_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import MASK, masked
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
 RECOVER_DIR, MARKER = "recover", "trainer.json"
@@ -77,12 +81,13 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     run = newest.path.parent.parent
     away = f"the run in {run} cannot continue so; set another trial_name, or move it"
     before, now = _saved_config(run), _flat(yaml.safe_load(config_yaml(cfg)))
+    behind = _saved_config(run, resolve=True)
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
     for name in trained_engines(cfg):  # what is frozen is loaded anew
-        key = f"{name}.path"
-        if not _same_path(before.get(key, now[key]), now[key]):
+        key, path = f"{name}.path", engines(cfg)[name].path
+        if not _same_path(behind.get(key, path), path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
         old, new = newest.info["models"][name], architecture(model_path(cfg, name))
@@ -102,17 +107,33 @@ def architecture(path: str | Path) -> dict[str, Any]:
 
 
 def config_changes(cfg: BaseConfig) -> list[str]:
-    """`key: old -> new` for every key that differs from the run directory's config.yaml."""
+    """`key: old -> new` for every key that differs from the run directory's config.yaml, by how
+    it is written: a variable that has another value now is no difference.
+    """
     before, now = _saved_config(run_dir(cfg)), _flat(yaml.safe_load(config_yaml(cfg)))
     if not before:
         return []
     keys = [k for k in (before | now) if k not in _PER_START and before.get(k) != now.get(k)]
-    return [f"{k}: {before.get(k)} -> {now.get(k)}" for k in keys]
+    return [f"{k}: {_shown(before, k, now)} -> {_shown(now, k, before)}" for k in keys]
 
 
-def _saved_config(directory: Path) -> dict[str, Any]:
+def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:
+    """Where the other start takes it from the environment, the value may be what it hides there."""
+    value = config.get(key)
+    hidden = "${" in str(other.get(key)) and "${" not in str(value) and value is not None
+    return MASK if hidden else masked(value, key)
+
+
+def _saved_config(directory: Path, *, resolve: bool = False) -> dict[str, Any]:
+    """Flat; with `resolve`, with the values that interpolations have in this environment."""
     path = directory / CONFIG_FILE
-    return _flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if resolve:
+        with contextlib.suppress(OmegaConfBaseException):  # a variable is not set any more
+            tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    return _flat(tree)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

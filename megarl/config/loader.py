@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError, raise_if_any
@@ -33,6 +33,7 @@ from megarl.config.schema import (
     not_a_choice,
     show,
 )
+from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.utils.staging import write_whole
 
 DEFAULT_RECIPE = "grpo"
@@ -60,16 +61,19 @@ def load_config(
         problems += [p for p in choice_problems(cfg) if p not in problems]
     raise_if_any(problems)
     assert isinstance(cfg, cls)
+    remember(cfg, OmegaConf.to_container(node, resolve=False))
     return cfg
 
 
 def config_yaml(cfg: BaseConfig) -> str:
-    """Every key with its resolved value."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    """Every key with its value; values of the environment as the interpolations they were written
+    as, so that what stands in a file is no secret.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(written_tree(cfg)))
 
 
 def save_config(cfg: BaseConfig, path: str | os.PathLike[str]) -> None:
-    """Writes what `load_config(path)` reads back as an equal config."""
+    """Writes what `load_config(path)` reads back as an equal config, in the same environment."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, config_yaml(cfg))
@@ -226,6 +230,24 @@ def _to_object(node: DictConfig, problems: list[str]) -> Any:
             return None
         return OmegaConf.to_object(node)
     except OmegaConfBaseException as e:
-        first = str(e).splitlines()[0]
-        problems.append(f"{e.full_key}: {first}" if e.full_key else first)
+        problems.append(_unreadable(node, e))
         return None
+
+
+def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
+    """Why a value is none; the environment's is not shown."""
+    first = str(e).splitlines()[0]
+    if not e.full_key:
+        return first
+    text = _as_written(node, e.full_key) if isinstance(e, ValidationError) else None
+    if text and reads_environment(text, OmegaConf.to_container(node, resolve=False)):
+        return f"{e.full_key}={text}: the value behind it is not of the key's type"
+    return f"{e.full_key}: {first}"
+
+
+def _as_written(node: DictConfig, name: str) -> str | None:
+    """The text of the interpolation at the dotted `name`, None where there is another value."""
+    value: Any = OmegaConf.to_container(node, resolve=False)
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if _is_interpolation(value) else None

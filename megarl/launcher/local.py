@@ -35,6 +35,7 @@ from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.loader import load_config, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.secrets import masked_override
 from megarl.config.servers import ADDRESSES_ENV
 from megarl.launcher.devices import Devices, share_out, visible_gpus
 from megarl.launcher.processes import (
@@ -266,7 +267,8 @@ def start_trainers(
         child = Child(f"trainer {rank}", [sys.executable, str(job.script), *arguments], env=env)
         trainers.append(child)
         reaper.watch(child.pid)
-    log.info("%d trainer process(es): %s %s", job.nproc, job.script, " ".join(arguments))
+    shown = " ".join(masked_override(a) for a in arguments)
+    log.info("%d trainer process(es): %s %s", job.nproc, job.script, shown)
 
 
 def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> dict[str, str]:

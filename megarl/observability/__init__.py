@@ -5,6 +5,6 @@ timers         seconds per phase of a step
 profiler       traces of some steps
 utilization    model FLOP/s and their share of the hardware's peak
 stats_logger   figures of every step to the console, jsonl, tensorboard and wandb
-bootstrap      confidence intervals of accuracies
+intervals      confidence intervals of accuracies, rewards and gains
 report         a summary at the end, and one self-contained HTML file for a person to look at
 """

@@ -65,6 +65,9 @@ def progress_line(
     for name, key in (("reward", "reward/mean"), ("loss", "loss"), ("accuracy", "eval/accuracy")):
         if key in stats and not (name == "loss" and "reward/mean" in stats):
             parts.append(f"{name} {stats[key]:.3f}")
+    reward, accuracy = stats.get("eval/reward"), stats.get("eval/accuracy", 0.0)
+    if reward is not None and abs(reward - accuracy) > 1e-6:  # in parts of a point
+        parts.append(f"eval reward {reward:.3f}")
     seconds, tokens = stats.get("timing/step_s"), stats.get("tokens/total")
     if seconds:
         parts.append(f"{seconds:.2f} s/step")

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.console import ConsoleSink
-from megarl.observability.logging import env_rank
+from megarl.observability.logging import env_rank, get_logger
 from megarl.utils.staging import write_whole
+
+log = get_logger(__name__)
 
 STATS_FILE = "stats.jsonl"
 
@@ -186,7 +188,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The run's id is kept in <run>/wandb_id.txt: a resumed run continues the same curve."""
+    """The run's id is kept in <run>/wandb_id.txt: a resumed run continues the same curve. wandb
+    itself is silent on the console: one line says where the run is.
+    """
 
     def __init__(
         self,
@@ -217,7 +221,10 @@ class WandbSink:
             resume="allow",
             dir=str(run_dir),
             config=run_config,
+            settings=wandb.Settings(silent=True),
         )
+        where = self._run.url if mode == "online" else Path(self._run.dir).parent
+        log.info("wandb, %s: %s", mode, where)
         # our own step axis: wandb's must never go back, a resumed run's may
         self._run.define_metric("*", step_metric="step")
 

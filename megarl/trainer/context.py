@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import public_tree
 from megarl.observability.logging import get_logger
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
@@ -55,7 +55,7 @@ class RunContext:
                 run_dir=self.run_dir,
                 experiment_name=self.cfg.experiment_name,
                 trial_name=self.cfg.trial_name,
-                run_config=dataclasses.asdict(self.cfg),
+                run_config=public_tree(self.cfg),
                 from_step=self.resumed.step if self.resumed else None,
             )
         return self

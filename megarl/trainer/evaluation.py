@@ -1,14 +1,17 @@
-"""Evaluation by generation: accuracy on held-out rows with a bootstrap confidence interval."""
+"""Evaluation by generation: accuracy and reward on held-out rows, with confidence intervals."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
-from megarl.observability.bootstrap import bootstrap_ci
+from megarl.observability.intervals import bootstrap_ci, proportion_ci
+from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.trainer.figures import completions
 
@@ -39,25 +42,49 @@ class Evaluator:
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """`eval/...` figures. A sample is right when its reward is at least 1; some_credit is the
-        share with any reward, for scorers that give parts of a point. With `when`
-        ("before" or "after") the first completions go to `samples_path`, in place of earlier ones.
+        share with any reward, for scorers that give parts of a point. The rewards of every prompt
+        go to eval_rewards.jsonl beside `samples_path`. With `when` ("before" or "after") the first
+        completions go to `samples_path`, in place of earlier ones.
         """
         batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
-        rewards = batch["rewards"].float()
-        right = (rewards >= 1).tolist()
-        low, high = bootstrap_ci(right, seed=self._seed)
         if when is not None:
             records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
             supersede(samples_path, lambda row: row["when"] != when)
-            with samples_path.open("a", encoding="utf-8") as f:
-                f.writelines(json.dumps({"when": when} | r) + "\n" for r in records)
+            _append(samples_path, [{"when": when} | record for record in records])
+        prompts, rewards = batch["group_ids"].tolist(), batch["rewards"].float()
+        self._keep(samples_path.with_name(EVAL_REWARDS_FILE), prompts, rewards.tolist())
         lengths = batch["loss_mask"].sum(1).float()
+        right = (rewards >= 1).tolist()
+        low, high = proportion_ci(right, groups=prompts)
+        reward_low, reward_high = bootstrap_ci(rewards.tolist(), seed=self._seed, groups=prompts)
         return {
             "eval/accuracy": sum(right) / len(right),
             "eval/accuracy_lo": low,
             "eval/accuracy_hi": high,
             "eval/some_credit": (rewards > 0).float().mean().item(),
             "eval/reward": rewards.mean().item(),
+            "eval/reward_lo": reward_low,
+            "eval/reward_hi": reward_high,
             "eval/response_len": lengths.mean().item(),
             "eval/samples": float(len(right)),
         }
+
+    def _keep(self, path: Path, prompts: Sequence[int], rewards: Sequence[float]) -> None:
+        """Appends {"step", "rewards": {prompt: its samples' rewards}}, for paired comparisons."""
+        step = self._engine.get_version()  # every step makes one version
+        by_prompt: dict[str, list[float]] = {}
+        for i, reward in zip(prompts, rewards, strict=True):
+            by_prompt.setdefault(_prompt_key(self.rows[i]), []).append(reward)
+        supersede(path, lambda row: row["step"] < step)  # what a start before this one wrote
+        _append(path, [{"step": step, "rewards": by_prompt}])
+
+
+def _prompt_key(row: dict[str, Any]) -> str:
+    """Names a prompt, with its answer, in every run."""
+    text = json.dumps([row["prompt"], str(row["answer"])])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as f:
+        f.writelines(json.dumps(record) + "\n" for record in records)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
+from megarl.trainer.transcript import turns
 from megarl.utils.batch import Batch, seqlens
 
 
@@ -89,5 +90,6 @@ def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> lis
                 "answer": str(row["answer"]),
                 "reward": batch["rewards"][k].item(),
             }
+            | turns(batch, k, tokenizer)  # where it has several
         )
     return records

@@ -7,7 +7,7 @@ from typing import Any
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
 from megarl.data import build_dataloader, build_dataset, collate_sft
-from megarl.observability.bootstrap import bootstrap_ci
+from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
@@ -121,8 +121,7 @@ class SFTTrainer:
         with self.timers.phase("eval"):
             stats = self.model.evaluate(self.held_out)
         self.exact_match, n = stats["exact_match"], len(self.held_out["input_ids"])
-        right = round(stats["exact_match"] * n)
-        low, high = bootstrap_ci([True] * right + [False] * (n - right), seed=self.cfg.seed)
+        low, high = wilson(stats["exact_match"], n)
         interval = {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
         return {f"eval/{k}": v for k, v in (stats | interval).items()}
 

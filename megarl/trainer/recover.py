@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.config.check import model_path, trained_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
 from megarl.config.recipes import BaseConfig
+from megarl.config.secrets import fingerprint_tree
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
@@ -190,7 +191,7 @@ def _is_newer(final: Path, marker: Path) -> bool:
 
 def data_of(cfg: BaseConfig, size: int) -> State:
     """What a place in the training data depends on, to see whether a saved one still means it."""
-    data = asdict(cfg.train_dataset)
+    data = fingerprint_tree(cfg)["train_dataset"]
     del data["reward"]  # says nothing about the rows
     return data | {"rows": size, "seed": cfg.seed}
 

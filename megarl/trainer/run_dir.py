@@ -23,6 +23,7 @@ from megarl.config.earlier_run import (
 from megarl.config.loader import run_dir, save_config
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
+from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.utils.staging import clean_up, remove
 
@@ -48,7 +49,8 @@ def claim(cfg: BaseConfig) -> tuple[TextIO, Checkpoint | None]:
             log.info("%s: left by a process that was killed, cleaned up", path)
     newest = _newest(directory) if cfg.recover.mode == "auto" else None
     if newest is None:
-        supersede(directory / "samples.jsonl", lambda row: False)
+        for name in ("samples.jsonl", EVAL_REWARDS_FILE):
+            supersede(directory / name, lambda row: False)
     _update_config(cfg, directory)
     return lock, newest
 

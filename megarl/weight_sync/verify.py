@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 Checksums = Mapping[str, str]
 SAMPLE = 8  # tensors
+_TOLD: dict[int, set[str]] = {}  # the servers that a line at this level has named
 
 
 class Verifier:
@@ -56,14 +57,22 @@ class Verifier:
 
     def check(self, deadline: Deadline) -> bool:
         """Whether every server was compared. RuntimeError naming the tensors that differ."""
-        for server, sums in self._ask(self.comparable, deadline).items():
+        answers = self._ask(self.comparable, deadline)
+        for server, sums in answers.items():
             if wrong := differences(self.sent, sums[0]):
                 raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
-            log.info("checksums of %d tensors agree with server %s", len(self.sent), server)
+        if answers:
+            log.log(
+                _once_each(logging.INFO, answers),
+                "checksums of %d tensors agree with server %s",
+                len(self.sent),
+                ", ".join(answers),
+            )
         others = self._ask(self.others, deadline) if self.names is None else {}
         if others:
             compare_with_each_other(others)
-            log.warning(
+            log.log(
+                _once_each(logging.WARNING, others),
                 "weights on %s not verified: checksums there are of fused and sharded parameters, "
                 "which cannot be compared with HF tensors%s",
                 ", ".join(others),
@@ -79,6 +88,15 @@ class Verifier:
             body["names"] = sorted(self.names)
         answers = Servers(addresses).call("/weights_checker", body, deadline)
         return {server: _checksums(server, answer) for server, answer in answers.items()}
+
+
+def _once_each(level: int, servers: Collection[str]) -> int:
+    """`level` if a line at it has not yet named each of these servers, else DEBUG."""
+    told = _TOLD.setdefault(level, set())
+    if told.issuperset(servers):
+        return logging.DEBUG
+    told.update(servers)
+    return level
 
 
 def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:

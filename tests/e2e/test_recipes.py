@@ -142,6 +142,9 @@ def test_grpo(name, model, tmp_path):
     whens = [json.loads(line)["when"] for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"before", "after"} == set(whens)
     assert "<svg" in (run / "report.html").read_text()
+    kept = [json.loads(line) for line in (run / "eval_rewards.jsonl").read_text().splitlines()]
+    assert [k["step"] for k in kept] == [0, 2, 3] and len({tuple(k["rewards"]) for k in kept}) == 1
+    assert done.stdout.count("checksums of") <= 1  # of four syncs
     check_books(run, done.stdout, prompts=8, samples=8)
 
 

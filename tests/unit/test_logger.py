@@ -73,7 +73,7 @@ def test_asking_again_adds_no_second_handler():
 def test_importing_the_logger_does_not_import_torch():
     """Launchers and --help use it."""
     code = (
-        "import megarl.observability.logging, megarl.observability.bootstrap, sys; "
+        "import megarl.observability.logging, megarl.observability.intervals, sys; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean as mean
 
 import pytest
 
+from megarl.observability.intervals import bootstrap_ci, proportion_ci, wilson
 from megarl.observability.report import Run, load_run, write_report
-from megarl.observability.report.figures import percent, plain, step_phases
+from megarl.observability.report.figures import smoothing_window
+from megarl.observability.report.formats import percent, plain
+from megarl.observability.report.held_out import ACCURACY, gain
+from megarl.observability.report.phases import step_phases, step_time
 from megarl.observability.report.runs import pair_samples
+from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
+from megarl.observability.report.summary import summarize, summary_lines
 from megarl.observability.report.svg import (
     Line,
     LineChart,
-    Scale,
     line_chart,
-    log_ticks,
-    nice_ticks,
     smooth,
     thin,
 )
@@ -139,7 +144,7 @@ def test_report_of_one_run(tmp_path):
     ):
         assert title in page.headings, title
     words = " ".join(page.text)
-    assert "+25.0 points" in words and "(95% CI 45.0 to 55.0)" in words
+    assert "+25.0 points , 95% CI 17.9 to 32.1" in words
     assert "<b>3</b>" in words and "two & 2" in words and "path: a<b" in words
     assert "500 tokens/s" in words
 
@@ -311,3 +316,162 @@ def test_number_formats():
         "3.1e7",
     ]
     assert percent(0.6094) == "60.9%"
+
+
+def evaluations(*figures: dict, rewards: Sequence[Sequence[float]] = ()) -> Run:
+    """A run with evaluations at steps 0, 1, ..., one sample a prompt, and a training step each."""
+    rows = [{"step": i, "reward/mean": 0.5, **f} for i, f in enumerate(figures)]
+    by_step = {i: {f"p{k}": [r] for k, r in enumerate(side)} for i, side in enumerate(rewards)}
+    return Run(label="x", rows=rows, eval_rewards=by_step)
+
+
+def evaluated(rewards: Sequence[float]) -> dict:
+    """What the evaluator logs of one sample a prompt."""
+    right = [r >= 1 for r in rewards]
+    figures: dict = {"eval/accuracy": sum(right) / len(right), "eval/reward": mean(rewards)}
+    for name, bounds in (("accuracy", proportion_ci(right)), ("reward", bootstrap_ci(rewards))):
+        figures |= {f"eval/{name}_{end}": v for end, v in zip(("lo", "hi"), bounds, strict=True)}
+    return figures
+
+
+def tiles(run: Run, tmp_path: Path) -> str:
+    text = write_report(tmp_path / "r.html", [run]).read_text()
+    return text[text.index('class="tiles"') : text.index("<h2>Curves")]
+
+
+def test_a_graded_reward_stands_in_for_an_accuracy_of_nothing(tmp_path):
+    sides = [0.1, 0.3] * 20, [0.4, 0.6] * 20
+    run = evaluations(*map(evaluated, sides), rewards=sides)
+    html = tiles(run, tmp_path)
+    assert "Held-out accuracy" not in html and "Held-out reward" in html
+    assert "0.2 <small>→</small> 0.5" in html and '<span class="up">+0.3</span>, 95% CI 0.' in html
+    text = (tmp_path / "r.html").read_text()
+    assert "<h3>Held-out reward</h3>" in text and "<h3>Held-out accuracy</h3>" not in text
+    lines = dict(summary_lines(summarize(run, seconds=1.0)))
+    assert lines["eval reward"].startswith("0.2 → 0.5 (+0.3, 95% CI") and "accuracy" not in lines
+    # where samples are worth a whole point, both are told
+    right = evaluations(*map(evaluated, ([0.1, 1.0] * 20, [0.4, 1.0] * 20)))
+    assert [n in tiles(right, tmp_path) for n in ("Held-out accuracy", "Held-out reward")] == [
+        True,
+        True,
+    ]
+    # and of rewards of 0 and 1 the accuracy alone, also where it stays 0
+    nothing = evaluations(*map(evaluated, ([0.0] * 40, [0.0] * 40)))
+    html = tiles(nothing, tmp_path)
+    assert "Held-out accuracy" in html and "Held-out reward" not in html
+
+
+def test_only_more_than_chance_is_green_or_red(tmp_path):
+    few, many = [0.0] * 20 + [1.0] * 20, [0.0] * 18 + [1.0] * 22
+    none, all_ = [0.0] * 40, [1.0] * 40
+    for before, after, css in (
+        (none, none, None), (few, many, None), (few, all_, "up"), (all_, few, "down"),
+    ):  # fmt: skip
+        html = tiles(evaluations(*map(evaluated, (before, after))), tmp_path)
+        assert [c for c in ("up", "down") if f'class="{c}"' in html] == ([css] if css else [])
+    # without intervals (another program's stats.jsonl) nothing is known
+    bare = evaluations({"eval/accuracy": 0.0}, {"eval/accuracy": 1.0})
+    html = tiles(bare, tmp_path)
+    assert "+100.0 points" in html and "CI" not in html and 'class="up"' not in html
+
+
+def test_the_gain_is_paired_where_the_prompts_are_the_same():
+    """10 of 40 prompts are won and none lost: one sided, and far from chance."""
+    before, after = [0.0] * 20 + [1.0] * 20, [0.0] * 10 + [1.0] * 30
+    figures = [evaluated(before), evaluated(after)]
+    paired = gain(evaluations(*figures, rewards=(before, after)), ACCURACY)
+    other = evaluations(*figures, rewards=(before, after))
+    other.eval_rewards[1]["another"] = other.eval_rewards[1].pop("p0")
+    unpaired = gain(other, ACCURACY)
+    assert paired.interval is not None and unpaired.interval is not None
+    assert paired.up and unpaired.interval == gain(evaluations(*figures), ACCURACY).interval
+    # Newcombe 1998 (Statistics in Medicine 17, 2635), method 10, without continuity correction
+    p, q, n = 0.5, 0.75, 40
+    (l1, u1), (l2, u2) = wilson(p, n), wilson(q, n)
+    phi = (20 * 10 - 0 * 10) / math.sqrt(20 * 20 * 30 * 10)  # both right, neither, won, lost
+    low = q - p - math.sqrt((q - l2) ** 2 - 2 * phi * (q - l2) * (u1 - p) + (u1 - p) ** 2)
+    high = q - p + math.sqrt((u2 - q) ** 2 - 2 * phi * (u2 - q) * (p - l1) + (p - l1) ** 2)
+    assert paired.interval == pytest.approx((low, high))
+    assert paired.interval[0] > unpaired.interval[0] + 0.05
+
+
+def test_rewards_of_evaluations_are_read_from_the_run_directory(tmp_path):
+    run = write_run(tmp_path / "run", rl_rows())
+    lines = [{"step": 0, "rewards": {"a": [0.0, 1.0]}}, {"step": 6, "rewards": {"a": [1.0, 1.0]}}]
+    (run / "eval_rewards.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
+    assert load_run(run).eval_rewards == {0: {"a": [0.0, 1.0]}, 6: {"a": [1.0, 1.0]}}
+
+
+def test_a_phase_has_the_same_colour_in_every_chart(tmp_path):
+    def colors(*phases: str) -> dict[str, str]:
+        row = {"step": 1, "timing/step_s": 1.0} | {f"timing/{p}_s": 0.1 for p in phases}
+        (hover,) = Page(step_time(Run(label="x", rows=[row]))).hover
+        return {s["n"].rpartition(" ")[0]: s["c"] for s in hover["s"] if s["c"]}
+
+    grpo = colors("rollout", "logp", "train", "update_weights")
+    ppo = colors("rollout", "reward_model", "logp", "ref", "values", "train_critic", "train",
+                 "update_weights")  # fmt: skip
+    assert grpo.items() <= ppo.items() and len(set(ppo.values())) == len(ppo)
+    mine = colors("rollout", "judge")
+    assert mine["judge"] == colors("judge", "train", "z")["judge"] and mine["other"] == "c7"
+    # beside each other, every run has its own chart
+    for name in ("a", "b"):
+        write_run(tmp_path / name, rl_rows())
+    text = write_report(tmp_path / "r.html", [tmp_path / "a", tmp_path / "b"]).read_text()
+    assert Page(text).headings.count("Step time") == 2
+
+
+def test_the_legend_says_what_thin_and_thick_lines_are():
+    def legend(*lengths: int) -> list[str]:
+        lines = [
+            Line(label=f"run{i}", points=[(float(x), 1.0) for x in range(n)], color=i,
+                 smooth=smoothing_window(n))
+            for i, n in enumerate(lengths)
+        ]  # fmt: skip
+        html = line_chart(LineChart(title="t", lines=lines))
+        return re.findall(r'<li><i class="key ([^"]*)"></i>([^<]*)', html)
+
+    assert legend(10) == []
+    assert legend(40) == [("c0 raw", "each step"), ("c0", "mean of 5 steps")]
+    assert legend(40, 200)[2:] == [("c7 raw", "each step"), ("c7", "mean of 5 to 10 steps")]
+    # which of several runs a lone line is of
+    alone = LineChart(title="t", lines=[Line(label="ppo", points=[(0, 1)], color=2)], named=True)
+    assert '<li><i class="key c2"></i>ppo</li>' in line_chart(alone)
+    # of 4000 steps every point is the mean of ten, and the smoothed line still one of 200
+    assert legend(4000) == [("c0 raw", "mean of 10 steps"), ("c0", "mean of 200 steps")]
+
+
+def test_charts_of_ppo_and_of_asynchronous_runs(tmp_path):
+    def headings(**figures: float) -> set[str]:
+        rows = [{"step": s, "reward/mean": 0.5, **figures} for s in (1, 2)]
+        return set(
+            Page(
+                write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
+            ).headings
+        )
+
+    critic = {"critic/explained_variance": 0.5, "critic/value_error": 0.1, "critic/loss": 0.2}
+    ppo = {"Explained variance", "Value error", "Critic loss"}
+    stale = {"staleness/mean": 0.5, "behav_ess": 0.9, "rollout/dropped": 0.0}
+    asynchronous = {"Staleness", "Effective sample size", "Dropped episodes"}
+    assert headings(**critic, **stale, **{"staleness/max": 0.0}) >= ppo
+    assert not headings(**stale, **{"staleness/max": 0.0}) & (ppo | asynchronous)
+    assert headings(**stale, **{"staleness/max": 1.0}) >= asynchronous
+
+
+def test_samples_of_several_turns_show_who_said_what(tmp_path):
+    turns = [
+        {"who": "model", "text": "is it <3>?"},
+        {"who": "environment", "text": "\nno & less\n"},
+        {"who": "model", "text": "2"},
+    ]
+    samples = [SAMPLES[0], {**SAMPLES[1], "turns": turns, "reward": 0.5}]
+    run = Run(label="x", rows=[{"step": 1, "loss": 1.0}], samples=samples)
+    text = write_report(tmp_path / "r.html", [run]).read_text()
+    told = re.findall(r'<div class="turn (\w*)"><b>(\w+)</b><pre>([^<]*)</pre>', text)
+    assert told == [
+        ("", "model", "is it &lt;3&gt;?"),
+        ("told", "environment", "no &amp; less"),
+        ("", "model", "2"),
+    ]
+    assert SAMPLES[1]["completion"] not in text and 'class="chip part"' in text

@@ -1,4 +1,4 @@
-"""StatsLogger and its sinks, timers, bootstrap confidence intervals."""
+"""StatsLogger and its sinks, timers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from megarl.config.run import StatsLoggerConfig, WandbConfig
-from megarl.observability.bootstrap import bootstrap_ci, bootstrap_gain_ci
 from megarl.observability.console import (
     ConsoleSink,
     duration,
@@ -121,8 +120,7 @@ def test_tensorboard_events_hold_the_values(tmp_path):
     assert (event.step, event.value) == (3, 0.25)
 
 
-def test_wandb_offline_keeps_one_id_over_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
+def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     ids = []
     for step in (1, 2):
@@ -132,6 +130,9 @@ def test_wandb_offline_keeps_one_id_over_resume(tmp_path, monkeypatch):
         ids.append((tmp_path / "wandb_id.txt").read_text())
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert ids[0] == ids[1] and files
+    said = capfd.readouterr()
+    assert "wandb:" not in said.out + said.err  # as it begins its own lines
+    assert said.err.count("wandb, offline: ") == 2  # one for each start
     assert all(f.name == f"run-{ids[0]}.wandb" and f.stat().st_size > 0 for f in files)
 
 
@@ -170,6 +171,10 @@ def test_progress_line():
     assert line == "step 3/10 · reward 0.500 · 2.00 s/step · 12500 tok/s · ETA 7m 00s"
     assert progress_line(10, {"loss": 1.0}, 10, 60.0) == "step 10/10 · loss 1.000"
     assert progress_line(2, {}, None, None) == "step 2"
+    graded = {"eval/accuracy": 0.0, "eval/reward": 0.25}
+    assert progress_line(2, graded, None, None) == "step 2 · accuracy 0.000 · eval reward 0.250"
+    whole = {"eval/accuracy": 0.25, "eval/reward": 0.25}
+    assert progress_line(2, whole, None, None) == "step 2 · accuracy 0.250"
 
 
 def test_pace_is_the_median_so_one_evaluation_does_not_upset_it():
@@ -216,29 +221,6 @@ def test_timers_add_up_nest_and_start_afresh():
     with pytest.raises(RuntimeError), timers.phase("broken"):
         raise RuntimeError
     assert timers.export("t/") == {"t/broken_s": 1.0}
-
-
-def test_bootstrap_interval_of_a_proportion():
-    """Against the normal approximation, p +- 1.96 sqrt(p (1 - p) / n)."""
-    successes = [True] * 200 + [False] * 300
-    low, high = bootstrap_ci(successes, 4000, seed=1)
-    half = 1.96 * math.sqrt(0.4 * 0.6 / 500)
-    assert low == pytest.approx(0.4 - half, abs=0.006)
-    assert high == pytest.approx(0.4 + half, abs=0.006)
-    assert (low, high) == bootstrap_ci(successes, 4000, seed=1)
-    narrow = bootstrap_ci(successes, 4000, seed=1, level=0.5)
-    assert low < narrow[0] < 0.4 < narrow[1] < high
-
-
-def test_bootstrap_edges():
-    assert bootstrap_ci([True] * 10) == (1.0, 1.0)
-    assert bootstrap_gain_ci([0, 0, 1], [1, 1, 1 + 1]) == (1.0, 1.0)  # each gains exactly 1
-    with pytest.raises(ValueError, match="at least one score"):
-        bootstrap_ci([])
-    with pytest.raises(ValueError, match="level=95"):
-        bootstrap_ci([1], level=95)
-    with pytest.raises(ValueError, match="2 scores before, 1 after"):
-        bootstrap_gain_ci([0, 1], [1])
 
 
 def test_fast_steps_share_a_progress_line():

@@ -154,6 +154,22 @@ def checker(sums: dict[str, str]) -> dict[str, Any]:
     return {"weights_checker": (200, {"ranks": [{"checksums": sums}]})}
 
 
+def test_agreement_is_one_line_a_sync_and_at_info_only_once(
+    fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
+    servers = [fakes(**checker({"w": tensor_checksum(torch.ones(2))})) for _ in range(3)]
+    with caplog.at_level(logging.DEBUG, logger="megarl.weight_sync.verify"):
+        for some in (servers[:2], servers[:2], servers):  # the third comes later
+            verifier = Verifier({s.address: info for s in some})
+            verifier.add([("w", torch.ones(2))])
+            assert verifier.check(Deadline(10))
+    lines = [r for r in caplog.records if r.name == "megarl.weight_sync.verify"]
+    assert [r.levelno for r in lines] == [logging.INFO, logging.DEBUG, logging.INFO]
+    both = f"checksums of 1 tensors agree with server {servers[0].address}, {servers[1].address}"
+    assert lines[0].getMessage() == both
+
+
 def test_verification_names_server_and_tensor(fakes: Any) -> None:
     info = ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)
     sums = {"w": tensor_checksum(torch.ones(2)), "b": tensor_checksum(torch.zeros(2))}
@@ -179,7 +195,9 @@ def test_stock_servers_cannot_be_verified_and_that_is_said(
     verifier.add([("model.layers.0.self_attn.q_proj.weight", torch.ones(1))])
     with caplog.at_level(logging.WARNING):
         assert verifier.check(Deadline(10)) is False
-    assert f"weights on {fake.address} not verified" in caplog.text
+        assert verifier.check(Deadline(10)) is False
+    (line,) = caplog.messages  # the second time at debug
+    assert f"weights on {fake.address} not verified" in line
 
 
 def test_a_sample_asks_for_a_few_tensors_and_leaves_stock_servers_alone(fakes: Any) -> None:

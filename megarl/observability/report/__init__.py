@@ -1,8 +1,13 @@
 """One self-contained HTML file about one run, or several beside each other.
 
-runs.py reads run directories, figures.py decides what is drawn, svg.py draws, page.py lays out,
-summary.py adds up what the run did (also for the console and summary.json), assets.py holds style
-and script. The file needs no network; charts are inline SVG.
+runs.py        reads run directories
+held_out.py    what was reached on held-out prompts, the gain and its interval
+figures.py     which curves are drawn; phases.py: where the time of a step goes
+svg.py         draws, on the axes of scale.py
+page.py        lays out; samples.py: completions, turn by turn; assets.py: style and script
+summary.py     adds up what the run did, also for the console and summary.json
+
+The file needs no network; charts are inline SVG.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ def write_report(
     runs: run directories (stats.jsonl, samples.jsonl, config.yaml), "label=directory", or `Run`s;
     the first is the one the report is about, the others stand beside it (a control, other seeds).
     title: None is the first run's label. samples: records {"when": "before"|"after", "prompt",
-    "completion", "answer", "reward"}; None takes the first run's. config: text; None likewise.
+    "completion", "answer", "reward"} and, of several turns, "turns" (trainer/transcript.py); None
+    takes the first run's. config: text; None likewise. Secrets in it are masked.
     """
     if not runs:
         raise ValueError("write_report: name at least one run directory")

@@ -6,14 +6,14 @@ CSS = """
   --bg: #f6f7f9; --card: #ffffff; --ink: #16191f; --soft: #5b6472; --faint: #8b94a3;
   --line: #e3e7ed; --grid: #edf0f4; --good: #12805c; --good-bg: #e2f5ed; --bad: #b3372f;
   --bad-bg: #fbe9e7; --c0: #2563c9; --c1: #d9730d; --c2: #14936a; --c3: #8a56d8; --c4: #c8417f;
-  --c5: #a58a0b; --c6: #0f8ea6; --c7: #9aa3b1;
+  --c5: #a58a0b; --c6: #0f8ea6; --c7: #9aa3b1; --c8: #8c5a3c;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --bg: #101318; --card: #181c23; --ink: #e8ebf0; --soft: #a3acba; --faint: #778191;
     --line: #2a303a; --grid: #232932; --good: #4fcf9f; --good-bg: #12312a; --bad: #f1857c;
     --bad-bg: #3a1f1e; --c0: #6ea1ff; --c1: #f59b45; --c2: #43c795; --c3: #b48cf5; --c4: #ee7bb0;
-    --c5: #d8bd45; --c6: #45c1d8; --c7: #6d7787;
+    --c5: #d8bd45; --c6: #45c1d8; --c7: #6d7787; --c8: #c79573;
   }
 }
 * { box-sizing: border-box; }
@@ -32,6 +32,7 @@ h3 { font-size: 15px; font-weight: 600; margin: 0; }
 .tile, .chart, .panel { background: var(--card); border: 1px solid var(--line);
   border-radius: 12px; }
 .tile { padding: 15px 18px 14px; flex: 1 1 auto; min-width: 150px; }
+.tiles:has(> :nth-child(7)) > .tile { flex-basis: 22%; }
 .tile .name { color: var(--soft); font-size: 13px; }
 .tile .value { font-size: 24px; font-weight: 650; letter-spacing: -0.02em; white-space: nowrap;
   font-variant-numeric: tabular-nums; margin: 2px 0; }
@@ -48,10 +49,12 @@ h3 { font-size: 15px; font-weight: 600; margin: 0; }
 .key { display: inline-block; width: 16px; height: 0; border-top: 3px solid var(--c);
   border-radius: 2px; vertical-align: middle; margin-right: 6px; }
 .key.dashed { border-top-style: dashed; border-radius: 0; }
+.key.raw { border-top-width: 1px; opacity: 0.55; }
 .plot { position: relative; margin-top: auto; padding-top: 6px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 .c0 { --c: var(--c0); } .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); }
 .c4 { --c: var(--c4); } .c5 { --c: var(--c5); } .c6 { --c: var(--c6); } .c7 { --c: var(--c7); }
+.c8 { --c: var(--c8); }
 .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round;
   stroke-linecap: round; }
 .line.raw { stroke-width: 1; opacity: 0.32; }
@@ -87,6 +90,11 @@ td.num, th.num { text-align: right; font-variant-numeric: tabular-nums; white-sp
   font-weight: 600; margin-bottom: 6px; font-variant-numeric: tabular-nums; }
 .chip.right { color: var(--good); background: var(--good-bg); }
 .chip.wrong { color: var(--bad); background: var(--bad-bg); }
+.chip.part { color: var(--soft); background: var(--grid); }
+.turn { border-left: 3px solid var(--c0); padding-left: 10px; margin: 4px 0 6px; }
+.turn.told { border-color: var(--line); }
+.turn b { color: var(--soft); font-size: 12px; font-weight: 600; }
+.turn.told pre { color: var(--soft); }
 details { padding: 12px 18px; } summary { cursor: pointer; font-weight: 600; }
 details pre { font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono",
   monospace; overflow-x: auto; margin: 12px 0 4px; }
@@ -97,7 +105,7 @@ footer { margin-top: 36px; color: var(--faint); font-size: 13px; }
   :root { color-scheme: light; --bg: #fff; --card: #fff; --ink: #000; --soft: #444; --faint: #666;
     --line: #ccc; --grid: #e6e6e6; --good: #0b6b4b; --good-bg: #fff; --bad: #9c2a22;
     --bad-bg: #fff; --c0: #2563c9; --c1: #d9730d; --c2: #14936a; --c3: #8a56d8; --c4: #c8417f;
-    --c5: #a58a0b; --c6: #0f8ea6; --c7: #9aa3b1; }
+    --c5: #a58a0b; --c6: #0f8ea6; --c7: #9aa3b1; --c8: #8c5a3c; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   main { max-width: none; padding: 0; }
   .charts { grid-template-columns: 1fr 1fr; }

@@ -1,52 +1,25 @@
-"""Which figures of a run are drawn, and how."""
+"""Which figures of a run are drawn, and how: METRICS is the list, in reading order."""
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
+from megarl.observability.report import held_out
+from megarl.observability.report.formats import percent, plain
+from megarl.observability.report.held_out import COLORS
+from megarl.observability.report.phases import step_time
 from megarl.observability.report.runs import Run
-from megarl.observability.report.svg import (
-    Format,
-    Line,
-    LineChart,
-    StackedChart,
-    line_chart,
-    stacked_chart,
-)
+from megarl.observability.report.svg import Format, Line, LineChart, line_chart
 
-ACCURACY = ("eval/accuracy", "eval/exact_match")
 GAP = "train_rollout_logprob_abs_diff"
-COLORS = 7  # c0..c6; c7 is grey, for what is left over
-
-_PHASE = re.compile(r"timing/([^/]+)_s")
-_PHASE_ORDER = ("rollout", "logp", "ref", "train", "update_weights")
-OUTSIDE_STEP = ("eval", "save", "recover")  # timed beside the step, not inside it
-_MAX_BARS = 70
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def plain(value: float) -> str:
-    """Short enough for an axis, three digits that matter."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 100_000 or abs(value) < 1e-3:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def seconds(value: float) -> str:
-    return "0" if value == 0 else f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A chart of one quantity: `series` are (name, key of stats.jsonl), the main one first."""
+    """A chart of one quantity: `series` are (name, key of stats.jsonl), the main one first. Drawn
+    only if `where`, another key, is above 0 somewhere.
+    """
 
     title: str
     note: str = ""
@@ -54,7 +27,11 @@ class Metric:
     smooth: bool = False
     log: bool = False
     format: Format = plain
+    y_from: float | None = None
+    where: str | None = None
 
+
+STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
 
 METRICS = (
     Metric(
@@ -105,6 +82,42 @@ METRICS = (
         smooth=True,
         format=percent,
     ),
+    Metric(
+        title="Explained variance",
+        note="share of the returns' variance that the critic foresees: 1 is perfect, 0 is none",
+        series=(("", "critic/explained_variance"),),
+        smooth=True,
+    ),
+    Metric(
+        title="Value error",
+        note="mean |value - return| per token, during the critic's update",
+        series=(("", "critic/value_error"),),
+        smooth=True,
+        y_from=0.0,
+    ),
+    Metric(title="Critic loss", series=(("", "critic/loss"),), smooth=True),
+    Metric(
+        title="Staleness",
+        note="versions between the weights that wrote a token and those it trains",
+        series=(("mean", "staleness/mean"), ("max", STALE)),
+        where=STALE,
+    ),
+    Metric(
+        title="Effective sample size",
+        note="Kish: what the tokens are worth under their importance weights",
+        series=(("", "behav_ess"),),
+        smooth=True,
+        format=percent,
+        y_from=0.0,
+        where=STALE,
+    ),
+    Metric(
+        title="Dropped episodes",
+        note="too old to train on when they were done, since the start",
+        series=(("", "rollout/dropped"),),
+        y_from=0.0,
+        where=STALE,
+    ),
 )
 
 
@@ -125,10 +138,14 @@ def all_charts(runs: list[Run]) -> str:
     first one stands beside it by wall time only.
     """
     peers = [run for run in runs if _is_rl(run) == _is_rl(runs[0])]
-    charts = [_accuracy(runs, by_time=True)] if len(runs) > 1 else []
-    charts.append(_accuracy(peers, by_time=False))
+    main = held_out.headline(runs[0])
+    measures = [main] if main else []
+    if main is held_out.ACCURACY and held_out.graded(runs[0]):
+        measures.append(held_out.REWARD)
+    charts = [held_out.curve(runs, m, by_time=True) for m in measures[:1] if len(runs) > 1]
+    charts += [held_out.curve(peers, measure, by_time=False) for measure in measures]
     charts += [_metric(peers, metric) for metric in METRICS]
-    charts.append(step_time(runs[0], several=len(runs) > 1))
+    charts += [step_time(run, several=len(runs) > 1) for run in peers]
     return "".join(charts)
 
 
@@ -138,6 +155,8 @@ def _is_rl(run: Run) -> bool:
 
 def _metric(runs: list[Run], metric: Metric) -> str:
     """Colour tells runs apart, or series where there is one run; dashes tell series apart."""
+    if metric.where and not any(value > 0 for run in runs for value in run.values(metric.where)):
+        return ""
     several, lines = len(runs) > 1, []
     for r, run in enumerate(runs):
         # beside other runs only the first shows its second series
@@ -157,89 +176,18 @@ def _metric(runs: list[Run], metric: Metric) -> str:
             )
     log = metric.log and _spans_decades(lines)
     return line_chart(
-        LineChart(title=metric.title, note=metric.note, lines=lines, format=metric.format, log=log)
+        LineChart(
+            title=metric.title,
+            note=metric.note,
+            lines=lines,
+            format=metric.format,
+            log=log,
+            y_from=metric.y_from,
+            named=several,
+        )
     )
 
 
 def _spans_decades(lines: list[Line]) -> bool:
     values = [y for line in lines for _, y in line.points if y > 0 and math.isfinite(y)]
     return bool(values) and max(values) > 30 * min(values)
-
-
-def _accuracy(runs: list[Run], *, by_time: bool) -> str:
-    """Held-out accuracy with its confidence interval, by step or by minutes of the run."""
-    x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)
-
-    def at(value: float) -> float:
-        return value * scale
-
-    lines = []
-    for r, run in enumerate(runs):
-        points = [(at(px), v) for px, v in run.points(*ACCURACY, x=x)]
-        if not points:
-            continue
-        low, high = (dict(run.points(f"eval/accuracy_{b}", x=x)) for b in ("lo", "hi"))
-        lines.append(
-            Line(
-                label=run.label if len(runs) > 1 else "accuracy",
-                points=points,
-                color=r % COLORS,
-                markers=len(points) <= 30,
-                whiskers=[(at(px), low[px], high[px]) for px in low if px in high],
-            )
-        )
-    whiskers = any(line.whiskers for line in lines)
-    return line_chart(
-        LineChart(
-            title="Held-out accuracy" + (" by wall time" if by_time else ""),
-            note="bars: 95% bootstrap confidence interval" if whiskers else "",
-            lines=lines,
-            format=percent,
-            y_from=0.0,
-            x_label="minutes" if by_time else "step",
-        )
-    )
-
-
-def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """(steps, [(phase, seconds per step)]): the phases inside a step, and "other" for the rest."""
-    rows = [row for row in run.rows if row.get("timing/step_s") is not None]
-    names = {m[1] for row in rows for key in row if (m := _PHASE.fullmatch(key))}
-    names -= {"step", *OUTSIDE_STEP}
-    known = [n for n in _PHASE_ORDER if n in names]
-    ordered = known + sorted(names - set(known))
-    phases = [(n, [float(row.get(f"timing/{n}_s") or 0.0) for row in rows]) for n in ordered]
-    inside = [sum(parts) for parts in zip(*(s for _, s in phases), strict=True)]
-    other = [
-        max(0.0, float(row["timing/step_s"]) - (inside[i] if inside else 0.0))
-        for i, row in enumerate(rows)
-    ]
-    return [float(row["step"]) for row in rows], [*phases, ("other", other)]
-
-
-def step_time(run: Run, *, several: bool = False) -> str:
-    """Stacked seconds per step; long runs are averaged over neighbouring steps."""
-    steps, phases = step_phases(run)
-    if not steps:
-        return ""
-    total = sum(sum(s) for _, s in phases) or 1.0
-    size = math.ceil(len(steps) / _MAX_BARS)
-    layers = []
-    for i, (name, values) in enumerate(phases):
-        if sum(values) < 0.001 * total:
-            continue
-        label = f"{name.replace('_', ' ')} {100 * sum(values) / total:.0f}%"
-        layers.append((label, COLORS if name == "other" else i % COLORS, _bins(values, size)))
-    # the last bin may be short: its bar stands where a full one would, as far from its neighbour
-    xs = [steps[i] + (size - 1) / 2 for i in range(0, len(steps), size)]
-    note = run.label if several else ""
-    if size > 1:
-        note = ", ".join(p for p in (note, f"mean of {size} steps per bar") if p)
-    return stacked_chart(
-        StackedChart(title="Step time", note=note, xs=xs, layers=layers, format=seconds)
-    )
-
-
-def _bins(values: list[float], size: int) -> list[float]:
-    parts = [values[i : i + size] for i in range(0, len(values), size)]
-    return [sum(p) / len(p) for p in parts]

@@ -8,17 +8,24 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from megarl.config.secrets import masked_yaml
 from megarl.observability.console import duration, number
 from megarl.observability.report.assets import CSS, JS
-from megarl.observability.report.figures import (
+from megarl.observability.report.figures import GAP, all_charts, end_window
+from megarl.observability.report.formats import plain
+from megarl.observability.report.held_out import (
     ACCURACY,
-    GAP,
-    all_charts,
-    end_window,
-    percent,
-    plain,
+    COLORS,
+    REWARD,
+    Gain,
+    Measure,
+    gain,
+    graded,
+    headline,
+    last_interval,
 )
-from megarl.observability.report.runs import Run, pair_samples
+from megarl.observability.report.runs import Run
+from megarl.observability.report.samples import samples_section
 from megarl.observability.report.summary import summary_lines
 
 _ARROW = " <small>→</small> "
@@ -39,7 +46,7 @@ def render_page(
         _comparison(runs) if len(runs) > 1 else "",
         _charts(runs),
         _summary(runs[0]),
-        _samples([dict(s) for s in samples], max_samples),
+        samples_section([dict(s) for s in samples], max_samples),
         _config(config),
         "<footer>Written by megarl. One file, no network.</footer>",
     ]
@@ -64,7 +71,7 @@ def _header(run: Run, title: str, subtitle: str) -> str:
 
 def _tiles(run: Run) -> str:
     tiles = [
-        _accuracy_tile(run),
+        *_held_out_tiles(run),
         _reward_tile(run),
         _steps_tile(run),
         _speed_tile(run),
@@ -82,29 +89,33 @@ def _tile(name: str, value: str, more: str) -> str:
     )
 
 
-def _accuracy_tile(run: Run) -> str:
-    values = run.values(*ACCURACY)
-    if not values:
-        return ""
-    first, last = values[0], values[-1]
-    if len(values) == 1:
-        return _tile("Held-out accuracy", percent(first), _interval(run))
-    more = " ".join(p for p in (_gain(first, last), _interval(run)) if p)
-    return _tile("Held-out accuracy", percent(first) + _ARROW + percent(last), more)
+def _held_out_tiles(run: Run) -> list[str]:
+    main = headline(run)
+    if main is None:
+        return []
+    also = [REWARD] if main is ACCURACY and graded(run) else []
+    return [_held_out_tile(run, measure) for measure in [main, *also]]
 
 
-def _gain(first: float, last: float) -> str:
-    points = 100 * (last - first)
-    return f'<span class="{"up" if points >= 0 else "down"}">{points:+.1f} points</span>'
+def _held_out_tile(run: Run, measure: Measure) -> str:
+    name, change = f"Held-out {measure.name}", gain(run, measure)
+    if change is None:
+        value = measure.format(run.values(*measure.keys)[-1])
+        return _tile(name, value, _interval(run, measure, "95% CI "))
+    value = measure.format(change.first) + _ARROW + measure.format(change.last)
+    return _tile(name, value, _gain(change))
 
 
-def _interval(run: Run) -> str:
-    """The confidence interval of the last evaluation."""
-    evaluated = [row for row in run.rows if any(row.get(k) is not None for k in ACCURACY)]
-    if not evaluated or evaluated[-1].get("eval/accuracy_lo") is None:
-        return ""
-    low, high = (100 * evaluated[-1][f"eval/accuracy_{b}"] for b in ("lo", "hi"))
-    return f"(95% CI {low:.1f} to {high:.1f})"
+def _gain(change: Gain) -> str:
+    """Green and red only for what is more than chance."""
+    css = "up" if change.up else "down" if change.down else ""
+    difference = f'<span class="{css}">{change.difference}</span>' if css else change.difference
+    return difference + change.bounds
+
+
+def _interval(run: Run, measure: Measure, prefix: str = "") -> str:
+    bounds = last_interval(run, measure)
+    return "" if bounds is None else prefix + measure.interval(bounds)
 
 
 def _reward_tile(run: Run) -> str:
@@ -160,36 +171,38 @@ def _kl_tile(run: Run) -> str:
 
 
 def _comparison(runs: list[Run]) -> str:
+    measure = headline(runs[0]) or ACCURACY
+    what = measure.name.capitalize()
     head = "".join(
         f'<th class="{css}">{name}</th>'
         for name, css in (
             ("Run", ""),
             ("Steps", "num"),
             ("Wall time", "num"),
-            ("Accuracy before", "num"),
-            ("Accuracy after", "num"),
+            (f"{what} before", "num"),
+            (f"{what} after", "num"),
             ("95% CI", "num"),
             ("Gain", "num"),
         )
     )
     return (
         f'<h2>Runs</h2><div class="panel"><table><thead><tr>{head}</tr></thead><tbody>'
-        + "".join(_comparison_row(i, run) for i, run in enumerate(runs))
+        + "".join(_comparison_row(i, run, measure) for i, run in enumerate(runs))
         + "</tbody></table></div>"
     )
 
 
-def _comparison_row(i: int, run: Run) -> str:
-    values = run.values(*ACCURACY)
+def _comparison_row(i: int, run: Run, measure: Measure) -> str:
+    values, change = run.values(*measure.keys), gain(run, measure)
     cells = [
         number(max((row["step"] for row in run.rows), default=0)),
         duration(run.elapsed) if run.elapsed is not None else "–",
-        percent(values[0]) if len(values) > 1 else "–",
-        percent(values[-1]) if values else "–",
-        _interval(run).removeprefix("(95% CI ").removesuffix(")") or "–",
-        _gain(values[0], values[-1]) if len(values) > 1 else "–",
+        measure.format(values[0]) if len(values) > 1 else "–",
+        measure.format(values[-1]) if values else "–",
+        _interval(run, measure) or "–",
+        _gain(change) if change is not None else "–",
     ]
-    label = f'<td><i class="key c{i % 7}"></i>{escape(run.label)}</td>'
+    label = f'<td><i class="key c{i % COLORS}"></i>{escape(run.label)}</td>'
     return f"<tr>{label}" + "".join(f'<td class="num">{c}</td>' for c in cells) + "</tr>"
 
 
@@ -208,43 +221,10 @@ def _summary(run: Run) -> str:
     return f'<h2>Summary</h2><div class="panel"><table>{rows}</table></div>'
 
 
-def _samples(samples: list[dict[str, Any]], limit: int) -> str:
-    pairs = pair_samples(samples)[:limit]
-    if not pairs:
-        return ""
-    shown = [w for w in ("before", "after") if any(p[w] for p in pairs)]
-    head = "".join(f"<th>{w.capitalize()}</th>" for w in shown)
-    rows = "".join(
-        f"<tr><td><pre>{escape(p['prompt'])}</pre>"
-        f'<div class="answer">answer: {escape(str(p["answer"]))}</div></td>'
-        + "".join(f"<td>{_completion(p[w])}</td>" for w in shown)
-        + "</tr>"
-        for p in pairs
-    )
-    return (
-        '<h2>Samples</h2><div class="panel"><table class="samples"><thead><tr><th>Prompt</th>'
-        f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _completion(sample: dict[str, Any] | None) -> str:
-    if sample is None:
-        return "–"
-    chip = ""
-    if sample.get("reward") is not None:
-        reward = float(sample["reward"])
-        right = reward >= 1
-        chip = (
-            f'<span class="chip {"right" if right else "wrong"}">'
-            f"{'✓' if right else '✗'} reward {plain(reward)}</span>"
-        )
-    return f"{chip}<pre>{escape(str(sample.get('completion', '')))}</pre>"
-
-
 def _config(config: str) -> str:
     if not config.strip():
         return ""
     return (
         '<h2>Configuration</h2><div class="panel"><details><summary>config.yaml</summary>'
-        f"<pre>{escape(config)}</pre></details></div>"
+        f"<pre>{escape(masked_yaml(config))}</pre></details></div>"
     )

@@ -9,6 +9,9 @@ from typing import Any
 
 Points = list[tuple[float, float]]
 
+# one object per evaluation: {"step", "rewards": {prompt: the rewards of its samples}}
+EVAL_REWARDS_FILE = "eval_rewards.jsonl"
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -19,6 +22,8 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json, of a run that ended
+    # by the step of the evaluation, then by prompt
+    eval_rewards: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
     def points(self, *keys: str, x: str = "step") -> Points:
         """(x, value) wherever one of `keys` (aliases, the first present wins) has a number."""
@@ -51,13 +56,17 @@ def load_run(source: str | Path) -> Run:
         raise FileNotFoundError(f"{stats} does not exist: is {directory} a run directory?")
     by_step = {row["step"]: row for row in _read_jsonl(stats)}  # a step twice: the later line
     samples, config = directory / "samples.jsonl", directory / "config.yaml"
-    summary = directory / "summary.json"
+    summary, rewards = directory / "summary.json", directory / EVAL_REWARDS_FILE
     return Run(
         label=label or "/".join(directory.resolve().parts[-2:]),
         rows=[by_step[s] for s in sorted(by_step)],
         samples=_read_jsonl(samples) if samples.exists() else [],
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
+        eval_rewards={
+            row["step"]: row["rewards"]
+            for row in (_read_jsonl(rewards) if rewards.exists() else [])
+        },
     )
 
 

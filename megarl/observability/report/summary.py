@@ -17,14 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.observability.console import duration, number
-from megarl.observability.report.figures import (
-    ACCURACY,
-    OUTSIDE_STEP,
-    end_window,
-    percent,
-    plain,
-    step_phases,
-)
+from megarl.observability.report.figures import end_window
+from megarl.observability.report.formats import plain
+from megarl.observability.report.held_out import ACCURACY, REWARD, Gain, Measure, gain, graded
+from megarl.observability.report.phases import OUTSIDE_STEP, step_phases
 from megarl.observability.report.runs import Run
 
 Summary = dict[str, Any]
@@ -67,8 +63,11 @@ def summarize(
     }
     if "rollout/submitted" in last:
         summary |= _rollouts(last, summary["samples_trained"])
-    ends = {"reward": ("reward/mean",), "loss": ("loss",), "accuracy": ACCURACY}
+    ends = {"reward": ("reward/mean",), "loss": ("loss",)}
     summary |= {name: _ends(run, *keys) for name, keys in ends.items() if run.values(*keys)}
+    summary |= _held_out(run, "accuracy", ACCURACY)
+    if graded(run):
+        summary |= _held_out(run, "eval_reward", REWARD)
     if syncs := run.values("weight_sync/total_s"):
         nbytes = int(sum(run.values("weight_sync/bytes")))
         summary["weight_syncs"] = {"count": len(syncs), "bytes": nbytes}
@@ -95,10 +94,19 @@ def _rollouts(last: Mapping[str, float], samples: int) -> Summary:
 
 
 def _ends(run: Run, *keys: str) -> list[float]:
-    """[first, last], means over end_window values; accuracies, rare and exact, are taken singly."""
+    """[first, last], means over end_window values."""
     values = run.values(*keys)
-    n = 1 if keys == ACCURACY else end_window(len(values))
+    n = end_window(len(values))
     return [statistics.fmean(values[:n]), statistics.fmean(values[-n:])]
+
+
+def _held_out(run: Run, name: str, measure: Measure) -> Summary:
+    """[first, last] of the evaluations, and the 95 % interval of the gain where there is one."""
+    values, change = run.values(*measure.keys), gain(run, measure)
+    out: Summary = {name: [values[0], values[-1]]} if values else {}
+    if change is not None and change.interval is not None:
+        out[f"{name}_gain_ci"] = list(change.interval)
+    return out
 
 
 def _phases(run: Run, seconds: float) -> dict[str, float]:
@@ -120,9 +128,9 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("prompts", _identity(summary["prompts"])))
     lines.append(("trained", _trained(summary)))
     first = "reward" if "reward" in summary else "loss"
-    for name, show in ((first, plain), ("accuracy", percent)):
-        if name in summary:
-            lines.append((name, " → ".join(map(show, summary[name]))))
+    if first in summary:
+        lines.append((first, " → ".join(map(plain, summary[first]))))
+    lines += _held_out_lines(summary)
     if summary.get("reward_errors"):
         lines.append(("reward errors", str(summary["reward_errors"])))
     if summary["skipped_updates"]:
@@ -132,6 +140,23 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))
     if summary["seconds_by_phase"]:
         lines.append(("time", _time_split(summary["seconds_by_phase"])))
+    return lines
+
+
+def _held_out_lines(summary: Summary) -> list[tuple[str, str]]:
+    """An accuracy that is 0 throughout says nothing beside a reward in parts of a point."""
+    measures = {"accuracy": ACCURACY, "eval_reward": REWARD}
+    names = [name for name in measures if name in summary]
+    if "eval_reward" in names and not any(summary.get("accuracy", ())):
+        names = ["eval_reward"]
+    lines = []
+    for name in names:
+        measure, (before, after) = measures[name], summary[name]
+        text = f"{measure.format(before)} → {measure.format(after)}"
+        if interval := summary.get(f"{name}_gain_ci"):
+            change = Gain(measure=measure, first=before, last=after, interval=tuple(interval))
+            text += f" ({change.difference}{change.bounds})"
+        lines.append((name.replace("_", " "), text))
     return lines
 
 

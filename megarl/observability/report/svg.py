@@ -10,27 +10,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 
+from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
+
 Points = Sequence[tuple[float, float]]
 Format = Callable[[float], str]
+Legend = list[tuple[str, str]]  # (label, CSS classes of its key)
 
 WIDTH, HEIGHT = 560, 264
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 38
 MAX_POINTS = 400
+GREY = 7  # the colour class of what belongs to no series
 
 
 @dataclass(kw_only=True)
 class Line:
-    """One series. `whiskers` are (x, low, high); `smooth` is a window in points, 0 draws as is."""
+    """One series. `whiskers` are (x, low, high); `smooth` is a window in points, 0 draws as is.
+    Points may be means of `per_point` steps each.
+    """
 
     label: str
     points: Points
     color: int
     dashed: bool = False
     smooth: int = 0
+    per_point: int = 1
     markers: bool = False
     whiskers: Sequence[tuple[float, float, float]] = ()
 
@@ -45,6 +52,7 @@ class LineChart:
     log: bool = False
     y_from: float | None = None
     y_to: float | None = None
+    named: bool = False  # the legend names the line also where it is the only one
 
 
 @dataclass(kw_only=True)
@@ -59,39 +67,6 @@ class StackedChart:
     format: Format = field(default=lambda v: f"{v:.3g}")
 
 
-class Scale:
-    """Data to pixels along one axis; linear, or base-10 logarithmic."""
-
-    def __init__(self, lo: float, hi: float, a: float, b: float, *, log: bool = False) -> None:
-        self.log = log
-        self.lo, self.hi = (math.log10(lo), math.log10(hi)) if log else (lo, hi)
-        self.a, self.b = a, b
-
-    def __call__(self, value: float) -> float:
-        v = math.log10(value) if self.log else value
-        span = self.hi - self.lo
-        return self.a + (self.b - self.a) * ((v - self.lo) / span if span else 0.5)
-
-
-def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
-    """About n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi]."""
-    if hi <= lo:
-        hi = lo + (abs(lo) * 0.1 or 1.0)
-    rough = (hi - lo) / max(1, n - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def log_ticks(lo: float, hi: float) -> list[float]:
-    """Powers of ten that enclose [lo, hi], every second or third of them when there are many."""
-    first, last = math.floor(math.log10(lo)), math.ceil(math.log10(hi))
-    last = max(last, first + 1)
-    step = max(1, math.ceil((last - first) / 5))
-    return [10.0**e for e in range(first, last + step, step)]
-
-
 def smooth(points: Points, window: int) -> list[tuple[float, float]]:
     """Centred moving average; at the ends over what there is of the window."""
     values, half = [y for _, y in points], window // 2
@@ -102,11 +77,16 @@ def smooth(points: Points, window: int) -> list[tuple[float, float]]:
     return out
 
 
+def bin_size(n: int, limit: int = MAX_POINTS) -> int:
+    """How many of n neighbouring points make one, for at most `limit`."""
+    return max(1, math.ceil(n / limit))
+
+
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """At most `limit` points: neighbours averaged."""
-    if len(points) <= limit:
+    size = bin_size(len(points), limit)
+    if size == 1:
         return list(points)
-    size = math.ceil(len(points) / limit)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
 
@@ -124,19 +104,48 @@ def line_chart(chart: LineChart) -> str:
     body = _axes(x, y, _x_ticks(min(xs), max(xs)), y_ticks, chart.format, chart.x_label)
     for line in lines:
         body += _draw_line(line, x, y)
-    legend = [(line.label, line.color, line.dashed) for line in lines]
     return _figure(
         chart.title,
         chart.note,
-        legend if len(lines) > 1 else [],
+        _line_legend(lines, chart.named),
         body,
         _hover_lines(lines, x, y, chart),
     )
 
 
+def _line_legend(lines: list[Line], named: bool) -> Legend:
+    """Which line is which, where there are several or `named`; and what thin and thick mean, where
+    the thick ones are averages.
+    """
+    legend = []
+    if named or len(lines) > 1:
+        legend = [
+            (line.label, f"c{line.color}{' dashed' if line.dashed else ''}") for line in lines
+        ]
+    averaged = [line for line in lines if _is_smoothed(line)]
+    if averaged:
+        css = f"c{lines[0].color if len(lines) == 1 else GREY}"
+        thin_line = [line.per_point for line in averaged]
+        thick_line = [line.per_point * line.smooth for line in averaged]
+        legend += [(_means(thin_line), f"{css} raw"), (_means(thick_line), css)]
+    return legend
+
+
+def _means(steps: Sequence[int]) -> str:
+    least, most = min(steps), max(steps)
+    if most == 1:
+        return "each step"
+    return f"mean of {least} steps" if least == most else f"mean of {least} to {most} steps"
+
+
+def _is_smoothed(line: Line) -> bool:
+    return line.smooth > 1 and len(line.points) > 2 * line.smooth
+
+
 def _prepare(line: Line, log: bool) -> Line:
     points = [(x, v) for x, v in line.points if math.isfinite(v) and (v > 0 or not log)]
-    return Line(**{**vars(line), "points": thin(points)})
+    size = bin_size(len(points))
+    return replace(line, points=thin(points), smooth=line.smooth // size, per_point=size)
 
 
 def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
@@ -156,7 +165,7 @@ def _x_ticks(lo: float, hi: float) -> list[float]:
 def _draw_line(line: Line, x: Scale, y: Scale) -> str:
     css = f"c{line.color}"
     out = ""
-    smoothed = line.smooth > 1 and len(line.points) > 2 * line.smooth
+    smoothed = _is_smoothed(line)
     if smoothed:
         out += f'<path class="line raw {css}" d="{_path(line.points, x, y)}"/>'
     for wx, lo, hi in line.whiskers:
@@ -210,7 +219,7 @@ def stacked_chart(chart: StackedChart) -> str:
         "l": [_place(chart.x_label, v) for v in chart.xs],
         "s": series,
     }
-    legend = [(label, color, False) for label, color, _ in chart.layers]
+    legend = [(label, f"c{color}") for label, color, _ in chart.layers]
     return _figure(chart.title, chart.note, legend, body, hover)
 
 
@@ -269,13 +278,8 @@ def _place(x_label: str, value: float) -> str:
     return f"step {_tick_text(value)}" if x_label == "step" else f"{value:.1f} {x_label}"
 
 
-def _figure(
-    title: str, note: str, legend: list[tuple[str, int, bool]], body: str, hover: dict[str, object]
-) -> str:
-    keys = "".join(
-        f'<li><i class="key c{color}{" dashed" if dashed else ""}"></i>{escape(label)}</li>'
-        for label, color, dashed in legend
-    )
+def _figure(title: str, note: str, legend: Legend, body: str, hover: dict[str, object]) -> str:
+    keys = "".join(f'<li><i class="key {css}"></i>{escape(label)}</li>' for label, css in legend)
     # "</" inside a script element would end it
     data = json.dumps(hover, separators=(",", ":")).replace("</", "<\\/")
     return (

@@ -1,0 +1,175 @@
+"""What of a configuration may be shown and kept: values from the environment stay the
+interpolations they were written as, and values with a secret's name are masked.
+
+A loaded configuration remembers, beside its values, which of them were interpolations that read the
+environment, `${oc.env:NAME}` or `${key}` of a key that does. config.yaml keeps them as written, so
+that reading it again asks the environment again. Logs, wandb and the report see `public_tree`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+MASK = "***"
+_SECRET = re.compile(
+    r"(^|[_\-.])(api_?key|(access|secret|private)_?key|token|password|passwd|passphrase|secret"
+    r"|credentials?)$",
+    re.IGNORECASE,
+)
+_ENV = "oc.env"
+_REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+_ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
+
+Path = tuple[str | int, ...]
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of this (dotted) name holds a secret by its nature: api_key, hf_token, ..."""
+    return _SECRET.search(name) is not None
+
+
+def remember(cfg: Any, unresolved: Any) -> None:
+    """Notes in `cfg` which of its values came from the environment; `unresolved` is the tree of
+    plain dicts and lists that it was resolved from.
+    """
+    resolved = _values(cfg)
+    written = {
+        path: (text, _at(resolved, path))
+        for path, text in _leaves(unresolved)
+        if reads_environment(text, unresolved)
+    }
+    object.__setattr__(cfg, _ATTRIBUTE, written)
+
+
+def written_tree(cfg: Any) -> dict[str, Any]:
+    """Every key with its value; with the interpolation where the value is the environment's."""
+    tree = _values(cfg)
+    for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
+        if _at(tree, path) == value:  # else somebody has set another since
+            *parents, last = path
+            _at(tree, parents)[last] = text
+    return tree
+
+
+def public_tree(cfg: Any) -> dict[str, Any]:
+    """`written_tree` with secrets masked, for eyes other than the user's."""
+    tree: dict[str, Any] = masked(written_tree(cfg))
+    return tree
+
+
+def fingerprint_tree(cfg: Any) -> dict[str, Any]:
+    """Every key with its value, to compare with another start's: of what the environment holds a
+    digest, and secrets masked, for with another password it is the same run.
+    """
+    tree = _values(cfg)
+    for path, (_, value) in getattr(cfg, _ATTRIBUTE, {}).items():
+        if _at(tree, path) == value:
+            *parents, last = path
+            _at(tree, parents)[last] = _digests(value)
+    hidden: dict[str, Any] = masked(tree)
+    return hidden
+
+
+def masked(tree: Any, name: str = "") -> Any:
+    """`tree` of dicts and lists with every value under a secret's name replaced. Null, and what
+    names the environment's variable only, stay.
+    """
+    if isinstance(tree, dict):
+        return {k: masked(v, str(k) if not is_secret(name) else name) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [masked(v, name) for v in tree]
+    kept = tree is None or tree == "" or (isinstance(tree, str) and tree.startswith("${"))
+    return tree if kept or not is_secret(name) else MASK
+
+
+def masked_yaml(text: str) -> str:
+    """A YAML text with secrets masked; as it stands where there are none."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    shown = masked(tree)
+    return text if shown == tree else yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def masked_override(text: str) -> str:
+    """An override key=value of a command line for the log."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        return text
+    if is_secret(key):
+        return f"{key}={masked(value, key)}"
+    try:
+        tree = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return text
+    shown = masked(tree)
+    if shown == tree:
+        return text
+    return f"{key}={yaml.safe_dump(shown, default_flow_style=True, sort_keys=False).strip()}"
+
+
+def _digests(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _digests(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_digests(v) for v in value]
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+def _values(cfg: Any) -> dict[str, Any]:
+    tree = OmegaConf.to_container(OmegaConf.structured(cfg), resolve=True)
+    assert isinstance(tree, dict)
+    return {str(k): v for k, v in tree.items()}
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Every interpolated text in `tree`, with its place."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(tree, list):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, (*path, i))
+    elif isinstance(tree, str) and "${" in tree:
+        yield path, tree
+
+
+def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
+    """Whether the interpolation `text` in the unresolved `tree` does, itself or by way of other
+    keys. What cannot be followed counts as if it did.
+    """
+    if _ENV in text:
+        return True
+    for key in _REFERENCE.findall(text):
+        if key in seen:
+            continue
+        try:
+            target = _at(tree, _steps(key))
+        except (KeyError, IndexError, TypeError, ValueError):
+            return True
+        below = [target] if isinstance(target, str) else [t for _, t in _leaves(target)]
+        if any(reads_environment(t, tree, (*seen, key)) for t in below if "${" in t):
+            return True
+    return False
+
+
+def _steps(key: str) -> Path:
+    """The path that `a.b[0].c` or `a.b.0` names."""
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    if not all(parts):
+        raise ValueError(key)  # relative: counts from a place that we are not told
+    return tuple(parts)
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    for step in path:
+        tree = tree[int(step)] if isinstance(tree, list) else tree[step]
+    return tree

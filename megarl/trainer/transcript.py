@@ -1,0 +1,34 @@
+"""A sample as a reader sees it: who wrote which part of it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from megarl.utils.batch import Batch
+
+WROTE, READ = "model", "environment"
+
+
+def turns(batch: Batch, sample: int, tokenizer: Any) -> dict[str, list[dict[str, str]]]:
+    """{"turns": [{"who": "model" | "environment", "text"}]} of row `sample` of a padded batch
+    [B,S], from the first token the model wrote; {} where it wrote in one piece and nothing follows.
+
+    What the model wrote is what stands under loss_mask; the rest was given to it: a tool's words,
+    the user's next turn.
+    """
+    real = batch["attention_mask"][sample].bool()
+    ids = batch["input_ids"][sample][real].tolist()
+    written = batch["loss_mask"][sample][real].bool().tolist()
+    if True not in written:
+        return {}
+    parts = groupby(range(written.index(True), len(ids)), key=written.__getitem__)
+    found = [
+        {
+            "who": WROTE if by_model else READ,
+            "text": tokenizer.decode([ids[t] for t in places], skip_special_tokens=True),
+        }
+        for by_model, places in parts
+    ]
+    found = [turn for turn in found if turn["who"] == WROTE or turn["text"].strip()]
+    return {"turns": found} if len(found) > 1 else {}

@@ -1,0 +1,113 @@
+"""Evaluation: figures with intervals over prompts, rewards by prompt, completions turn by turn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.config.run import EvaluatorConfig
+from megarl.observability.intervals import bootstrap_ci, wilson
+from megarl.observability.report import load_run
+from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.figures import completions
+
+SPECIAL = 99
+tokenizer = SimpleNamespace(
+    decode=lambda ids, skip_special_tokens: " ".join(str(i) for i in ids if i != SPECIAL)
+)
+
+
+def a_batch(rewards: list[list[float]], prompts: list[int] | None = None) -> dict:
+    """A prompt of one token, an answer of one; `rewards` by prompt and sample."""
+    n = sum(map(len, rewards))
+    names = prompts or range(len(rewards))
+    return {
+        "input_ids": torch.arange(2 * n).view(n, 2),
+        "attention_mask": torch.ones(n, 2, dtype=torch.bool),
+        "loss_mask": torch.tensor([[False, True]] * n),
+        "rewards": torch.tensor([r for of in rewards for r in of]),
+        "group_ids": torch.tensor([k for k, of in zip(names, rewards, strict=True) for _ in of]),
+    }
+
+
+class Engine:
+    version = 0
+
+    def __init__(self, batch: dict) -> None:
+        self.batch = batch
+
+    def rollout_batch(self, rows, workflow):
+        return self.batch
+
+    def get_version(self) -> int:
+        return self.version
+
+
+def an_evaluator(engine: Engine, rows: int) -> Evaluator:
+    data = [{"prompt": f"q{i}", "answer": i} for i in range(rows)]
+    return Evaluator(data, engine, None, tokenizer, config=EvaluatorConfig(), seed=0)
+
+
+def test_intervals_are_those_of_prompts(tmp_path):
+    """Eight equal samples of each of 20 prompts, 5 of them right, are 20 observations."""
+    rewards = [[1.0] * 8] * 5 + [[0.25] * 8] * 15
+    figures = an_evaluator(Engine(a_batch(rewards)), 20).evaluate(tmp_path / "s.jsonl", None)
+    assert figures["eval/accuracy"] == 0.25 and figures["eval/samples"] == 160
+    bounds = [figures[f"eval/accuracy_{end}"] for end in ("lo", "hi")]
+    assert bounds == pytest.approx(wilson(0.25, 20))
+    bounds = [figures[f"eval/reward_{end}"] for end in ("lo", "hi")]
+    assert bounds == pytest.approx(bootstrap_ci([1.0] * 5 + [0.25] * 15))
+    perfect = an_evaluator(Engine(a_batch([[1.0]] * 20)), 20).evaluate(tmp_path / "s.jsonl", None)
+    assert perfect["eval/accuracy_hi"] == 1.0 and 0.8 < perfect["eval/accuracy_lo"] < 0.9
+
+
+def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tmp_path):
+    engine = Engine(a_batch([[1.0, 0.0], [0.5, 0.5]]))
+    evaluator = an_evaluator(engine, 2)
+    (tmp_path / "stats.jsonl").write_text("")
+
+    def evaluate(step: int) -> dict:
+        engine.version = step
+        evaluator.evaluate(tmp_path / "samples.jsonl", None)
+        return load_run(tmp_path).eval_rewards
+
+    (first,) = evaluate(0).values()
+    assert sorted(first.values()) == [[0.5, 0.5], [1.0, 0.0]]
+    evaluate(20)
+    both = evaluate(40)
+    assert list(both) == [0, 20, 40] and both[40] == both[0]  # the same prompts, by name
+    assert list(evaluate(30)) == [0, 20, 30]  # resumed from step 25
+    engine.batch = a_batch([[0.5, 0.5]], prompts=[1])  # row 0 was rejected
+    ((name, rewards),) = evaluate(50)[50].items()
+    assert rewards == [0.5, 0.5] == both[0][name]
+
+
+def turns_of(ids: list[int], written: list[int], real: int | None = None) -> list[tuple[str, str]]:
+    mask = torch.zeros(1, len(ids), dtype=torch.bool)
+    mask[0, : real or len(ids)] = True
+    batch = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": mask,
+        "loss_mask": torch.tensor([written]).bool(),
+        "rewards": torch.tensor([1.0]),
+        "group_ids": torch.tensor([0]),
+    }
+    (record,) = completions(batch, tokenizer, [{"prompt": "p", "answer": "a"}])
+    return [(t["who"], t["text"]) for t in record.get("turns", [])]
+
+
+def test_turns_are_what_the_model_wrote_and_was_told():
+    #          prompt  wrote  told  wrote  padding
+    ids, wrote = [1, 2, 3, 4, 5, 6, 7, 0], [0, 0, 1, 1, 0, 0, 1, 0]
+    assert turns_of(ids, wrote, real=7) == [
+        ("model", "3 4"),
+        ("environment", "5 6"),
+        ("model", "7"),
+    ]
+    assert turns_of([1, 2, 3, 0], [0, 1, 1, 0], real=3) == []  # one answer: `completion` has it
+    assert turns_of([1, 2, 3], [0, 0, 0]) == []
+    # a closing token that is not trained on is nobody's turn; a tool's last word is
+    assert turns_of([1, 2, SPECIAL], [0, 1, 0]) == []
+    assert turns_of([1, 2, 3], [0, 1, 0]) == [("model", "2"), ("environment", "3")]

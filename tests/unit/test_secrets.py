@@ -1,0 +1,202 @@
+"""Secrets in a configuration: from the environment, or by their names; never in a file in clear."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from megarl.config.earlier_run import config_changes
+from megarl.config.errors import ConfigError
+from megarl.config.loader import config_yaml, load_config, save_config
+from megarl.config.recipes import RECIPES
+from megarl.config.run import StatsLoggerConfig, WandbConfig
+from megarl.config.schema import key_table
+from megarl.config.secrets import (
+    is_secret,
+    masked,
+    masked_override,
+    masked_yaml,
+    public_tree,
+    written_tree,
+)
+from megarl.observability.stats_logger import StatsLogger
+from megarl.run import main
+from megarl.trainer.recover import data_of, same_data
+from megarl.trainer.run_dir import claim
+
+SECRET = "sk-0123456789abcdef"
+CONFIG = """
+recipe: grpo
+experiment_name: e
+actor: {path: "${oc.env:MY_MODEL}"}
+ref: {path: "${actor.path}", parallel: "${actor.parallel}", dtype: "${actor.dtype}"}
+train_dataset:
+  type: gsm8k
+  batch_size: 4
+  options:
+    api_key: ${oc.env:MY_KEY}
+    again: "Bearer ${train_dataset.options.api_key}"
+    judges: [{url: here, auth: "${oc.env:MY_KEY}"}, plain]
+    hf_token: hf_literal
+    level: 2
+"""
+
+
+@pytest.fixture
+def cfg(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    monkeypatch.setenv("MY_MODEL", str(tmp_path))
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return load_config(path, [f"fileroot={tmp_path}"])
+
+
+def test_the_run_gets_the_value_and_its_config_yaml_the_interpolation(cfg, tmp_path, monkeypatch):
+    options = cfg.train_dataset.options
+    assert options["api_key"] == SECRET and options["again"] == f"Bearer {SECRET}"
+    saved = tmp_path / "config.yaml"
+    save_config(cfg, saved)
+    text = saved.read_text()
+    assert SECRET not in text
+    tree = yaml.safe_load(text)
+    kept = tree["train_dataset"]["options"]
+    assert kept["api_key"] == "${oc.env:MY_KEY}" and kept["level"] == 2
+    assert kept["again"] == "Bearer ${train_dataset.options.api_key}"
+    assert kept["judges"] == [{"url": "here", "auth": "${oc.env:MY_KEY}"}, "plain"]
+    assert tree["actor"]["path"] == "${oc.env:MY_MODEL}" and tree["ref"]["path"] == "${actor.path}"
+    # what does not come from the environment has its value, so that its keys can be overridden
+    assert tree["ref"]["dtype"] == tree["actor"]["dtype"] == "auto"
+    assert tree["ref"]["parallel"] == tree["actor"]["parallel"]
+    assert load_config(saved) == cfg
+    monkeypatch.setenv("MY_KEY", "another")
+    assert load_config(saved).train_dataset.options["again"] == "Bearer another"
+
+
+def test_a_value_set_since_loading_is_the_one_that_is_written(cfg):
+    cfg.actor.path = "/snapshot"
+    tree = written_tree(cfg)
+    assert tree["actor"]["path"] == "/snapshot"
+    assert tree["train_dataset"]["options"]["api_key"] == "${oc.env:MY_KEY}"
+
+
+def test_print_config_shows_the_interpolation(cfg, tmp_path, capsys):
+    assert main(["--config", str(tmp_path / "c.yaml"), "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert SECRET not in out and "api_key: ${oc.env:MY_KEY}" in out
+
+
+def test_a_value_of_the_wrong_type_is_not_shown(monkeypatch):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    with pytest.raises(ConfigError, match=r"^seed=\$\{oc.env:MY_KEY\}: the value behind") as e:
+        load_config(None, ["seed=${oc.env:MY_KEY}", "actor.path=x", "train_dataset.type=gsm8k"])
+    assert SECRET not in str(e.value)
+
+
+def test_another_value_of_the_variable_is_no_change_of_the_configuration(
+    cfg, tmp_path, monkeypatch
+):
+    directory = tmp_path / "e" / cfg.trial_name
+    save_config(cfg, directory / "config.yaml")
+    assert config_changes(cfg) == []
+    monkeypatch.setenv("MY_KEY", "another")
+    changed = load_config(
+        tmp_path / "c.yaml",
+        [f"fileroot={tmp_path}", "seed=7", "train_dataset.options.hf_token=hf_new"],
+    )
+    assert config_changes(changed) == [
+        "seed: 1 -> 7",
+        "train_dataset.options.hf_token: *** -> ***",
+    ]
+
+
+def test_a_run_that_began_with_the_secret_in_clear_goes_on_without_telling_it(cfg, tmp_path):
+    directory = tmp_path / "e" / cfg.trial_name
+    clear = (
+        config_yaml(cfg).replace('"${oc.env:MY_KEY}"', SECRET).replace("${oc.env:MY_KEY}", SECRET)
+    )
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(clear)
+    changes = config_changes(cfg)
+    assert "train_dataset.options.api_key: *** -> ${oc.env:MY_KEY}" in changes
+    assert SECRET not in "".join(changes)
+
+
+def test_a_checkpoint_knows_other_data_without_holding_secrets(cfg, tmp_path, monkeypatch):
+    def data(**environment: str) -> dict:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        overrides = [f"fileroot={tmp_path}", "train_dataset.path=${oc.env:MY_MODEL}/rows"]
+        return data_of(load_config(tmp_path / "c.yaml", overrides), 100)
+
+    first = data()
+    assert SECRET not in json.dumps(first) and first["options"]["level"] == 2
+    assert same_data(first, data())
+    rotated = data(MY_KEY="another")
+    assert rotated["options"]["api_key"] == first["options"]["api_key"] == "***"
+    assert data(MY_KEY=SECRET) == first
+    assert not same_data(first, data(MY_MODEL="/elsewhere"))
+
+
+def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    (tmp_path / "c.yaml").unlink()
+    lock, _ = claim(cfg)
+    run = tmp_path / "e" / cfg.trial_name
+    logger = StatsLogger(
+        StatsLoggerConfig(wandb=WandbConfig(mode="offline")), run_dir=run, experiment_name="e",
+        trial_name=cfg.trial_name, run_config=public_tree(cfg),
+    )  # fmt: skip
+    logger.commit(1, {"loss": 1.0})
+    logger.close()
+    lock.close()
+    files = [p for p in run.rglob("*") if p.is_file()]
+    assert {"config.yaml", "report.html"} <= {p.name for p in files}
+    assert any(p.suffix == ".wandb" for p in files)
+    literal = {p.name for p in files if b"hf_literal" in p.read_bytes()}
+    assert literal == {"config.yaml"}  # as the user has written it, to be read again
+    assert not [p for p in files if SECRET.encode() in p.read_bytes()]
+    said = capfd.readouterr()
+    assert SECRET not in said.out + said.err and "hf_literal" not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "OPENAI_API_KEY", "a.b.token", "hf_token", "db-password", "secret", "apikey"],
+)
+def test_names_of_secrets(name):
+    assert is_secret(name) and masked("x", name) == "***"
+    assert masked(None, name) is None and masked("${oc.env:X}", name) == "${oc.env:X}"
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "tokenizer_path", "max_new_tokens", "answer_key", "monkey", "tokens"]
+)
+def test_names_of_no_secrets(name):
+    assert not is_secret(name)
+
+
+def test_masks():
+    tree = {"token": {"a": 1, "b": ["x", None]}, "rest": [{"password": "p"}, 3]}
+    assert masked(tree) == {
+        "token": {"a": "***", "b": ["***", None]},
+        "rest": [{"password": "***"}, 3],
+    }
+    assert masked_override("+train_dataset.options.api_key=abc") == (
+        "+train_dataset.options.api_key=***"
+    )
+    assert masked_override("+x.judge={url: u, api_key: abc}") == "+x.judge={url: u, api_key: '***'}"
+    assert masked_override("+x.api_key=${oc.env:K}") == "+x.api_key=${oc.env:K}"
+    for same in ("--config", "a.b=[1,2]", "a.b={x", "train_dataset.size=40"):
+        assert masked_override(same) == same
+    text = "a: 1  # as it stands\n"
+    assert masked_yaml(text) == text and masked_yaml("a<b: [") == "a<b: ["
+    assert yaml.safe_load(masked_yaml("a: {password: x, b: 2}")) == {
+        "a": {"password": "***", "b": 2}
+    }
+
+
+def test_no_key_of_a_recipe_is_masked_by_mistake():
+    for cls in RECIPES.values():
+        assert not [name for name in key_table(cls) if is_secret(name)]
