@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.shapes import MLAShape, MoEShape, RopeScaling, positive
+from megarl.models.shapes import MLAShape, MoEShape, RopeScaling, count, number, positive
 
 
 def mla_shape(raw: Mapping[str, Any], source: str) -> MLAShape:
@@ -41,7 +41,7 @@ def moe_shape(raw: Mapping[str, Any], source: str, *, sigmoid: bool) -> MoEShape
         raise ValueError(f"{source}: num_experts_per_tok={top_k} of n_routed_experts={experts}")
     _check_router(raw, source, sigmoid=sigmoid)
     layers = positive(raw, "num_hidden_layers", source)
-    dense = int(raw.get("first_k_dense_replace") or 0)
+    dense = count(raw, "first_k_dense_replace", source)
     if dense >= layers:
         raise ValueError(
             f"{source}: first_k_dense_replace={dense} leaves no layer of {layers} with experts"
@@ -56,7 +56,7 @@ def moe_shape(raw: Mapping[str, Any], source: str, *, sigmoid: bool) -> MoEShape
         dense_layers=tuple(range(dense)),
         shared_intermediate_size=size * positive(raw, "n_shared_experts", source),
         sigmoid=sigmoid,
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
+        scale=number(raw, "routed_scaling_factor", source),
         groups=groups,
         top_groups=top_groups,
         group_best=2 if sigmoid else 1,
