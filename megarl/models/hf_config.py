@@ -86,6 +86,8 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
     ValueError naming what is wrong or unsupported.
     """
     file = Path(path) / "config.json"
+    if not file.is_file() and (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(adapter_given(path))
     if not file.is_file():
         raise ValueError(
             f"no config.json in {str(path)!r}: give a local Hugging Face model directory (fetch "
@@ -100,6 +102,14 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
     if head == "value":
         return value_model(parse_hf_config(language_model(raw), str(file)), raw, str(file))
     return parse_hf_config(raw, str(file))
+
+
+def adapter_given(path: str | Path) -> str:
+    """What is wrong with an adapter's directory where a model's should be, and the fix."""
+    return (
+        f"{path} holds a PEFT adapter, not a model: name the model it was trained on, and the "
+        "adapter in lora.adapter_path"
+    )
 
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -153,7 +163,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    sizes = {} if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
+    sizes = _latent_sizes(m.mla) if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
     if m.moe is None or m.moe.dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
@@ -174,6 +184,14 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             "or give the layers of each chunk in parallel.pipeline_split"
         )
     _check_expert_layout(m, parallel)
+
+
+def _latent_sizes(mla: MLAShape) -> dict[str, int]:
+    """megatron-core cuts the projections to a latent, if only to put them together again."""
+    return {
+        "q_lora_rank": mla.q_rank or 0,
+        "kv_lora_rank + qk_rope_head_dim": mla.kv_rank + mla.rope_dim,
+    }
 
 
 def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
