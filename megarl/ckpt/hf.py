@@ -49,8 +49,9 @@ def load_hf(
 
     Values are cast to the parameters' dtype, vocabulary padding becomes zero. No communication.
     ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, is one the
-    model does not have, or is an output head unlike the embedding it is tied to. A value head that the directory's model does not have (new_head) starts
-    at zero, or, with `head_seed`, random by it.
+    model does not have, or is an output head unlike the embedding it is tied to. A value head that
+    the directory's model does not have (new_head) starts at zero, or, with `head_seed`, random by
+    it.
     """
     with SafetensorsDir(path) as files:
         check_tensors(files, table)

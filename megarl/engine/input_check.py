@@ -66,9 +66,9 @@ def _check_ids(batch: Batch, vocab_size: int) -> None:
 
 
 def _same_everywhere(batch: Batch, asked: str) -> None:
-    digests = {_ARGUMENTS: xxhash.xxh3_64_intdigest(asked)}
+    digests = {_ARGUMENTS: xxhash.xxh3_64_intdigest(asked.encode())}
     digests |= {name: _digest(batch[name]) for name in sorted(batch)}
-    whole = xxhash.xxh3_64_intdigest(repr(digests)) >> 2  # its negative is an int64, too
+    whole = xxhash.xxh3_64_intdigest(repr(digests).encode()) >> 2  # its negative is an int64, too
     bounds = torch.tensor([whole, -whole], device=mcore.device())
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()

@@ -277,8 +277,10 @@ class Family:
 
 
 _QWEN_DEFAULTS = {
-    "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 LLAMA = Family(name="llama", architecture="LlamaForCausalLM", attention=(QKV, PROJ))
 QWEN2 = Family(
     name="qwen2",
@@ -327,9 +329,11 @@ MIXTRAL = Family(
     norm_topk_prob=True,
     slides=sliding_window.UNASKED,
     defaults={
-        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-    },  # fmt: skip
+    },
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 DEEPSEEK_V2 = Family(
@@ -355,10 +359,16 @@ DEEPSEEK_V3 = Family(
     ),
     mla=True,
     defaults={
-        "num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
-        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True, "num_nextn_predict_layers": 1,
-    },  # fmt: skip
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 )
 # --8<-- [end:deepseek_v3]
 GLM = Family(
@@ -368,9 +378,13 @@ GLM = Family(
     mlp=FUSED_MLP,
     glm=True,
     defaults={
-        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5,
-    },  # fmt: skip
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
     ignored_fields=("attention_bias", "mlp_bias", "partial_rotary_factor"),
 )
 GLM4 = replace(GLM, name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS))

@@ -221,6 +221,8 @@ def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise ValueError(f"{source}: architectures={names!r}; expected a list of names")
     for family in FAMILIES.values():
         if names and family.architecture in names:
             return family

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import deepseek
-from megarl.models.shapes import RopeScaling, number
+from megarl.models.shapes import RopeScaling, number, positive
 
 _NEEDED = {
     "linear": ("factor",),
@@ -65,4 +65,8 @@ def rope(
     missing = [k for k in _NEEDED[kind] if params.get(k) is None]
     if missing:
         raise ValueError(f"{source}: rope scaling type {kind!r} lacks {', '.join(missing)}")
-    return theta, RopeScaling(type=kind, **{k: params[k] for k in _NEEDED[kind]})
+    context = "original_max_position_embeddings"
+    values: dict[str, Any] = {k: number(params, k, source) for k in _NEEDED[kind] if k != context}
+    if context in _NEEDED[kind]:
+        values[context] = positive(params, context, source)
+    return theta, RopeScaling(type=kind, **values)

@@ -88,9 +88,12 @@ def _integer(
     return value
 
 
-def number(raw: Mapping[str, Any], name: str, source: str) -> float:
-    """raw[name], which must be a number that is finite and not negative."""
+def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
+    """raw[name], which must be a number that is finite and not negative; `default` where it is
+    absent or null."""
     value = raw.get(name)
+    if value is None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{source}: {name}={value!r}; expected a number, 0 or more")
     return float(value)

@@ -18,7 +18,9 @@ BEHIND, EVEN = "from max_window_layers", "even layers below max_window_layers"
 
 def refuse_sliding_window(raw: Mapping[str, Any], rule: str, source: str) -> None:
     """ValueError if a layer slides. `raw` is completed with its family's defaults."""
-    types = raw.get("layer_types") or ()
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ValueError(f"{source}: layer_types={types!r}; expected a list of types")
     if other := sorted({str(t) for t in types} - {"full_attention"}):
         raise ValueError(
             f"{source}: layer_types contains {other}; supported: 'full_attention' only"

@@ -56,8 +56,8 @@ def test_ids_outside_of_the_vocabulary_are_named_on_every_rank(worlds, models, p
     for said in worlds(2).run(ids_outside, save_model(models, "qwen3", True), parallel):
         for text, value in zip(said, (VOCAB, 10**6, -1) * 3, strict=False):
             assert text == (
-                f"input_ids[1, 2] = {value} is outside of the model's vocabulary of {VOCAB} (1 such "
-                "tokens in the batch); use the tokenizer that belongs to the model"
+                f"input_ids[1, 2] = {value} is outside of the model's vocabulary of {VOCAB} (1 "
+                "such tokens in the batch); use the tokenizer that belongs to the model"
             )
         assert said[9] == "True"
         assert "'logits' has no gradient" in said[10]

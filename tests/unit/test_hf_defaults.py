@@ -1,4 +1,4 @@
-"""What config.json leaves out, or says twice, means to every family what it means to transformers."""
+"""What config.json leaves out or says twice means what it means to transformers, by family."""
 
 from __future__ import annotations
 

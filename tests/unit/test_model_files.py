@@ -80,7 +80,7 @@ def test_one_file_beside_an_index_of_others_is_refused_with_both_named(tmp_path:
         shutil.copy(file, path)
     found = AutoModelForCausalLM.from_pretrained(path)
     assert not torch.equal(found.model.norm.weight, other.model.norm.weight)
-    with pytest.raises(ValueError, match=rf"both {SINGLE} and {INDEX} \(of \d+ files\) are there"):
+    with pytest.raises(ValueError, match=rf"both {SINGLE} and {INDEX} \(of \d+ files\) are"):
         load(path)
 
 
