@@ -172,7 +172,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"))
 @pytest.mark.parametrize(
     "over",
     (
@@ -187,10 +187,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
     ),
 )
 def test_layers_that_slide_are_refused_and_no_others(name: str, over: dict[str, Any]) -> None:
-    """By the masks that transformers' model gives its layers."""
-    known = getattr(transformers, CLASSES[name] + "Config")().to_dict()
-    if "sliding_window" not in known:
-        pytest.skip("never slides")
+    """By what transformers' models read when they make a layer's mask."""
     raw = {k: v for k, v in full_config(name).items() if "window" not in k and k != "layer_types"}
     raw |= dict(num_hidden_layers=4, **over)
     hf = hf_config(name, raw)
