@@ -56,9 +56,11 @@ def test_a_head_unlike_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) ->
             load(path)
 
 
+@pytest.mark.parametrize("kind", ("llama", "deepseek_v3"))
 @pytest.mark.parametrize("layers", (2, 4))
-def test_another_number_of_layers_is_named(tmp_path: Path, layers: int) -> None:
-    path = save_tiny(tmp_path, "llama", layers=3)
+def test_another_number_of_layers_is_named(tmp_path: Path, kind: str, layers: int) -> None:
+    """DeepSeek's last layer is not taken for one that predicts further tokens."""
+    path = save_tiny(tmp_path, kind, layers=3)
     change(path, num_hidden_layers=layers)
     words = f"num_hidden_layers={layers}, the weights are of 3 layers"
     with pytest.raises(ValueError, match=words):
