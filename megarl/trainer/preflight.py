@@ -102,21 +102,22 @@ def check_models(cfg: BaseConfig) -> None:
 def largest_token(directory: Path) -> tuple[str, int]:
     """The token with the largest id that the tokenizer in `directory` can give out, and the id;
     ("", -1) where its files do not say. Read as JSON: loading a tokenizer imports torch."""
-    found: dict[str, int] = {}
+    found: list[tuple[Any, Any]] = []  # (token, id)
     for name in ("vocab.json", "added_tokens.json"):
-        found |= _json(directory / name)
-    whole = _json(directory / "tokenizer.json")
-    vocab = whole.get("model", {}).get("vocab") or {}
-    if isinstance(vocab, list):  # unigrams: [token, score], numbered as they come
-        vocab = {entry[0]: i for i, entry in enumerate(vocab)}
-    found |= vocab
-    found |= {t["content"]: t["id"] for t in whole.get("added_tokens") or ()}
-    added = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    found |= {t["content"]: int(i) for i, t in added.items()}
-    return max(found.items(), key=lambda item: item[1], default=("", -1))
+        found += _object(directory / name).items()
+    whole = _object(directory / "tokenizer.json")
+    vocab = (whole.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, dict):
+        found += vocab.items()
+    else:  # unigrams: [token, score], numbered as they come
+        found.append((vocab[-1][0], len(vocab) - 1))
+    found += [(t["content"], t["id"]) for t in whole.get("added_tokens") or ()]
+    added = _object(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found += [(t["content"], int(i)) for i, t in added.items()]
+    return max(found, key=lambda entry: entry[1], default=("", -1))
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> dict[str, Any]:
     """{} where there is none, or none to be read: the tokenizer's own loader says what is wrong."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
