@@ -11,7 +11,12 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import SFTConfig
-from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
+from megarl.trainer.preflight import (
+    check_models,
+    check_writable,
+    fetch_hub_models,
+    largest_token,
+)
 from tests.tiny import VOCAB, save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -77,6 +82,16 @@ def test_a_tokenizer_larger_than_a_model_is_refused(tmp_path, how):
     save_tokenizer(tmp_path / "elsewhere")
     if not kw:
         check_models(cfg)
+
+
+def test_the_largest_token_of_unigrams_and_of_tokens_added_later(tmp_path):
+    assert largest_token(tmp_path) == ("", -1)
+    whole = {"model": {"vocab": [["a", -1.5], ["b", -2.5]]}, "added_tokens": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    assert largest_token(tmp_path) == ("b", 1)
+    added = {"added_tokens_decoder": {"7": {"content": "<x>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    assert largest_token(tmp_path) == ("<x>", 7)
 
 
 def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):
