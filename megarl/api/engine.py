@@ -3,7 +3,8 @@
 Shapes: B sequences of the global batch, b of a micro-batch, S positions (right-padded).
 `input_` is the global batch, a dict of CPU tensors and the same on every rank: input_ids [B,S],
 attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...] tensors). Position t
-of a per-token tensor belongs to input_ids[:, t].
+of a per-token tensor belongs to input_ids[:, t]. A batch that is not the same on every rank, or an
+id outside of the model's vocabulary, is a ValueError on every rank before the pass begins.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class TrainEngine(ABC):
         `outputs`, a dict for several ("routed_experts" is [B,S,L,k], for k experts in each of L
         layers; see TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest
         tokens of the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the
-        likeliest first and of equals the lowest id; training refuses them: they have no gradient.
+        likeliest first and of equals the lowest id; training refuses them and "logits": they have
+        no gradient.
         `post_hook(outputs, batch)` maps one sequence's outputs before `aggregate_fn` joins the list
         over sequences.
         """

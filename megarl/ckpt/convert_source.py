@@ -37,7 +37,6 @@ from megarl.parallel.layout import Layout
 
 HF, DIST = "hf", "dist"
 COMPANIONS = "hf"  # folder of a dist checkpoint: tokenizer, chat template, generation config
-_CHUNK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +107,9 @@ class HfSource(Source):
         stored = {n: b for file in sorted(found) for n, b in safetensors_blocks(file).items()}
         self._blocks = {t.name: stored[t.name] for t in self.table.tensors}
         self.dtypes = {n: b.dtype for n, b in self._blocks.items()}
-        if self.model.tie_word_embeddings and "lm_head.weight" in stored:
-            self._check_tied(self._blocks["model.embed_tokens.weight"], stored["lm_head.weight"])
 
     def read(self, name: str, row: int, out: Tensor) -> None:
         read_rows((self._blocks[name],), row, out)
-
-    def _check_tied(self, embedding: Block, head: Block) -> None:
-        step = max(1, _CHUNK // (embedding.cols * embedding.dtype.itemsize))
-        for row in range(0, embedding.rows, step):
-            n = min(step, embedding.rows - row)
-            a, b = (torch.empty((n, x.cols), dtype=embedding.dtype) for x in (embedding, head))
-            read_rows((embedding,), row, a)
-            read_rows((head,), row, b)
-            if not torch.equal(a, b):
-                raise ValueError(
-                    f"{self.path}: config.json says tie_word_embeddings=true, but lm_head.weight "
-                    "is not the embedding; set it to false"
-                )
 
 
 def _head(path: Path) -> str:

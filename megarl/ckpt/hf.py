@@ -6,6 +6,7 @@ rank that writes it, to which its tensors are gathered bucket by bucket.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megarl.ckpt.agree import staged, together
 from megarl.ckpt.hf_dir import check_target, write_config, write_sidecars
 from megarl.ckpt.hf_files import plan_files, write_files
 from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
+from megarl.models.families import EMBEDDING, OUTPUT
 from megarl.models.fill import draw, fill_params
 from megarl.models.gather import BucketGatherer
 from megarl.models.piece_table import HfTensor, PieceTable
@@ -29,6 +31,9 @@ log = get_logger(__name__)
 
 BUCKET_BYTES = 256 << 20
 MAX_SHARD_BYTES = 5 << 30  # Hugging Face's own default
+_EMBEDDING, _HEAD = EMBEDDING.hf[0], OUTPUT.hf[0]
+_COMPARED_AT_ONCE = 8 << 20  # numbers
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_hf(
@@ -43,9 +48,10 @@ def load_hf(
     """Fills this rank's `params` (canonical name -> tensor) from the safetensors of `path`.
 
     Values are cast to the parameters' dtype, vocabulary padding becomes zero. No communication.
-    ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, or is one
-    the model does not have. A value head that the directory's model does not have (new_head) starts
-    at zero, or, with `head_seed`, random by it.
+    ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, is one the
+    model does not have, or is an output head unlike the embedding it is tied to. A value head that
+    the directory's model does not have (new_head) starts at zero, or, with `head_seed`, random by
+    it.
     """
     with SafetensorsDir(path) as files:
         check_tensors(files, table)
@@ -64,13 +70,15 @@ def load_hf(
 
 
 def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
-    """ValueError unless the files hold the table's tensors in their shapes, and no others."""
+    """ValueError unless the files hold the table's tensors in their shapes, and no others; a copy
+    of a tied embedding must equal it, for which both are read."""
+    _check_layers(files, table)
     for t in table.tensors:
         if t.name not in files:
             if _is_new(t.name, table):
                 continue
             hint = "its config.json does not belong to these weights, or files are missing"
-            if t.name == "lm_head.weight":
+            if t.name == _HEAD:
                 hint = "set tie_word_embeddings=true in config.json if the model has no output head"
             raise ValueError(f"{files.path}: tensor {t.name} {list(t.shape)} is missing; {hint}")
         if (found := files.shape(t.name)) != t.shape:
@@ -92,6 +100,37 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
             f"{table.model.family} model with this config.json, the first is {unknown[0]}; "
             "use the config.json that belongs to these weights"
         )
+    if table.model.tie_word_embeddings and _HEAD in files:
+        _check_tied(files)
+
+
+def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
+    """ValueError if the files are of a model of more or fewer layers than the config.json says."""
+    m = table.model
+    held = {int(found[1]) for n in files.names() if (found := _LAYER.match(n))}
+    held -= {i for i in held if f"model.layers.{i}.eh_proj.weight" in files}  # predict further
+    if held and held == set(range(len(held))) and len(held) != m.num_layers:
+        raise ValueError(
+            f"{files.path}: config.json says num_hidden_layers={m.num_layers}, the weights are of "
+            f"{len(held)} layers; set it to that, or use the config.json that belongs to them"
+        )
+
+
+def _check_tied(files: SafetensorsDir) -> None:
+    rows, cols = files.shape(_EMBEDDING)
+    same = files.shape(_HEAD) == (rows, cols)
+    step = max(1, _COMPARED_AT_ONCE // cols)
+    for row in range(0, rows if same else 0, step):
+        box = (slice(row, row + step), slice(None))
+        embedding = files.read(_EMBEDDING, box)
+        if not torch.equal(embedding, files.read(_HEAD, box).to(embedding.dtype)):
+            same = False
+            break
+    if not same:
+        raise ValueError(
+            f"{files.path}: config.json says tie_word_embeddings=true, but lm_head.weight is "
+            "not the embedding; set it to false"
+        )
 
 
 def _ignorable(name: str, table: PieceTable) -> bool:
@@ -100,7 +139,7 @@ def _ignorable(name: str, table: PieceTable) -> bool:
     made from a language model has no use for its head. Layers that predict further tokens."""
     if name.endswith("rotary_emb.inv_freq") or _predicts_further(name, table):
         return True
-    return name == "lm_head.weight" and (table.model.tie_word_embeddings or table.model.new_head)
+    return name == _HEAD and (table.model.tie_word_embeddings or table.model.new_head)
 
 
 def _predicts_further(name: str, table: PieceTable) -> bool:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.models.gather import Member
+from megarl.models.hf_config import adapter_given
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -76,17 +77,25 @@ class SafetensorsDir:
         return self._handles[self._file_of[name]].get_slice(name)
 
     def _files(self) -> list[str]:
-        index = self.path / INDEX
+        index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
             try:
-                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
                 raise ValueError(
                     f"{index}: not a safetensors index ({type(e).__name__}: {e}); "
                     "download or save the model again"
                 ) from e
-        if (self.path / SINGLE).is_file():
+            if single.is_file() and listed != [SINGLE]:
+                raise ValueError(
+                    f"{self.path}: both {SINGLE} and {INDEX} (of {len(listed)} files) are there; "
+                    "transformers reads the first, servers the second: delete the one that is old"
+                )
+            return listed
+        if single.is_file():
             return [SINGLE]
+        if (self.path / "adapter_model.safetensors").is_file():
+            raise ValueError(adapter_given(self.path))
         hint = "download the model again"
         if list(self.path.glob("*.bin")):
             hint = (

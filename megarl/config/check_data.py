@@ -47,6 +47,11 @@ def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
         hub = looks_like_hub_name(path) and "/" in path
         fix = f"; download it first: hf download {path} --local-dir DIR" if hub else ""
         yield f"{key}={path}: no such directory{fix}"
+    elif not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        yield (
+            f"{key}={path}: holds a PEFT adapter, not a model; name the model it was trained on "
+            f"here, and the adapter in {key.removesuffix('path')}lora.adapter_path"
+        )
     elif not (folder / "config.json").is_file():
         yield f"{key}={path}: has no config.json, so it is not a HF model directory"
     elif weights and not any(folder.glob("*.safetensors")):

@@ -44,7 +44,12 @@ def parallel_problems(
         yield f"{key}.vpp={p.vpp}: needs {key}.pp > 1 (it is {p.pp})"
     if p.sequence_parallel and p.tp < 2:
         yield f"{key}.sequence_parallel=true: needs {key}.tp > 1 (it is {p.tp})"
-    if p.pipeline_split is not None and len(p.pipeline_split) != p.pp * p.vpp:
+    if p.pipeline_split is not None and p.pp == 1:
+        yield (
+            f"{key}.pipeline_split={p.pipeline_split}: needs {key}.pp > 1 (it is 1, and one stage "
+            "has all layers); leave it null"
+        )
+    elif p.pipeline_split is not None and len(p.pipeline_split) != p.pp * p.vpp:
         yield (
             f"{key}.pipeline_split={p.pipeline_split}: {len(p.pipeline_split)} numbers for "
             f"{key}.pp*vpp = {p.pp}*{p.vpp} chunks; give one per chunk, in the order of the layers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from megarl.config.dataset import DatasetConfig
@@ -91,6 +92,7 @@ class _Template:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        self._name = name
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"tokenizer {name} has no chat template; set tokenizer.chat_template")
         if tokenizer.eos_token_id is None:
@@ -98,19 +100,36 @@ class _Template:
         self._tokenizer, self._system = tokenizer, system
         self._kwargs = chat_template_kwargs or {}
         self.eos_token_id: int = tokenizer.eos_token_id
+        self.encode("What is 1 + 1?")  # without a vocabulary only special tokens are left of text
 
     def messages(self, question: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + [{"role": "user", "content": question}]
 
     def prompt(self, messages: list[dict[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._kwargs
-        )
+        """ValueError, with the template's own words, if it refuses the messages."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._kwargs
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as e:
+            roles = ", ".join(m["role"] for m in messages)
+            raise ValueError(
+                f"the chat template of tokenizer {self._name} fails on messages of {roles} with "
+                f"chat_template_kwargs={self._kwargs} ({type(e).__name__}: {e}); change the "
+                "dataset's options system and chat_template_kwargs, or take another tokenizer_path"
+            ) from e
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of text that already holds its special tokens."""
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Tokens of text that already holds its special tokens. ValueError if it has none."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if text.strip() and not ids:
+            raise ValueError(
+                f"tokenizer {self._name} makes no tokens of {text[:40]!r}: its directory lacks the "
+                "vocabulary (tokenizer.json, vocab.json or tokenizer.model); copy it there, or set "
+                "tokenizer_path"
+            )
+        return ids
 
 
 def _rl_row(index: int, problem: Problem, template: _Template) -> Row:

@@ -144,7 +144,7 @@ def check_outputs(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
-        if backward and name in (TOP_LOGPROBS, TOP_IDS):
+        if backward and name in (TOP_LOGPROBS, TOP_IDS, "logits"):
             raise ValueError(f"outputs={names}: {name!r} has no gradient; take it from forward()")
         if name in SUPPORTED[head]:
             continue

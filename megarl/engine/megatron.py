@@ -22,7 +22,6 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, optimizer, passes, weights
 from megarl.engine.built import Built, build, release, resolve
 from megarl.engine.memory import Memory
-from megarl.engine.routing import ROUTED
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.weight_sync import WeightSender
@@ -139,11 +138,6 @@ class MegatronEngine(TrainEngine):
         """train_batch without its optimizer step: the gradients stay in place (see `hf_state`)."""
         if self.built.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
-        if self.config.moe.router_replay and ROUTED not in input_:
-            raise ValueError(
-                f"moe.router_replay=True: the batch has no {ROUTED!r} to replay; put forward()'s "
-                "output of that name into it, as an actor with recompute_logprob does"
-            )
         with self._scope("train_batch", PARTS), self._mode(True):
             optimizer.zero_grad(self.built.optimizer, self.built.chunks)
             return passes.loss_pass(

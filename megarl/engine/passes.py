@@ -12,12 +12,12 @@ from typing import Any
 from megarl.api.engine import Batch, LossFn, LossWeightFn
 from megarl.engine import micro_batch, schedule
 from megarl.engine.built import Built
-from megarl.engine.lm_head import check_outputs, output_widths
+from megarl.engine.input_check import check_input
+from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import MicroBatch
 from megarl.engine.routing import ROUTED
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
-from megarl.parallel.packing import check_right_padded
 
 
 def loss_pass(
@@ -25,6 +25,10 @@ def loss_pass(
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
 ) -> dict[str, float]:  # fmt: skip
     """The loss and the weighted means of its stats; with `backward` also the gradients."""
+    check_input(
+        b, "train_batch" if backward else "eval_batch", batch, outputs, backward=backward,
+        temperature=temperature, whole_groups=whole_groups,
+    )  # fmt: skip
     mine = _micro_batches(b, batch, whole_groups=whole_groups, backward=backward)
     weight = float(loss_weight_fn(batch))
     if not weight > 0:
@@ -33,8 +37,8 @@ def loss_pass(
             "is there nothing to train on (loss_mask all False)?"
         )
     job = schedule.Pass(
-        outputs=check_outputs(outputs, b.config.head, backward=backward),
-        temperature=_checked_temperature(temperature),
+        outputs=tuple(outputs),
+        temperature=float(temperature),
         cp_group=b.groups.cp,
         loss_fn=loss_fn,
         loss_scale=len(mine) * b.layout.dp / weight,
@@ -51,10 +55,11 @@ def loss_pass(
 
 def forward_pass(b: Built, batch: Batch, outputs: Sequence[str], temperature: float) -> Batch:
     """{name: [B,S,...]} for each of `outputs`."""
+    check_input(b, "forward", batch, outputs, backward=False, temperature=temperature)
     mine = _micro_batches(b, batch, backward=False)
     job = schedule.Pass(
-        outputs=check_outputs([o for o in outputs if o != ROUTED], b.config.head),
-        temperature=_checked_temperature(temperature),
+        outputs=tuple(o for o in outputs if o != ROUTED),
+        temperature=float(temperature),
         cp_group=b.groups.cp,
         routing=b.routing,
     )
@@ -72,7 +77,6 @@ def plan(
     b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows."""
-    check_right_padded(batch)
     spec = b.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     return micro_batch.plan(
@@ -98,12 +102,6 @@ def _taped(b: Built, *, record: bool = False) -> AbstractContextManager[None]:
     if record:
         raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
     return nullcontext()
-
-
-def _checked_temperature(temperature: float) -> float:
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
-    return float(temperature)
 
 
 def by_sequence(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.shapes import MLAShape, MoEShape, RopeScaling, positive
+from megarl.models.shapes import MLAShape, MoEShape, RopeScaling, count, number, positive
 
 
 def mla_shape(raw: Mapping[str, Any], source: str) -> MLAShape:
@@ -41,7 +41,7 @@ def moe_shape(raw: Mapping[str, Any], source: str, *, sigmoid: bool) -> MoEShape
         raise ValueError(f"{source}: num_experts_per_tok={top_k} of n_routed_experts={experts}")
     _check_router(raw, source, sigmoid=sigmoid)
     layers = positive(raw, "num_hidden_layers", source)
-    dense = int(raw.get("first_k_dense_replace") or 0)
+    dense = count(raw, "first_k_dense_replace", source)
     if dense >= layers:
         raise ValueError(
             f"{source}: first_k_dense_replace={dense} leaves no layer of {layers} with experts"
@@ -56,7 +56,7 @@ def moe_shape(raw: Mapping[str, Any], source: str, *, sigmoid: bool) -> MoEShape
         dense_layers=tuple(range(dense)),
         shared_intermediate_size=size * positive(raw, "n_shared_experts", source),
         sigmoid=sigmoid,
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
+        scale=number(raw, "routed_scaling_factor", source),
         groups=groups,
         top_groups=top_groups,
         group_best=2 if sigmoid else 1,
@@ -119,15 +119,17 @@ def yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
     for name in ("factor", "original_max_position_embeddings"):
         if params.get(name) is None:
             raise ValueError(f"{source}: rope scaling type 'yarn' lacks {name}")
-    mscale, all_dim = params.get("mscale") or 0.0, params.get("mscale_all_dim") or 0.0
+    mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         raise ValueError(f"{source}: rope scaling has mscale_all_dim={all_dim} but no mscale")
     return RopeScaling(
         type="yarn",
-        factor=float(params["factor"]),
-        original_max_position_embeddings=int(params["original_max_position_embeddings"]),
-        beta_fast=float(params.get("beta_fast") or 32),
-        beta_slow=float(params.get("beta_slow") or 1),
-        mscale=float(mscale) if all_dim else 1.0,  # alone, it is not read
-        mscale_all_dim=float(all_dim),
+        factor=number(params, "factor", source),
+        original_max_position_embeddings=positive(
+            params, "original_max_position_embeddings", source
+        ),
+        beta_fast=number(params, "beta_fast", source, 32.0) or 32.0,
+        beta_slow=number(params, "beta_slow", source, 1.0) or 1.0,
+        mscale=mscale if all_dim else 1.0,  # alone, it is not read
+        mscale_all_dim=all_dim,
     )

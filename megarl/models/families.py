@@ -10,10 +10,11 @@ expert `#` stands for its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from megarl.models import sliding_window
 from megarl.models.ops import (
     ColumnParallel,
     FusedQKV,
@@ -211,7 +212,11 @@ class Family:
     and whether queries, keys and values have biases.
     `expert_size_field`: the config field with an expert's intermediate size.
     `norm_topk_prob`: its experts' weights sum to 1, whatever the config says.
-    `always_slides`: a config with `sliding_window` means it.
+    `slides`: which layers HF's implementation gives a sliding window, a rule of
+    megarl.models.sliding_window.
+    `defaults`: what HF's config class takes for a key that config.json leaves out; those of all
+    families are megarl.models.hf_config.DEFAULTS. Sizes without which no weight has a shape are
+    not among them: a config.json that lacks one is refused.
     `ignored_fields`: config fields that HF's own implementation of the family does not read, or
     that are read for what they say.
     """
@@ -226,9 +231,8 @@ class Family:
     glm: bool = False
     expert_size_field: str = "moe_intermediate_size"
     norm_topk_prob: bool = False
-    always_slides: bool = False
-    default_head_dim: int | None = None
-    default_rms_norm_eps: float = 1e-6
+    slides: str = sliding_window.BEHIND
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
 
     @property
@@ -272,18 +276,24 @@ class Family:
         return (self.moe.router, *bias, *each, *self.moe.shared)
 
 
+_QWEN_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 LLAMA = Family(name="llama", architecture="LlamaForCausalLM", attention=(QKV, PROJ))
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     attention=(QKV, QKV_BIAS, PROJ),
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 32},
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     attention=(QKV, PROJ, *QK_NORMS),
-    default_head_dim=128,
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
     ignored_fields=("mlp_bias",),
 )
 QWEN2_MOE = Family(
@@ -297,6 +307,8 @@ QWEN2_MOE = Family(
         "down_proj",
         (*shared_expert("mlp.shared_expert"), SHARED_GATE),
     ),
+    slides=sliding_window.EVEN,
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 16},
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 QWEN3_MOE = Family(
@@ -304,6 +316,8 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     attention=(QKV, PROJ, *QK_NORMS),
     moe=moe("mlp", "gate_proj", "up_proj", "down_proj"),
+    slides=sliding_window.EVERY,
+    defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
     ignored_fields=("mlp_bias",),
 )
 MIXTRAL = Family(
@@ -313,7 +327,13 @@ MIXTRAL = Family(
     moe=moe("block_sparse_moe", "w1", "w3", "w2"),
     expert_size_field="intermediate_size",
     norm_topk_prob=True,
-    always_slides=True,
+    slides=sliding_window.UNASKED,
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     ignored_fields=("attention_bias", "mlp_bias"),
 )
 DEEPSEEK_V2 = Family(
@@ -322,6 +342,7 @@ DEEPSEEK_V2 = Family(
     attention=MLA,
     moe=moe("mlp", "gate_proj", "up_proj", "down_proj", shared_expert("mlp.shared_experts")),
     mla=True,
+    defaults={"q_lora_rank": 1536, "topk_method": "greedy"},
 )
 # --8<-- [start:deepseek_v3]
 DEEPSEEK_V3 = Family(
@@ -337,6 +358,17 @@ DEEPSEEK_V3 = Family(
         ROUTER_BIAS,
     ),
     mla=True,
+    defaults={
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 )
 # --8<-- [end:deepseek_v3]
 GLM = Family(
@@ -345,8 +377,14 @@ GLM = Family(
     attention=(QKV, QKV_BIAS, PROJ),
     mlp=FUSED_MLP,
     glm=True,
-    default_head_dim=128,
-    default_rms_norm_eps=1.5625e-7,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
     ignored_fields=("attention_bias", "mlp_bias", "partial_rotary_factor"),
 )
 GLM4 = replace(GLM, name="glm4", architecture="Glm4ForCausalLM", norms=(*NORMS, *POST_NORMS))

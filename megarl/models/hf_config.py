@@ -1,8 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig, and refuses what is not implemented.
 
-Pure: no torch, no transformers, no megatron; callable before any process group exists. Both
-spellings of rotary settings are read: `rope_theta` + `rope_scaling` (transformers 4) and
-`rope_parameters` (transformers 5).
+Pure: no torch, no transformers, no megatron; callable before any process group exists. A key that
+is absent means what it means to transformers.
 """
 
 from __future__ import annotations
@@ -16,11 +15,20 @@ from typing import Any
 from megarl.config.parallel import ParallelConfig
 from megarl.models import deepseek, glm
 from megarl.models.families import FAMILIES, Family
-from megarl.models.shapes import MLAShape, MoEShape, RopeScaling
+from megarl.models.rope_config import rope
+from megarl.models.shapes import MLAShape, MoEShape, RopeScaling, count, number
 from megarl.models.shapes import positive as _positive
+from megarl.models.sliding_window import refuse_sliding_window
 from megarl.models.value_model import language_model, value_model
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+# what transformers takes for absent keys, in every family whose own `defaults` say nothing else
+DEFAULTS: Mapping[str, Any] = {
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 2048, "initializer_range": 0.02, "norm_topk_prob": False,
+    "decoder_sparse_step": 1, "routed_scaling_factor": 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +86,8 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
     ValueError naming what is wrong or unsupported.
     """
     file = Path(path) / "config.json"
+    if not file.is_file() and (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(adapter_given(path))
     if not file.is_file():
         raise ValueError(
             f"no config.json in {str(path)!r}: give a local Hugging Face model directory (fetch "
@@ -94,38 +104,47 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
     return parse_hf_config(raw, str(file))
 
 
+def adapter_given(path: str | Path) -> str:
+    """What is wrong with an adapter's directory where a model's should be, and the fix."""
+    return (
+        f"{path} holds a PEFT adapter, not a model: name the model it was trained on, and the "
+        "adapter in lora.adapter_path"
+    )
+
+
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """ModelConfig of an already parsed config.json; `source` names it in errors."""
     family = _family(raw, source)
-    _refuse_unsupported(raw, family, source)
-    hidden = _positive(raw, "hidden_size", source)
-    mla = deepseek.mla_shape(raw, source) if family.mla else None
-    heads, kv_heads, head_dim = _heads(raw, family, mla, hidden, source)
-    theta, scaling = _rope(raw, family, source)
+    full = {**DEFAULTS, **family.defaults, **raw}
+    _refuse_unsupported(full, family, source)
+    hidden = _positive(full, "hidden_size", source)
+    mla = deepseek.mla_shape(full, source) if family.mla else None
+    heads, kv_heads, head_dim = _heads(full, mla, hidden, source)
+    theta, scaling = rope(full, source, partial=family.glm, mla=family.mla)
     rotary_dim = mla.rope_dim if mla else head_dim
     if family.glm:
-        rotary_dim = glm.rotary_dim(raw, head_dim, source)
+        rotary_dim = glm.rotary_dim(full, head_dim, source)
     return ModelConfig(
         family=family.name,
-        num_layers=_positive(raw, "num_hidden_layers", source),
+        num_layers=_positive(full, "num_hidden_layers", source),
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size", source),
+        intermediate_size=_positive(full, "intermediate_size", source),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        qkv_bias=bool(raw.get("attention_bias", True)) if family.glm else family.qkv_bias,
-        vocab_size=_positive(raw, "vocab_size", source),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", family.default_rms_norm_eps)),
+        qkv_bias=bool(full["attention_bias"]) if family.glm else family.qkv_bias,
+        vocab_size=_positive(full, "vocab_size", source),
+        tie_word_embeddings=bool(full["tie_word_embeddings"]),
+        rms_norm_eps=number(full, "rms_norm_eps", source),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=_positive(raw, "max_position_embeddings", source, default=2048),
-        initializer_range=float(raw.get("initializer_range", 0.02)),
-        dtype=_dtype(raw, source),
-        moe=_moe(raw, family, source),
+        max_position_embeddings=_positive(full, "max_position_embeddings", source),
+        initializer_range=number(full, "initializer_range", source),
+        dtype=_dtype(full, source),
+        moe=_moe(full, family, source),
         mla=mla,
-        mtp_layers=int(raw.get("num_nextn_predict_layers") or 0) if family.mla else 0,
+        mtp_layers=count(full, "num_nextn_predict_layers", source) if family.mla else 0,
         raw=dict(raw),
     )
 
@@ -144,7 +163,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp={tp} neither divides num_key_value_heads={kv} nor is a multiple of it; "
             f"choose tp from {[d for d in _divisors(heads) if not (kv % d and d % kv)]}"
         )
-    sizes = {} if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
+    sizes = _latent_sizes(m.mla) if m.mla else {"qkv rows": (heads + 2 * kv) * m.head_dim}
     if m.moe is None or m.moe.dense_layers:
         sizes["intermediate_size"] = m.intermediate_size
     if m.moe is not None:
@@ -165,6 +184,14 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             "or give the layers of each chunk in parallel.pipeline_split"
         )
     _check_expert_layout(m, parallel)
+
+
+def _latent_sizes(mla: MLAShape) -> dict[str, int]:
+    """megatron-core cuts the projections to a latent, if only to put them together again."""
+    return {
+        "q_lora_rank": mla.q_rank or 0,
+        "kv_lora_rank + qk_rope_head_dim": mla.kv_rank + mla.rope_dim,
+    }
 
 
 def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
@@ -194,6 +221,8 @@ def _check_expert_layout(m: ModelConfig, p: ParallelConfig) -> None:
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise ValueError(f"{source}: architectures={names!r}; expected a list of names")
     for family in FAMILIES.values():
         if names and family.architecture in names:
             return family
@@ -207,7 +236,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
 
 
 def _heads(
-    raw: Mapping[str, Any], family: Family, mla: MLAShape | None, hidden: int, source: str
+    raw: Mapping[str, Any], mla: MLAShape | None, hidden: int, source: str
 ) -> tuple[int, int, int]:
     """(attention heads, key/value heads, head dimension)."""
     heads = _positive(raw, "num_attention_heads", source)
@@ -219,12 +248,12 @@ def _heads(
         )
     if mla is not None:
         return heads, kv_heads, mla.nope_dim + mla.rope_dim
-    if raw.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
+    if raw.get("head_dim") is None and hidden % heads:
         raise ValueError(
             f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
             "no head_dim is given"
         )
-    head_dim = _positive(raw, "head_dim", source, family.default_head_dim or hidden // heads)
+    head_dim = _positive(raw, "head_dim", source, default=hidden // heads)
     if head_dim % 2:
         raise ValueError(f"{source}: head_dim={head_dim} is odd; rotary embeddings need it even")
     return heads, kv_heads, head_dim
@@ -241,7 +270,7 @@ def _moe(raw: Mapping[str, Any], family: Family, source: str) -> MoEShape | None
     if top_k > experts:
         raise ValueError(f"{source}: num_experts_per_tok={top_k} of {key}={experts} experts")
     shared = "shared_expert_intermediate_size" if family.moe.shared else None
-    normed = family.norm_topk_prob or bool(raw.get("norm_topk_prob", False))
+    normed = family.norm_topk_prob or bool(raw["norm_topk_prob"])
     if normed and top_k == 1:
         raise ValueError(
             f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
@@ -259,8 +288,11 @@ def _moe(raw: Mapping[str, Any], family: Family, source: str) -> MoEShape | None
 
 def _dense_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
     layers = range(_positive(raw, "num_hidden_layers", source))
-    step = _positive(raw, "decoder_sparse_step", source, default=1)
-    dense = {i for i in layers if (i + 1) % step} | set(raw.get("mlp_only_layers") or ())
+    step = _positive(raw, "decoder_sparse_step", source)
+    plain = raw.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(isinstance(i, int) for i in plain):
+        raise ValueError(f"{source}: mlp_only_layers={plain!r}; expected a list of layer numbers")
+    dense = {i for i in layers if (i + 1) % step} | set(plain)
     if len(dense.intersection(layers)) == len(layers):
         raise ValueError(
             f"{source}: decoder_sparse_step={step} and mlp_only_layers leave no layer with experts"
@@ -291,73 +323,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, source: str) -> 
         value = raw.get(name)
         if value is not None and value not in allowed:
             raise ValueError(f"{source}: {name}={value!r} is not supported; supported: {meaning}")
-    _refuse_sliding_window(raw, family, source)
-
-
-def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, source: str) -> None:
-    """Qwen configs carry `sliding_window` even where it is off; only its use is refused."""
-    if family.always_slides and raw.get("sliding_window") is not None:
-        raise ValueError(
-            f"{source}: sliding_window={raw['sliding_window']} is not supported; supported: full "
-            "attention (sliding_window=null)"
-        )
-    types = raw.get("layer_types")
-    if types:
-        other = sorted(set(types) - {"full_attention"})
-        if other:
-            raise ValueError(
-                f"{source}: layer_types contains {other}; supported: 'full_attention' only"
-            )
-    elif (
-        raw.get("use_sliding_window")
-        and raw.get("sliding_window") is not None
-        and (raw.get("max_window_layers") or 0) < _positive(raw, "num_hidden_layers", source)
-    ):
-        raise ValueError(
-            f"{source}: use_sliding_window=true with sliding_window={raw['sliding_window']} is not "
-            "supported; supported: full attention (use_sliding_window=false)"
-        )
-
-
-def _rope(raw: Mapping[str, Any], family: Family, source: str) -> tuple[float, RopeScaling | None]:
-    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(params, Mapping):
-        raise ValueError(f"{source}: rope settings {params!r}; expected an object")
-    if any(isinstance(v, Mapping) for v in params.values()):
-        raise ValueError(
-            f"{source}: rope_parameters per layer type ({sorted(params)}) is not supported; "
-            "supported: one set for all layers"
-        )
-    if not family.glm and params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{source}: partial_rotary_factor={params['partial_rotary_factor']} is not supported; "
-            "supported: 1.0"
-        )
-    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = params.get("rope_type", params.get("type", "default"))
-    if kind in ("default", None):
-        return theta, None
-    needed = {
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-    }
-    if family.mla and kind == "yarn":
-        return theta, deepseek.yarn(params, source)
-    if kind not in needed or family.mla:
-        supported = ("yarn",) if family.mla else needed
-        raise ValueError(
-            f"{source}: rope scaling type {kind!r} is not supported; supported: default, "
-            f"{', '.join(supported)}"
-        )
-    missing = [k for k in needed[kind] if params.get(k) is None]
-    if missing:
-        raise ValueError(f"{source}: rope scaling type {kind!r} lacks {', '.join(missing)}")
-    return theta, RopeScaling(type=kind, **{k: params[k] for k in needed[kind]})
+    refuse_sliding_window(raw, family.slides, source)
 
 
 def _dtype(raw: Mapping[str, Any], source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,34 @@ class MoEShape:
 
 def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
     """raw[name], which must be a positive integer; `default` where it is absent or null."""
+    return _integer(raw, name, source, default, least=1)
+
+
+def count(raw: Mapping[str, Any], name: str, source: str) -> int:
+    """raw[name], which must be an integer that is not negative; 0 where it is absent or null."""
+    return _integer(raw, name, source, 0, least=0)
+
+
+def _integer(
+    raw: Mapping[str, Any], name: str, source: str, default: int | None, *, least: int
+) -> int:
     value = raw.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{source}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "a positive integer" if least else "an integer, 0 or more"
+        raise ValueError(f"{source}: {name}={value!r}; expected {expected}")
     return value
+
+
+def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
+    """raw[name], which must be a number that is finite and not negative; `default` where it is
+    absent or null."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{source}: {name}={value!r}; expected a number, 0 or more")
+    return float(value)

@@ -19,6 +19,8 @@ LM, TOKEN, SEQUENCE = "ForCausalLM", "ForTokenClassification", "ForSequenceClass
 def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """`raw` under the name of the language model it is built on."""
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        return raw  # parse_hf_config says what is wrong with it
     return {**raw, "architectures": [n.replace(TOKEN, LM).replace(SEQUENCE, LM) for n in names]}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megarl.config.check import engines, model_path
 from megarl.config.check_data import looks_like_hub_name
@@ -62,8 +64,11 @@ def check_writable(cfg: BaseConfig) -> None:
 
 
 def check_models(cfg: BaseConfig) -> None:
-    """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so."""
+    """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so, or
+    has a smaller vocabulary than the tokenizer."""
     problems = []
+    tokenizer = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
+    token, largest = largest_token(Path(tokenizer))
     for name, engine in engines(cfg).items():
         try:
             model = read_hf_config(model_path(cfg, name), head=engine.head)
@@ -73,6 +78,13 @@ def check_models(cfg: BaseConfig) -> None:
         except ValueError as e:
             problems.append(f"{name}: {e}")
             continue
+        if largest >= model.vocab_size:
+            problems.append(
+                f"{name}.path={model_path(cfg, name)}: the tokenizer in {tokenizer} has the token "
+                f"{token!r} with id {largest}, the model's vocab_size is {model.vocab_size}; name "
+                "the tokenizer that belongs to the model in tokenizer_path, take its added tokens "
+                "out, or enlarge the model's embedding (resize_token_embeddings)"
+            )
         if name == "reward_model" and model.new_head:
             problems.append(
                 f"reward_model.path={engine.path}: a language model without a score; name a "
@@ -85,3 +97,30 @@ def check_models(cfg: BaseConfig) -> None:
                     f"server.context_length={room}: the model's max_position_embeddings is {most}"
                 )
     raise_if_any(problems)
+
+
+def largest_token(directory: Path) -> tuple[str, int]:
+    """The token with the largest id that the tokenizer in `directory` can give out, and the id;
+    ("", -1) where its files do not say. Read as JSON: loading a tokenizer imports torch."""
+    found: list[tuple[Any, Any]] = []  # (token, id)
+    for name in ("vocab.json", "added_tokens.json"):
+        found += _object(directory / name).items()
+    whole = _object(directory / "tokenizer.json")
+    vocab = (whole.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, dict):
+        found += vocab.items()
+    else:  # unigrams: [token, score], numbered as they come
+        found.append((vocab[-1][0], len(vocab) - 1))
+    found += [(t["content"], t["id"]) for t in whole.get("added_tokens") or ()]
+    added = _object(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found += [(t["content"], int(i)) for i, t in added.items()]
+    return max(found, key=lambda entry: entry[1], default=("", -1))
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """{} where there is none, or none to be read: the tokenizer's own loader says what is wrong."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -18,8 +18,14 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 
 
 def stage(target: Path) -> Path:
-    """A new, empty directory beside `target`."""
+    """A new, empty directory beside `target`. ValueError if `target` is a link: what is put in its
+    place would take the link's, or what it points to, away."""
     target = target.absolute()
+    if target.is_symlink():
+        raise ValueError(
+            f"cannot save to {target}: it is a link to {os.readlink(target)}; remove the link, or "
+            "choose another directory"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _beside(target, "tmp")
     staging.mkdir()

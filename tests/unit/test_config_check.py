@@ -235,6 +235,14 @@ def test_model_without_weights_needs_init_from_scratch(model: Path, tmp_path: Pa
     check_config(grpo(model, f"actor.path={tmp_path}", "actor.init_from_scratch=true"), 1)
 
 
+def test_an_adapter_given_as_a_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
+    (problem,) = problems(sft(tmp_path))
+    assert problem.startswith(f"model.path={tmp_path}: holds a PEFT adapter, not a model; ")
+    assert problem.endswith("model.lora.adapter_path")
+
+
 def test_all_problems_come_together(model: Path) -> None:
     cfg = grpo(model, "actor.eps_clip=0", "gconfig.top_p=2", "saver.freq_steps=-1", "seed=3")
     cfg.weight_sync.type = "rdma"  # set in code, so the loader never saw it
@@ -250,6 +258,7 @@ def test_all_problems_come_together(model: Path) -> None:
         ({"ep": 4}, 2, ["etp*ep*pp = 1*4*1 = 4", "world size 2"]),
         ({"tp": 0}, 1, ["parallel.tp=0"]),
         ({"vpp": 2}, 1, ["parallel.vpp=2", "parallel.pp > 1"]),
+        ({"pipeline_split": [4]}, 1, ["pipeline_split=[4]", "needs", "pp > 1", "leave it null"]),
         ({"pp": 2, "pipeline_split": [3]}, 2, ["pipeline_split=[3]", "pp*vpp = 2*1", "per chunk"]),
         ({"pp": 2, "pipeline_split": [4, 0]}, 2, ["pipeline_split=[4, 0]", "at least one layer"]),
         ({"cp_comm_type": "p2p"}, 1, ["cp_comm_type=p2p", "parallel.cp > 1"]),

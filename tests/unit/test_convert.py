@@ -133,8 +133,8 @@ def change_config(path: Path, **values: Any) -> None:
     "values, words",
     [
         (dict(tie_word_embeddings=True), "lm_head.weight is not the embedding"),
-        (dict(num_hidden_layers=3), "are not part of"),
-        (dict(num_hidden_layers=5), "model.layers.4"),
+        (dict(num_hidden_layers=3), "num_hidden_layers=3, the weights are of 4 layers"),
+        (dict(num_hidden_layers=5), "num_hidden_layers=5, the weights are of 4 layers"),
         (dict(intermediate_size=100), "has shape"),
         (dict(vocab_size=131), "has shape"),
     ],

@@ -7,10 +7,11 @@ import pytest
 import reasoning_gym
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data import build_dataloader, build_dataset, check_context, collate_sft
+from megarl.data import build_dataloader, build_dataset, check_context, collate_sft, dataset
 from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -39,6 +40,47 @@ def sums(tokenizer, *, purpose="rl", seed=1, **cfg):
 
 def questions(dataset):
     return [row["messages"][-1]["content"] for row in dataset]
+
+
+# the tokenizer
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
+    """transformers makes one of special tokens alone out of such a directory."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "Qwen2Tokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    hollow = AutoTokenizer.from_pretrained(tmp_path)
+    assert hollow("<bos>1+1", add_special_tokens=False)["input_ids"]  # one special token
+    for purpose in ("rl", "sft"):
+        with pytest.raises(ValueError, match=r"makes no tokens of 'What is.*lacks the vocabulary"):
+            sums(hollow, purpose=purpose)
+
+
+def test_text_without_tokens_is_refused_and_an_empty_answer_is_not(tokenizer):
+    template = dataset._Template(tokenizer)
+    assert template.encode("") == []
+    with pytest.raises(ValueError, match="makes no tokens of 'é'"):
+        template.encode("é")  # of which the tokenizer's alphabet has no byte
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "{{ raise_exception('no system role') }}",
+        "{{ messages[7]['role'] }}",
+        "{{ 1 / 0 }}",
+        "{% if",
+    ),
+    ids=("raises", "undefined", "divides", "broken"),
+)
+def test_a_chat_template_that_fails_says_so(tmp_path, text):
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.chat_template = text
+    with pytest.raises(ValueError, match=r"chat template of tokenizer .* fails on .*system, user"):
+        sums(tokenizer, options={"system": "Be brief."})
 
 
 # arithmetic

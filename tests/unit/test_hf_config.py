@@ -76,17 +76,19 @@ def test_rotary_frequencies_equal_hf_bit_for_bit(rope: dict[str, Any]) -> None:
 def test_missing_fields_take_hf_defaults() -> None:
     m = parse_hf_config(BASE)
     assert (m.num_key_value_heads, m.head_dim, m.tie_word_embeddings) == (4, 4, False)
-    assert parse_hf_config({**BASE, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
-    assert parse_hf_config({**BASE, "architectures": None, "model_type": "qwen2"}).qkv_bias
+    qwen = {**BASE, "num_key_value_heads": 4}
+    assert parse_hf_config({**qwen, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert parse_hf_config({**qwen, "architectures": None, "model_type": "qwen2"}).qkv_bias
     assert parse_hf_config({**BASE, "torch_dtype": "bfloat16"}).dtype == "bfloat16"
     assert parse_hf_config({**BASE, "dtype": "bfloat16"}).dtype == "bfloat16"
 
 
 def test_sliding_window_that_is_off_is_fine() -> None:
+    qwen = {**BASE, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
     off = dict(sliding_window=32, use_sliding_window=False, max_window_layers=1)
-    parse_hf_config({**BASE, "architectures": ["Qwen2ForCausalLM"], **off})
+    parse_hf_config({**qwen, **off})
     beyond = dict(sliding_window=32, use_sliding_window=True, max_window_layers=2)
-    parse_hf_config({**BASE, "architectures": ["Qwen2ForCausalLM"], **beyond})
+    parse_hf_config({**qwen, **beyond})
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_layouts_that_do_not_fit_name_the_values() -> None:
         check_layout(m, ParallelConfig(tp=2))
     with pytest.raises(ValueError, match=r"parallel\.ep=3 does not divide num_experts=256"):
         check_layout(m, ParallelConfig(ep=3))
+    with pytest.raises(ValueError, match=r"parallel\.tp=8 does not divide q_lora_rank=1532"):
+        check_layout(
+            read(V3, num_hidden_layers=8, q_lora_rank=1532),
+            ParallelConfig(tp=8, sequence_parallel=True),
+        )
+    with pytest.raises(ValueError, match=r"tp=8 does not divide kv_lora_rank \+ qk_rope_h.*=580"):
+        check_layout(
+            read(V3, num_hidden_layers=8, kv_lora_rank=516),
+            ParallelConfig(tp=8, sequence_parallel=True),
+        )
     with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide num_attention_heads=128"):
         check_layout(m, ParallelConfig(tp=3, sequence_parallel=True))
 

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                 mlp_only_layers=[1]),
     "DeepseekV3ForCausalLM": dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1,
-        first_k_dense_replace=1, norm_topk_prob=True, kv_lora_rank=6, q_lora_rank=None,
+        first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=6, q_lora_rank=None,
         qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, num_key_value_heads=4,
     ),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 
 import huggingface_hub
@@ -10,8 +11,14 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import SFTConfig
-from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
-from tests.tiny import save_tiny
+from megarl.trainer.preflight import (
+    check_models,
+    check_writable,
+    fetch_hub_models,
+    largest_token,
+)
+from tests.tiny import VOCAB, save_tiny
+from tests.tiny_tokenizer import save_tokenizer
 
 
 def sft(path: str) -> SFTConfig:
@@ -49,6 +56,42 @@ def test_tp_that_does_not_divide_the_heads_is_refused(tmp_path):
     cfg.model.parallel.tp = 3
     with pytest.raises(ConfigError, match=r"model: .*tp=3"):
         check_models(cfg)
+
+
+@pytest.mark.parametrize("how", ("a token too many", "a vocabulary too small", "slow files"))
+def test_a_tokenizer_larger_than_a_model_is_refused(tmp_path, how):
+    path, kw = tmp_path / "m", {}
+    if how == "a vocabulary too small":
+        kw = {"vocab_size": VOCAB - 1}
+    save_tiny(path, "qwen3", layers=1, **kw)
+    tokenizer = save_tokenizer(path)
+    if how == "a token too many":
+        check_models(sft(str(path)))  # as it comes: its largest id is VOCAB - 1
+        tokenizer.add_tokens(["<tool>"])
+        tokenizer.save_pretrained(path)
+    elif how == "slow files":
+        (path / "tokenizer.json").unlink()
+        (path / "vocab.json").write_text(json.dumps({"a": 0, "z": VOCAB}))
+    largest = VOCAB - 1 if kw else VOCAB
+    with pytest.raises(
+        ConfigError, match=rf"model\.path=.*/m has the token .* with id {largest}, .*vocab_size is"
+    ):
+        check_models(sft(str(path)))
+    cfg = sft(str(path))
+    cfg.tokenizer_path = str(tmp_path / "elsewhere")
+    save_tokenizer(tmp_path / "elsewhere")
+    if not kw:
+        check_models(cfg)
+
+
+def test_the_largest_token_of_unigrams_and_of_tokens_added_later(tmp_path):
+    assert largest_token(tmp_path) == ("", -1)
+    whole = {"model": {"vocab": [["a", -1.5], ["b", -2.5]]}, "added_tokens": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    assert largest_token(tmp_path) == ("b", 1)
+    added = {"added_tokens_decoder": {"7": {"content": "<x>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    assert largest_token(tmp_path) == ("<x>", 7)
 
 
 def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):

@@ -1,0 +1,202 @@
+"""What config.json leaves out or says twice means what it means to transformers, by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import ModelConfig, parse_hf_config
+from megarl.models.rope import inv_freq
+
+CLASSES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
+}  # fmt: skip
+# without these no weight has a shape: a config.json that lacks one is refused, by name
+SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+}  # fmt: skip
+ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=7e5)
+LINEAR: dict[str, Any] = dict(rope_type="linear", factor=2.5)
+LLAMA3: dict[str, Any] = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+YARN: dict[str, Any] = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
+
+
+def hf_config(name: str, raw: dict[str, Any]) -> Any:
+    given = {k: v for k, v in raw.items() if k != "architectures"}
+    cls = getattr(transformers, CLASSES[name] + "Config")
+    return cls.from_dict({k: dict(v) if isinstance(v, dict) else v for k, v in given.items()})
+
+
+def completed(name: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` as transformers understands it: every key is there."""
+    config = hf_config(name, raw)
+    config.standardize_rope_params()  # as its rotary embedding does once more
+    return config.to_dict() | {"architectures": raw["architectures"]}
+
+
+def full_config(name: str) -> dict[str, Any]:
+    """A config.json that has every key, each with another value than its default where the model
+    code takes one."""
+    family = FAMILIES[name]
+    given: dict[str, Any] = dict(
+        architectures=[family.architecture], num_attention_heads=128, num_key_value_heads=64,
+        head_dim=64, max_position_embeddings=100, rms_norm_eps=3e-4, initializer_range=0.5,
+        tie_word_embeddings=True, rope_theta=3e5,
+    )  # fmt: skip
+    if family.moe is not None:
+        given |= dict(num_experts_per_tok=4)
+    if family.mla:
+        del given["head_dim"]
+        given |= dict(q_lora_rank=48, first_k_dense_replace=2, routed_scaling_factor=3.0)
+        given |= dict(n_group=2, topk_group=1, num_key_value_heads=128)
+    if name == "deepseek_v2":
+        given |= dict(topk_method="group_limited_greedy")
+    if name == "deepseek_v3":
+        given |= dict(num_nextn_predict_layers=2)
+    if family.glm:
+        given |= dict(attention_bias=False, partial_rotary_factor=0.25)
+    if name in ("qwen2_moe", "qwen3_moe"):
+        given |= dict(norm_topk_prob=True, decoder_sparse_step=3, mlp_only_layers=[1])
+    defaults = getattr(transformers, CLASSES[name] + "Config")().to_dict()
+    del defaults["rope_parameters"]  # would hold the base, too
+    return defaults | given | {"layer_types": None, "head_dim": given.get("head_dim")}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_is_absent_means_what_it_means_to_transformers(name: str) -> None:
+    raw = full_config(name)
+    told = 0
+    for key in sorted(raw.keys() - {"architectures", "dtype", "torch_dtype"}):
+        left = {k: v for k, v in raw.items() if k != key}
+        if key in SIZES:
+            with pytest.raises(ValueError, match=f"{key} is missing|num_experts is missing"):
+                parse_hf_config(left)
+            continue
+        found = parse_hf_config(left)
+        assert found == parse_hf_config(completed(name, left)), key
+        told += found != parse_hf_config(raw)
+    assert told >= 6  # keys whose absence is seen in the numbers
+    least = {k: raw[k] for k in raw if k in SIZES} | {"architectures": raw["architectures"]}
+    assert parse_hf_config(least) == parse_hf_config(completed(name, least))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
+    """Beside the test above, which compares two readings of ours."""
+    raw = full_config(name)
+    least = {k: raw[k] for k in raw if k in SIZES} | {"architectures": raw["architectures"]}
+    for given in (raw, least):
+        hf, m = hf_config(name, given), parse_hf_config(given)
+        assert m.rope_theta == hf.rope_parameters["rope_theta"]
+        for field in (
+            "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "initializer_range",
+            "max_position_embeddings",
+        ):  # fmt: skip
+            assert getattr(m, field) == getattr(hf, field), field
+        if FAMILIES[name].glm:
+            assert m.qkv_bias == hf.attention_bias
+            assert m.rotary_dim == hf.head_dim * hf.rope_parameters["partial_rotary_factor"]
+        if m.mla is not None:
+            assert m.moe is not None and m.mla.q_rank == hf.q_lora_rank
+            assert len(m.moe.dense_layers) == hf.first_k_dense_replace
+            assert m.moe.scale == hf.routed_scaling_factor
+            if hf.n_group is not None:
+                assert (m.moe.groups, m.moe.top_groups) == (hf.n_group, hf.topk_group)
+        elif m.moe is not None and name != "mixtral":
+            assert m.moe.norm_topk_prob == hf.norm_topk_prob
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "beside",
+    (
+        dict(rope_parameters=ROPE),
+        dict(rope_scaling=dict(LINEAR)),
+        dict(rope_parameters=ROPE, rope_scaling=dict(LINEAR)),
+        dict(rope_parameters=ROPE, rope_scaling=dict(LINEAR), rope_theta=9e5),
+        dict(rope_parameters=ROPE, rope_scaling={**LINEAR, "rope_theta": 2e5}, rope_theta=9e5),
+        dict(rope_parameters={**ROPE, **LINEAR}, rope_scaling=dict(LLAMA3)),
+        dict(rope_parameters={**ROPE, **LINEAR}, rope_scaling=None),
+        dict(rope_parameters={**ROPE, **LINEAR}, rope_scaling={}),
+        dict(rope_parameters=ROPE, rope_scaling=dict(YARN)),
+        dict(rope_parameters=ROPE, rope_scaling=dict(LLAMA3), original_max_position_embeddings=32),
+        dict(rope_parameters=ROPE, rope_scaling=dict(YARN), original_max_position_embeddings=32),
+    ),
+    ids=lambda b: "-".join(b) if isinstance(b, dict) else None,
+)
+def test_rotary_settings_said_twice_are_what_transformers_makes_of_them(
+    name: str, beside: dict[str, Any]
+) -> None:
+    raw = {k: v for k, v in full_config(name).items() if k != "rope_theta"}
+    raw |= {k: dict(v) if isinstance(v, dict) else v for k, v in beside.items()}
+    want = completed(name, raw)
+    m = _parse(raw)
+    if m is None:  # a kind of scaling that the family does not have: refused in either spelling
+        assert _parse(want) is None and want["rope_parameters"]["rope_type"] != "default"
+        return
+    assert m == _parse(want)
+    settings = want["rope_parameters"]
+    assert m.rope_theta == settings["rope_theta"]
+    if m.rope_scaling is None:
+        assert settings["rope_type"] == "default"
+        return
+    assert m.rope_scaling.type == settings["rope_type"]
+    for key in ("factor", "original_max_position_embeddings", "high_freq_factor"):
+        if key in settings:
+            assert getattr(m.rope_scaling, key) == settings[key], key
+    if m.mla is None:
+        module = getattr(transformers.models, name)
+        rotary = getattr(
+            getattr(module, f"modeling_{name}"), f"{CLASSES[name]}RotaryEmbedding"
+        )(hf_config(name, raw))  # fmt: skip
+        assert torch.equal(inv_freq(m), rotary.inv_freq)
+
+
+def _parse(raw: dict[str, Any]) -> ModelConfig | None:
+    try:
+        return parse_hf_config(raw)
+    except ValueError as e:
+        assert "rope scaling type" in str(e)
+        return None
+
+
+@pytest.mark.parametrize("name", ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"))
+@pytest.mark.parametrize(
+    "over",
+    (
+        dict(use_sliding_window=False, sliding_window=32),
+        dict(use_sliding_window=True, sliding_window=32, max_window_layers=0),
+        dict(use_sliding_window=True, sliding_window=32, max_window_layers=1),
+        dict(use_sliding_window=True, sliding_window=32, max_window_layers=4),
+        dict(use_sliding_window=True, sliding_window=32, max_window_layers=9),
+        dict(use_sliding_window=True, max_window_layers=1),
+        dict(use_sliding_window=True, sliding_window=32),
+        dict(sliding_window=32),
+    ),
+)
+def test_layers_that_slide_are_refused_and_no_others(name: str, over: dict[str, Any]) -> None:
+    """By what transformers' models read when they make a layer's mask."""
+    raw = {k: v for k, v in full_config(name).items() if "window" not in k and k != "layer_types"}
+    raw |= dict(num_hidden_layers=4, **over)
+    hf = hf_config(name, raw)
+    if hasattr(hf, "layer_types"):
+        slides = "sliding_attention" in hf.layer_types
+    else:
+        slides = hf.sliding_window is not None
+    if not slides:
+        parse_hf_config(raw)
+        return
+    with pytest.raises(ValueError, match=r"sliding_window=\d+ is not supported"):
+        parse_hf_config(raw)
