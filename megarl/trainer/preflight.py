@@ -13,6 +13,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
 from megarl.models.lora import check_lora
+from megarl.utils.env import attention_problems
 
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
@@ -62,8 +63,9 @@ def check_writable(cfg: BaseConfig) -> None:
 
 
 def check_models(cfg: BaseConfig) -> None:
-    """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so."""
-    problems = []
+    """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so, and
+    what in the environment keeps any model from being built."""
+    problems = attention_problems(os.environ)
     for name, engine in engines(cfg).items():
         try:
             model = read_hf_config(model_path(cfg, name), head=engine.head)

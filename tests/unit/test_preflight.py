@@ -51,6 +51,15 @@ def test_tp_that_does_not_divide_the_heads_is_refused(tmp_path):
         check_models(cfg)
 
 
+def test_switches_of_attention_that_megatron_core_refuses_are_named(tmp_path, monkeypatch):
+    cfg = sft(str(save_tiny(tmp_path / "m", "qwen3")))
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # as megatron-core leaves it
+    check_models(cfg)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with pytest.raises(ConfigError, match=r"^NVTE_FLASH_ATTN=0 .* unset it .*attention=sdpa"):
+        check_models(cfg)
+
+
 def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):
     cfg = SFTConfig(fileroot=str(tmp_path))
     check_writable(cfg)
