@@ -37,12 +37,13 @@ def settle_keys(state: Mapping[str, Any], table: PieceTable, stored: Collection[
 
 
 def stored_keys(path: str | Path) -> frozenset[str]:
-    """The keys of all tensors in the checkpoint at `path`, the same on every rank. Collective."""
+    """The keys of the weights in the checkpoint at `path`, the same on every rank. Collective."""
 
     def look() -> frozenset[str]:
         if dist.get_rank() != 0:
             return frozenset()
-        return frozenset(read_metadata(Path(path)).state_dict_metadata)
+        keys = read_metadata(Path(path)).state_dict_metadata
+        return frozenset(k for k in keys if not k.startswith("optimizer."))
 
     found: frozenset[str] = from_zero(together(f"loading {path}", look))
     return found

@@ -9,8 +9,8 @@ from pathlib import Path
 # are told before CUDA starts: exact to 1e-3 at best, where these tests compare to 1e-4.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 HERE = Path(__file__).parent
 
