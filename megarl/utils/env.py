@@ -27,12 +27,11 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
 def attention_problems(env: Mapping[str, str]) -> list[str]:
     """Transformer Engine's switches that megatron-core refuses, as it chooses by them itself. It
     asserts so in building any model, and names an option that megarl does not have."""
-    switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     return [
-        f"{name}={env[name]} is set in the environment, with which megatron-core builds no model: "
-        "unset it (to do without Transformer Engine, set attention=sdpa)"
-        for name in switches
-        if env.get(name, "1") != "1"
+        f"NVTE_{kind}_ATTN={value} is set in the environment, with which megatron-core builds no "
+        "model: unset it (to do without Transformer Engine, set attention=sdpa)"
+        for kind in ("FLASH", "FUSED", "UNFUSED")
+        if (value := env.get(f"NVTE_{kind}_ATTN", "1")) != "1"
     ]
 
 

@@ -54,5 +54,5 @@ def work(version: str, mode: str, home: Path) -> Any:
         [sys.executable, "-O", "-m", "tests.te.worker", mode, str(file)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert done.returncode == 0, f"{version} {mode}: {done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{version} {mode}: {done.stderr[-1500:]}"
     return json.loads(file.read_text(encoding="utf-8"))

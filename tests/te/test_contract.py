@@ -17,8 +17,8 @@ from tests.dist.test_optimizer_options import SelfKeepingAdam
 from tests.te.cases import CASES, LORA_CASES
 from tests.te.conftest import HOME, ROOT, VERSIONS, Facts
 
-# read only with moe_permute_fusion or moe_router_fusion: megarl sets the one with Transformer Engine
-# only, and never the other
+# read only with moe_permute_fusion or moe_router_fusion; megarl never sets the latter, and the
+# former only where Transformer Engine is
 BEHIND_FUSION = {
     "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_permute",
     "fused_permute_with_probs", "fused_sort_chunks_by_index",
