@@ -118,3 +118,8 @@ def test_megatron_core_uses_no_name_that_it_lacks_on_gpus(facts: Facts, version:
     unguarded = {m: set(names) - BEHIND_FUSION for m, names in found["missing"].items()}
     assert unguarded == {"moe_utils": set(), "rope_utils": set(), "clip_grads": set()}
     assert version == "none" or not any(found["missing"].values())
+
+
+def test_gpus_get_no_communicator_for_the_collectives_of_one_rank(facts: Facts) -> None:
+    """There is no process group at all in that process."""
+    assert facts("none", "names")["skipped_alone"] == [True, True]

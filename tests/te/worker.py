@@ -17,6 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.te import stub
 
@@ -89,6 +90,7 @@ def names() -> Facts:
     import megarl.parallel.mcore as mcore
 
     torch.cuda.is_available = lambda: False
+    from megatron.core.distributed import param_and_grad_buffer  # isort: skip
     from megatron.core.models.common.embeddings import rope_utils  # isort: skip
     from megatron.core.optimizer import clip_grads  # isort: skip
     from megatron.core.transformer.moe import moe_utils  # isort: skip
@@ -97,7 +99,12 @@ def names() -> Facts:
 
     modules = (moe_utils, rope_utils, clip_grads)
     found = {m.__name__.rpartition(".")[2]: missing(m) for m in modules}
-    return dict(on_cuda=mcore._ON_CUDA, te=HAVE_TE, missing=found)
+    alone, x = mock.Mock(**{"size.return_value": 1}), torch.zeros(1)
+    skipped = [
+        getattr(param_and_grad_buffer, name)(x, x, group=alone) is None
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
+    ]
+    return dict(on_cuda=mcore._ON_CUDA, te=HAVE_TE, missing=found, skipped_alone=skipped)
 
 
 def big() -> Facts:
