@@ -11,13 +11,16 @@ STAMP := $(VENV)/.installed
 # the real SGLang server lives in a venv of its own: it pins other versions than the trainer
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+# Transformer Engine's Python, two versions of it, for tests that compute nothing
+TE_HOME ?= .venv-te
+TE_STAMPS := $(TE_HOME)/oldest/.installed $(TE_HOME)/newest/.installed
 CPU := MEGARL_DEVICE=cpu
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
-	test-all test-system install-sglang test-sglang test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	test-all test-system install-sglang test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
@@ -46,6 +49,11 @@ $(SGLANG_STAMP): constraints/sglang-cpu.txt $(shell find tests/sglang/stubs -nam
 	$(SGLANG_VENV)/bin/python -m pip install --no-deps -r constraints/sglang-cpu.txt
 	cp -R tests/sglang/stubs/. \
 		"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+$(TE_HOME)/%/.installed: constraints/te-%.txt $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --no-deps --only-binary :all: --target $(@D) -r $<
 	@touch $@
 
 quickstart: install  ## SFT, then GRPO on CPU: minutes, ends with an HTML report
@@ -94,6 +102,9 @@ test-all: lint docs  ## everything that runs without a GPU
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
 	MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
 
+test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
+	MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
+
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
 
@@ -137,6 +148,6 @@ constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) $(SGLANG_VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(TE_HOME) build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megarl.ckpt.convert_source import DistSource
 from megarl.ckpt.dist import Sharded, load_sharded
-from megarl.models import build_model, named_params
+from megarl.ckpt.keys import settle_keys, stored_keys
+from megarl.models import build_model
 from megarl.models.hf_config import ModelConfig
 from megarl.models.names import unwrap
+from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
@@ -63,9 +65,9 @@ def _megatron_logits(model: ModelConfig, checkpoint: Path, ids: Tensor) -> Tenso
         groups = ProcessGroups(Layout())
         with model_scope(groups), torch.no_grad():
             model_parallel_cuda_manual_seed(0)
-            chunk = build_model(model, Layout(), dtype=torch.float32).chunks[0].eval()
-            named_params([chunk])  # a router's bias becomes fp32
-            _load(chunk, checkpoint, groups)
+            built = build_model(model, Layout(), dtype=torch.float32)
+            chunk = built.chunks[0].eval()
+            _load(chunk, built.table, checkpoint, groups)
             device = mcore.device()
             position = torch.arange(ids.shape[1], device=device)[None]
             logits: Tensor = chunk(ids.to(device), position, None)
@@ -76,7 +78,9 @@ def _megatron_logits(model: ModelConfig, checkpoint: Path, ids: Tensor) -> Tenso
         dist.destroy_process_group()
 
 
-def _load(chunk: torch.nn.Module, checkpoint: Path, groups: ProcessGroups) -> None:
+def _load(
+    chunk: torch.nn.Module, table: PieceTable, checkpoint: Path, groups: ProcessGroups
+) -> None:
     metadata = {
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
@@ -84,6 +88,7 @@ def _load(chunk: torch.nn.Module, checkpoint: Path, groups: ProcessGroups) -> No
     }
     states: dict[str, Any] = unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     weights = {k: v for k, v in states.items() if "_extra_state" not in k}
+    settle_keys(weights, table, stored_keys(checkpoint))
     state = Sharded(shared={"model": weights}, own={}, replicas=groups.dp_cp)
     loaded, _ = load_sharded(checkpoint, state)
     found = unwrap(chunk).load_state_dict(loaded["model"], strict=False)

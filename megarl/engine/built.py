@@ -3,6 +3,7 @@ world (`resolve`), then modules, weights, adapters, optimizer (`build`)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.peft import load_peft
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.errors import raise_if_any
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
@@ -28,6 +30,7 @@ from megarl.models.recompute import recompute_fields
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
+from megarl.utils.env import attention_problems
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # isort: skip
     RotaryEmbedding,
@@ -89,6 +92,7 @@ class Built:
 
 def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     """ValueError, naming value and fix, for what model, machine or world cannot do."""
+    raise_if_any(attention_problems(os.environ))
     model = read_hf_config(cfg.path, head=cfg.head)
     check_layout(model, cfg.parallel)
     output_widths(model.vocab_size, cfg.lm_head_topk)

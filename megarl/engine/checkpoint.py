@@ -7,6 +7,7 @@ from.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from megarl.ckpt.dist import (
     save_sharded,
 )
 from megarl.ckpt.dist import begin_save as write_behind
+from megarl.ckpt.keys import settle_keys, stored_keys
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
 from megarl.engine.built import Built
@@ -98,7 +100,7 @@ def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
     info = open_checkpoint(path, lambda found: _check(b, path, found, with_optim))
     mine = _info(b, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
-    state: dict[str, Any] = _model_state(b)
+    state: dict[str, Any] = _model_state(b, stored_keys(path))
     own: dict[Any, Any] = {}
     if with_optim:
         hyperparameters = opt.hyperparameters(b.optimizer)
@@ -138,14 +140,16 @@ def _chunk_names(b: Built) -> list[str]:
     return [f"model{i}" for i in range(len(b.chunks))] if len(b.chunks) > 1 else ["model"]
 
 
-def _model_state(b: Built) -> dict[str, Any]:
+def _model_state(b: Built, stored: Collection[str] = ()) -> dict[str, Any]:
     """Parameters only: Transformer Engine's extra state is empty outside of fp8, and a checkpoint
-    of the local layers has none."""
+    of the local layers has none. Under the keys they are saved under, or have in `stored`."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(b)) for c in b.chunks]  # type: ignore[operator]
-    return {
+    kept = {
         name: {k: v for k, v in state.items() if "_extra_state" not in k and _is_kept(k, b)}
         for name, state in zip(_chunk_names(b), states, strict=True)
     }
+    settle_keys(kept, b.table, stored)
+    return kept
 
 
 def _is_kept(name: str, b: Built) -> bool:

@@ -262,8 +262,15 @@ def materialize_state(optimizer: Any) -> None:
     """Moments exist from the first step on; megatron-core cannot save without, so zeros do."""
     for part in parts(optimizer):
         # the hybrid one has them from the start; None is where a rank trains nothing of that kind
-        if not isinstance(part.optimizer, HybridDeviceOptimizer | None):
+        if isinstance(part.optimizer, HybridDeviceOptimizer | None):
+            continue
+        if not decoupled(part):
             part.init_state_fn(part.optimizer, part.config)
+            continue
+        for param in part.get_parameters():
+            if not part.optimizer.state[param]:
+                # FusedAdam wants to know of store_param_remainders, which megatron-core leaves out
+                part.optimizer.initialize_state(param, part.config.store_param_remainders)
 
 
 def _settle_hybrid(hybrid: HybridDeviceOptimizer) -> None:

@@ -19,6 +19,7 @@ from megarl.models.fill import fill_random
 from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
+from megarl.models.marks import mark_params
 from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
@@ -80,10 +81,11 @@ def build_model(
         for i in range(layout.vpp)
     ]
     for chunk in chunks:
-        _settle_experts(chunk, model, device)
+        _settle_routers(chunk, model, device)
+    coords, params = layout.coords(torch.distributed.get_rank()), named_params(chunks)
+    mark_params(table, coords, params)
     if seed is not None:
-        coords = layout.coords(torch.distributed.get_rank())
-        fill_random(table, coords, named_params(chunks), seed=seed)
+        fill_random(table, coords, params, seed=seed)
     return BuiltModel(config, chunks, table)
 
 
@@ -148,8 +150,7 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
         rotary_interleaved=m.declaration.glm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Weights are filled from the piece table. megatron's own initialisation still has to run,
-        # because it is what marks parameters as tensor-parallel, but it need not draw numbers.
+        # weights are filled from the piece table: no numbers need be drawn for them
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -267,15 +268,9 @@ def _chunk(
     return chunk
 
 
-def _settle_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
-    """Marks experts for the data-parallel wrapper and the optimizer. megatron-core does so
-    for ep > 1 only: with etp unlike tp it would average an expert over the wrong ranks, and a
-    checkpoint of another ep would have its optimizer state under other names.
-    """
-    for name, param in chunk.named_parameters():
+def _settle_routers(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
+    for param in chunk.parameters():
         param.data = param.data.to(device)  # routers and their like are made on the host
-        if ".mlp.experts." in name:
-            param.allreduce = False
     if model.moe is not None and model.moe.groups > 1:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):

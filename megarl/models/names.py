@@ -7,7 +7,7 @@ canonical names are those of the local spec, with global layer and expert number
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -57,6 +57,14 @@ def checkpoint_keys(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return (f"{index}mlp.experts.experts.{expert['fc']}",), (int(expert["e"]),)
     fused = tuple(f"{index}{te}" for te, local in _ALIASES.items() if local == rest)
     return (*fused, name), ()
+
+
+def checkpoint_key(name: str, names: Collection[str]) -> str:
+    """The one of `checkpoint_keys` that a saved parameter has: a norm is in the linear layer after
+    it where the model has that layer, as with Transformer Engine's layers and in Megatron-LM's
+    checkpoints. `names`: all canonical names of the model."""
+    *fused, own = checkpoint_keys(name)[0]
+    return next((k for k in fused if k.replace("layer_norm_weight", "weight") in names), own)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

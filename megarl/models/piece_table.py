@@ -100,12 +100,14 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """`padding`: rows [start, stop) that no HF tensor fills."""
+    """`padding`: rows [start, stop) that no HF tensor fills. `replicated`: the ranks it could be
+    cut over all hold the same whole parameter."""
 
     place: Place
     name: str
     shape: Shape
     padding: tuple[int, int]
+    replicated: bool
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def build_piece_table(
             cuts[key] = cut_by(model, *key, vocab)
         for home in homes:
             places = [_place(model, layout, param, home[0], r) for r in range(key[1])]
-            local += _local_params(cuts[key], places, home[1])
+            local += _local_params(cuts[key], places, home[1], param.op.replicated)
         tensors += _tensors(model, layout, cuts[key], param, homes)
     table = PieceTable(model, layout, vocab, tuple(tensors), tuple(local))
     check_coverage(table)
@@ -215,9 +217,11 @@ def _tensors(
         yield HfTensor(name, shape, tuple(owners), tuple(replicas), param.buffer)
 
 
-def _local_params(cut: Cut, places: list[Place], name: str) -> Iterator[LocalParam]:
+def _local_params(
+    cut: Cut, places: list[Place], name: str, replicated: bool
+) -> Iterator[LocalParam]:
     for place, filled in zip(places, cut.filled, strict=True):
-        yield LocalParam(place, name, cut.shape, (filled, cut.shape[0]))
+        yield LocalParam(place, name, cut.shape, (filled, cut.shape[0]), replicated)
 
 
 def check_coverage(table: PieceTable) -> None:

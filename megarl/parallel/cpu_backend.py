@@ -2,7 +2,8 @@
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. Checked against megatron-core 0.16.1 and
+on such a machine, so no working code changes its meaning. Of them P7, P10 and P11 are needed on
+GPUs too: `install_everywhere()`. Checked against megatron-core 0.16.1 and
 0.19.2 with torch 2.13.
 
   P1   torch.cuda.current_device()            is the CPU device
@@ -15,7 +16,8 @@ on such a machine, so no working code changes its meaning. Checked against megat
   P8   MoE split sizes                        become numpy also when they are on the CPU already
   P9   uneven all_gather                      is padded to even (gloo has no other)
   P10  Adam                                   has Transformer Engine's state, so checkpoints agree
-  P11  gradient and parameter collectives     of a single rank are skipped: gloo would copy
+  P11  gradient and parameter collectives     of a single rank are skipped: gloo would copy, and
+                                              NCCL make a communicator with buffers of its own
   P12  fused rotary, SwiGLU, weight gradient  are those of megarl.parallel.cpu_kernels
   P13  process groups of a single rank        are made once: each costs a thread that wakes
   P14  large tensors                          are allocated in huge pages
@@ -96,7 +98,9 @@ def p6_no_compile() -> None:
 
 
 def p7_te_general_gemm() -> None:
-    """0.16: the MoE router reads a name that is bound only when Transformer Engine imports."""
+    """0.16: the MoE router reads a name that is bound only when Transformer Engine imports, on a
+    GPU without it as on a CPU.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -153,7 +157,9 @@ def p10_adam() -> None:
 
 def p11_one_rank_collectives() -> None:
     """The data-parallel wrapper reduces and gathers its buffers in place. For a group of one there
-    is nothing to do, as on NCCL, but gloo takes all bytes through a buffer of its own.
+    is nothing to do. But gloo takes all bytes through a buffer of its own, and NCCL makes a
+    communicator of the one rank, for which it may take 512 MiB
+    (https://github.com/NVIDIA/nccl/issues/2363).
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -269,6 +275,13 @@ def p16_no_whole_weights() -> None:
 _installed = False
 
 
+def install_everywhere() -> None:
+    """Installs what GPUs need too, above all those without Transformer Engine and apex."""
+    p7_te_general_gemm()
+    p10_adam()
+    p11_one_rank_collectives()
+
+
 def install() -> None:
     """Installs P1..P16, once."""
     global _installed
@@ -286,11 +299,9 @@ def install() -> None:
         warnings.simplefilter("ignore")  # "Transformer Engine / apex is not installed"
         p6_no_compile()
         p5_tracker()
-        p7_te_general_gemm()
         p8_moe_split_sizes()
         p9_uneven_all_gather()
-        p10_adam()
-        p11_one_rank_collectives()
+        install_everywhere()
         p12_fused_kernels()
         p13_one_rank_groups()
         p15_hybrid_optimizer()

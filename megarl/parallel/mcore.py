@@ -1,7 +1,7 @@
 """The door to megatron-core: every module that imports `megatron` imports this one first.
 
 Importing it decides the device (CUDA where there is one, unless MEGARL_DEVICE=cpu) and installs the
-CPU backend where that is the CPU.
+CPU backend where that is the CPU, or what of it a GPU needs too.
 """
 
 from __future__ import annotations
@@ -56,4 +56,5 @@ with warnings.catch_warnings():
     import megatron.core.optimizer
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
 
-cpu_backend.p10_adam()  # a GPU without Transformer Engine and apex has the same broken fallback
+if _ON_CUDA:
+    cpu_backend.install_everywhere()

@@ -15,6 +15,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.models import check_layout, read_hf_config
 from megarl.models.lora import check_lora
+from megarl.utils.env import attention_problems
 
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
@@ -65,8 +66,9 @@ def check_writable(cfg: BaseConfig) -> None:
 
 def check_models(cfg: BaseConfig) -> None:
     """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so, or
-    has a smaller vocabulary than the tokenizer."""
-    problems = []
+    has a smaller vocabulary than the tokenizer, and what in the environment keeps any model from
+    being built."""
+    problems = attention_problems(os.environ)
     tokenizer = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
     token, largest = largest_token(Path(tokenizer))
     for name, engine in engines(cfg).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 
 def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
@@ -22,6 +22,17 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
     set_threads_default(env, processes=local)
     if local == world:
         set_loopback_default(env, servers=servers)
+
+
+def attention_problems(env: Mapping[str, str]) -> list[str]:
+    """Transformer Engine's switches that megatron-core refuses, as it chooses by them itself. It
+    asserts so in building any model, and names an option that megarl does not have."""
+    return [
+        f"NVTE_{kind}_ATTN={value} is set in the environment, with which megatron-core builds no "
+        "model: unset it (to do without Transformer Engine, set attention=sdpa)"
+        for kind in ("FLASH", "FUSED", "UNFUSED")
+        if (value := env.get(f"NVTE_{kind}_ATTN", "1")) != "1"
+    ]
 
 
 def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> None:

@@ -380,6 +380,61 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
     return lr, group["max_lr"], group["step"]
 
 
+def save_under_two_names(path: str, out: Path) -> dict[str, Any]:
+    """One state as it is saved, and as megatron-core's local layers would; a step after each."""
+    from megarl.ckpt.convert_source import read_metadata
+
+    engine = engine_for(path, {}, ZERO)
+    train(engine, 1)
+    engine.save(dist_meta(out / "new"))
+    with patch("megarl.engine.checkpoint.settle_keys"):
+        engine.save(dist_meta(out / "old"))
+    result: dict[str, Any] = dict(figures=[train(engine, 1)], keys={})
+    engine.destroy()
+    for name in ("new", "old"):
+        stored = read_metadata(out / name).state_dict_metadata
+        result["keys"][name] = {k.removeprefix("optimizer.state.exp_avg.") for k in stored}
+        engine = engine_for(path, {}, ZERO)
+        engine.load(dist_meta(out / name))
+        result["figures"].append(train(engine, 1))
+        engine.destroy()
+    return result
+
+
+# kind: how Transformer Engine's layers name a norm, and how the local ones do; of deepseek_v3 layer
+# 0 is dense, of qwen3_moe layer 1
+NORMS = {
+    "deepseek_v3": (
+        ("0.input_layernorm", "0.input_layernorm"),
+        ("0.self_attention.linear_q_up_proj.layer_norm", "0.self_attention.q_layernorm"),
+        ("0.self_attention.linear_kv_up_proj.layer_norm", "0.self_attention.kv_layernorm"),
+        ("0.mlp.linear_fc1.layer_norm", "0.pre_mlp_layernorm"),
+        ("1.pre_mlp_layernorm", "1.pre_mlp_layernorm"),
+    ),
+    "qwen3_moe": (
+        ("0.pre_mlp_layernorm", "0.mlp.linear_fc1.layer_norm"),
+        ("1.mlp.linear_fc1.layer_norm", "1.mlp.linear_fc1.layer_norm"),
+        ("1.self_attention.linear_qkv.layer_norm", "1.self_attention.linear_qkv.layer_norm"),
+    ),
+}
+
+
+def norm_key(name: str) -> str:
+    return f"decoder.layers.{name}{'_' if name.endswith('layer_norm') else '.'}weight"
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_saved_under_the_same_names_for_all_layers_and_read_under_either(
+    world1, models, tmp_path, kind
+):
+    found = world1.run(save_under_two_names, save_model(models, kind, False), tmp_path)[0]
+    first, *loaded = found["figures"]
+    assert loaded == [first, first]
+    for te, local in (map(norm_key, pair) for pair in NORMS[kind]):
+        assert te in found["keys"]["new"] and local in found["keys"]["old"]
+        assert te == local or local not in found["keys"]["new"]
+
+
 def test_learning_rate_is_the_configs_at_the_checkpoints_position(world1, models, tmp_path):
     """Step 3 (from 0) of 8: two steps of warm-up, then linearly towards 0 at step 8."""
     path = save_model(models, "llama", False)

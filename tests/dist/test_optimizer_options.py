@@ -215,25 +215,28 @@ class SelfKeepingAdam(CpuFusedAdam):
         }
         super().__init__(params, **kw)
 
-    def initialize_state(self, p: torch.Tensor) -> None:
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        assert not store_param_remainders
         for name, dtype in self.dtypes.items():
-            start = p.detach() if name == "master_param" else torch.zeros_like(p)
-            self.state[p][name] = start.to(dtype, copy=True)
+            start = param.detach() if name == "master_param" else torch.zeros_like(param)
+            self.state[param][name] = start.to(dtype, copy=True)
 
-    def get_unscaled_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        return self.state[p][name].float()
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        return self.state[param][state_name].float()
 
-    def set_scaled_state(self, p: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        assert value.dtype == torch.float32
-        self.state[p][name] = value.to(self.dtypes[name])
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        assert unscaled_state.dtype == torch.float32
+        self.state[param][state_name] = unscaled_state.to(self.dtypes[state_name])
 
     @torch.no_grad()
-    def step(self, closure: Any = None, **_: Any) -> None:
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for p in group["params"]:
                 if not self.state[p]:
-                    self.initialize_state(p)
+                    self.initialize_state(p, False)
                 state = {name: self.get_unscaled_state(p, name) for name in self.dtypes}
                 adamw(
                     [state["master_param"]], [p.decoupled_grad], [state["exp_avg"]],
@@ -272,12 +275,16 @@ def self_keeping_adam() -> Iterator[None]:
         yield
 
 
-def precision_aware(path: str, other: str, **options: Any) -> dict[str, Any]:
-    """`steps`; then other weights are loaded into a trained engine, and a step made from there."""
+def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str, Any]:
+    """`steps`. Of another engine a checkpoint before its first step; then other weights are loaded
+    into it when it is trained, and a step made from there."""
     over = dict(dtype="bfloat16", optimizer=dict(precision_aware=True, **options))
     with self_keeping_adam():
         result = steps(path, {}, **over)
         engine = make_engine(path, {}, **over)
+        engine.save(SaveLoadMeta(path=out, weight_format="dist", with_optim=True))
+        (part,) = engine.built.optimizer.chained_optimizers
+        result |= dict(saved=[set(state) for state in part.optimizer.state.values()])
         engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
         engine.load(SaveLoadMeta(path=other))
         loaded = state(engine)
@@ -298,13 +305,16 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
     other = str(save_tiny(tmp_path / "other", "llama", seed=1))
     want = world2.run(steps, path, {}, dtype="bfloat16")[0]
     assert want["figures"][0]["grad_norm"] > 1.0, "or nothing is clipped"
-    got = world2.run(precision_aware, path, other)[0]
+    got = world2.run(precision_aware, path, other, str(tmp_path / "ck"))[0]
     assert_same(got, want, 1e-6)
+    assert got["saved"] and all(
+        s == {"master_param", "exp_avg", "exp_avg_sq"} for s in got["saved"]
+    ), "a checkpoint before the first step makes the state"
     assert got["dtypes"] == {torch.float32}
     for name, value in got["loaded"].items():
         moved = (got["stepped"][name].float() - value.float()).abs().max()
         assert 0 < moved < 4 * got["lr"] + 0.01 * value.float().abs().max(), name
     small = dict(main_params_dtype="float16", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
-    rough = world2.run(precision_aware, path, other, **small)[0]
+    rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), **small)[0]
     assert rough["dtypes"] == {torch.float16, torch.bfloat16}
     assert_same(rough, want, 3e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def item(folder: Path) -> Any:
     return SimpleNamespace(path=folder / "test_x.py")
+
+
+def test_products_of_fp32_are_fp32_also_where_torch_is_not_asked() -> None:
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
 
 
 def test_alone_they_are_an_error_that_says_why() -> None:

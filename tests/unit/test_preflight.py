@@ -94,6 +94,15 @@ def test_the_largest_token_of_unigrams_and_of_tokens_added_later(tmp_path):
     assert largest_token(tmp_path) == ("<x>", 7)
 
 
+def test_switches_of_attention_that_megatron_core_refuses_are_named(tmp_path, monkeypatch):
+    cfg = sft(str(save_tiny(tmp_path / "m", "qwen3")))
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # as megatron-core leaves it
+    check_models(cfg)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with pytest.raises(ConfigError, match=r"^NVTE_FLASH_ATTN=0 .* unset it .*attention=sdpa"):
+        check_models(cfg)
+
+
 def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):
     cfg = SFTConfig(fileroot=str(tmp_path))
     check_writable(cfg)

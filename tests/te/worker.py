@@ -1,0 +1,170 @@
+"""What Transformer Engine's layers are like beside the local ones, as facts for the tests.
+
+    python -O -m tests.te.worker {contract,names,big} FILE
+
+One process for each version of Transformer Engine, found on the path: the stub (tests/te/stub.py)
+and `-O` are for a whole process, and asserts are therefore the tests' business. FILE gets JSON.
+Every rank of any layout is played in this one process, over torch's fake process group and with
+fake tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.te import stub
+
+if HAVE_TE := find_spec("transformer_engine") is not None:
+    stub.install()
+
+import torch
+
+from tests.te.cases import BIG, BIG_RANKS, CASES, LORA_CASES
+from tests.te.ranks import built, describe, pretend_gpu, tiny
+
+Facts = dict[str, Any]
+
+
+def main(mode: str, file: str) -> None:
+    facts = {"contract": contract, "names": names, "big": big}[mode]()
+    Path(file).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def contract() -> Facts:
+    from tests.te.calls import call_all
+
+    pretend_gpu()
+    builds = {case: {s: facts_of(case, s) for s in ("te", "sdpa")} for case in CASES}
+    adapters = {case: lora_facts(case) for case in LORA_CASES}
+    return dict(builds=builds, adapters=adapters, calls=call_all(), adam=adam_signatures())
+
+
+def facts_of(case: str, spec: str) -> Facts:
+    kind, layout, rank, head = CASES[case]
+    with built(tiny(kind, head), layout, rank, spec) as (made, groups):
+        return describe(made, groups)
+
+
+def lora_facts(case: str) -> Facts:
+    from megarl.config.engine import LoRAConfig
+    from megarl.models.adapters import Adapters
+    from megarl.models.lora import lora_fields
+
+    kind, layout, rank, _ = CASES[case]
+    model, cfg = tiny(kind, "lm"), LoRAConfig(r=2)
+    with built(model, layout, rank, "te", **lora_fields(model, cfg)) as (made, groups):
+        kw: dict[str, Any] = dict(dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
+        adapters = Adapters(made.chunks, model, layout, cfg, **kw)
+        table = adapters.table.local_params(groups.coords)
+        return dict(
+            params={n: list(p.shape) for n, p in adapters.params.items()},
+            table={n: list(p.shape) for n, p in table.items()},
+        )
+
+
+def adam_signatures() -> Facts:
+    """FusedAdam's methods: (name, whether it has a default) of each parameter."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    methods = ("initialize_state", "get_unscaled_state", "set_scaled_state", "step", "__init__")
+    return {
+        method: [
+            (p.name, p.default is not p.empty)
+            for p in inspect.signature(getattr(FusedAdam, method)).parameters.values()
+        ]
+        for method in methods
+    }
+
+
+def names() -> Facts:
+    """Module -> global names that its functions use and it does not have, with no patches but
+    those that GPUs get."""
+    torch.cuda.is_available = lambda: True
+    import megarl.parallel.mcore as mcore
+
+    torch.cuda.is_available = lambda: False
+    from megatron.core.distributed import param_and_grad_buffer  # isort: skip
+    from megatron.core.models.common.embeddings import rope_utils  # isort: skip
+    from megatron.core.optimizer import clip_grads  # isort: skip
+    from megatron.core.transformer.moe import moe_utils  # isort: skip
+
+    from tests.te.globals_used import missing
+
+    modules = (moe_utils, rope_utils, clip_grads)
+    found = {m.__name__.rpartition(".")[2]: missing(m) for m in modules}
+    alone, x = mock.Mock(**{"size.return_value": 1}), torch.zeros(1)
+    skipped = [
+        getattr(param_and_grad_buffer, name)(x, x, group=alone) is None
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
+    ]
+    return dict(on_cuda=mcore._ON_CUDA, te=HAVE_TE, missing=found, skipped_alone=skipped)
+
+
+def big() -> Facts:
+    """The public configs: a few ranks of hundreds, both kinds of layers, and who sends to whom."""
+    from megarl.models import build
+    from megarl.models.hf_config import parse_hf_config
+
+    pretend_gpu()
+    build.build_piece_table = cache(build.build_piece_table)  # type: ignore[assignment]
+    found: Facts = {}
+    for name, (layout, owners) in BIG.items():
+        raw = json.loads(Path(f"configs/models/{name}.json").read_text(encoding="utf-8"))
+        model = parse_hf_config(raw)
+        ranks: Facts = {}
+        for rank in BIG_RANKS(layout):
+            for spec in ("te", "sdpa"):
+                with built(model, layout, rank, spec) as (made, groups):
+                    ranks[f"{rank} {spec}"] = summary(made, groups)
+                    table = made.table
+        found[name] = dict(ranks=ranks, pairs=pairs(table, layout, owners))
+    return found
+
+
+def summary(made: Any, groups: Any) -> Facts:
+    """What of a large rank's facts is not as the piece table has it."""
+    facts = describe(made, groups)
+    table, params = facts["table"], facts["params"]
+    wrong = {
+        name: [params.get(name), table.get(name)]
+        for name in params.keys() | table.keys()
+        if name not in table
+        or name not in params
+        or params[name]["shape"] != table[name]["shape"]
+        or (name not in facts["buffers"]
+            and bool(params[name]["tensor_model_parallel"]) is table[name]["replicated"])
+    }  # fmt: skip
+    return dict(
+        wrong=dict(list(wrong.items())[:5]),
+        params=len(params),
+        keys=sorted({key for key, *_ in facts["stored"]}),
+    )
+
+
+def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
+    """Owner -> ranks that send to it in a whole sync, as the gatherer of each rank plans."""
+    from megarl.models.gather import BucketGatherer
+    from megarl.weight_sync.owners import split_budget, spread_owners
+    from megarl.weight_sync.plan import plan_sync
+
+    bucket_bytes, staging = split_budget(1 << 30)
+    plan = plan_sync(table, torch.bfloat16, bucket_bytes, spread_owners(layout, count))
+    gatherer = BucketGatherer(
+        table, layout, 0, {}, plan.buckets, plan.owners, device="meta", staging=staging
+    )
+    sources: dict[int, set[int]] = {}
+    for bucket, messages in gatherer._plans.items():
+        owner = gatherer.owners[bucket]
+        sources.setdefault(owner, set()).update(messages.keys() - {owner})
+    return {str(owner): len(found) for owner, found in sources.items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
