@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
+from megarl.utils.env import set_nccl_default
 
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
@@ -39,6 +40,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     bounds every collective of the world and of the layouts' groups.
     """
     global _collective_timeout
+    set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
     if mcore.on_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
