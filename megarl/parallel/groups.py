@@ -152,6 +152,8 @@ def _create(layout: Layout) -> _Groups:
         state = _read_parallel_state()
     finally:
         _write(ps, outer)
+    if not on_gloo:  # makes NCCL's communicator of the world, so that messages of some ranks can
+        _barrier()  # go over it (see BucketGatherer)
     owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=_collective_timeout), group)
