@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures as cf
+import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,9 @@ class UpdateChannel:
         Exchange(what, joined, asked).wait(deadline)
         self.group: dist.ProcessGroup = joined.result()
         self._in_session = False
+        # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
+        # is not in the way of the stream that gathers.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, deadline: Deadline) -> None:
         """Opens an update session on every server that knows sessions."""
@@ -85,9 +89,10 @@ class UpdateChannel:
         stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
         """
         set_group_timeout(self.group, deadline.left + MARGIN)
-        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
-        return Exchange(what, in_thread(_broadcast, tensors, self.group, ready), answers)
+        return Exchange(what, in_thread(_broadcast, tensors, self.group, self._stream), answers)
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
@@ -148,20 +153,20 @@ class Exchange(Generic[T]):
 
 
 def _broadcast(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, ready: torch.cuda.Event | None
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, stream: torch.cuda.Stream | None
 ) -> float:
     """Sends from rank 0 and blocks until everything has left. Runs in a thread of its own: NCCL
-    connects at the first broadcast, and without a receiver that call never returns.
+    connects at the first broadcast, and without a receiver that call never returns. On a GPU it
+    waits on `stream`: a thread's current stream is the device's default one, which the main
+    thread's work is queued on.
     """
-    if ready is not None:
-        torch.cuda.set_device(tensors[0].device)
-        torch.cuda.current_stream().wait_event(ready)
-    works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
-    for work in works:
-        assert work is not None
-        work.wait()
-    if ready is not None:
-        torch.cuda.current_stream().synchronize()
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
+    if stream is not None:
+        stream.synchronize()
     return time.monotonic()
 
 
