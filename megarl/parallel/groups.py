@@ -23,6 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
 from megarl.utils.env import set_nccl_default
+from megarl.utils.http import split_address
+from megarl.utils.rendezvous import meet
 
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
@@ -59,11 +61,14 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         raise ValueError(
             f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
         )
+    place = addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    host, port = split_address(place)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         mcore.comm_backend(),
-        init_method=f"tcp://{addr}" if addr else "env://",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        store=meet(host, port, rank=rank, world_size=world_size, timeout=_collective_timeout),
+        rank=rank,
+        world_size=world_size,
         timeout=bound,
     )
 

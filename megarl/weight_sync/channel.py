@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.utils.http import in_thread, split_address
+from megarl.utils.rendezvous import listen
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.plan import rank_offsets
 from megarl.weight_sync.process_group import (
@@ -22,7 +23,6 @@ from megarl.weight_sync.process_group import (
     destroy_update_group,
     init_update_group,
     is_loopback,
-    listen,
     set_group_timeout,
 )
 from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
@@ -49,12 +49,14 @@ class UpdateChannel:
         self, servers: Servers, *, backend: str, device: torch.device, deadline: Deadline
     ) -> None:
         self.servers, self.device = servers, device
-        self.group_name = f"megarl_weights_{uuid.uuid4().hex[:8]}"
+        # the store's prefix: servers are told it in a control call, and nobody else can guess it
+        self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
         self.info = servers.info(deadline)
         offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
-        store = listen(timeout=deadline.left)
+        address = _address_for(servers)
+        store = listen(address, timeout=deadline.left)
         group: dict[str, Any] = {
-            "master_address": _address_for(servers), "master_port": store.port,
+            "master_address": address, "master_port": store.port,
             "world_size": world_size, "group_name": self.group_name, "backend": backend,
         }  # fmt: skip
         bodies = [{**group, "rank_offset": n} for n in offsets]

@@ -157,13 +157,9 @@ def matrix(shape: tuple[int, int], boxes: list[planner.Box]) -> PieceTable:
     for i, (start, stop) in enumerate(boxes):
         rows, columns = (b - a for a, b in zip(start, stop, strict=True))
         place = Place(0, 0, tp=i % 2)
-        pieces.append(
-            Piece(place, f"p{i}", View(0, (rows, columns), (columns, 1)), start, stop)
-        )
+        pieces.append(Piece(place, f"p{i}", View(0, (rows, columns), (columns, 1)), start, stop))
         params.append(LocalParam(place, f"p{i}", (rows, columns), (rows, rows)))
-    table = PieceTable(
-        config(), layout, 21, (HfTensor("w", shape, tuple(pieces)),), tuple(params)
-    )
+    table = PieceTable(config(), layout, 21, (HfTensor("w", shape, tuple(pieces)),), tuple(params))
     check_coverage(table)
     return table
 
