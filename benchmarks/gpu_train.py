@@ -7,9 +7,10 @@ half, nothing for recomputation or padding) over the time of a step, and that ov
 largest matrix product measured on the same device just before. bfloat16, one process, random
 weights, sequences of lognormal lengths, the policy gradient of GRPO's first update.
 
-A shape's weights, gradients and AdamW state take 18 bytes a parameter. Where that does not fit
-(7B on one GPU), layers are left out until it does; those that stay, and the embedding, have
-the shape's sizes. Memory is the allocator's peak; the head's rows are the same step with logits of
+A shape's weights, gradients and AdamW state take 18 bytes a parameter. Where that, with what a
+micro-batch keeps for backward and all of its logits, does not fit (7B on one GPU), layers are left
+out until it does; those that stay, and the embedding, have the shape's sizes. `--recompute full`
+fits more of them. Memory is the allocator's peak; the head's rows are the same step with logits of
 --chunk tokens at a time, and with those of a whole micro-batch kept for backward.
 
 `--smoke` runs the same code with a tiny shape on the CPU; its figures mean nothing.
@@ -37,7 +38,7 @@ from megarl.models.flops import train_flops
 from megarl.parallel import mcore
 
 BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 gradient, fp32 weight and two moments
-MODEL_SHARE = 0.7  # of the GPU's memory; the rest is for activations and logits
+USABLE = 0.9  # of the GPU's memory; the rest is the CUDA context, workspaces and fragments
 WARM_UP, ROUNDS = 2, 5
 # Qwen2.5's config.json
 SHAPES: dict[str, dict[str, Any]] = {
@@ -66,21 +67,50 @@ class Work:
     chunk: int
 
 
-def write_config(shape: str, folder: Path, *, longest: int, memory: float | None) -> int:
-    """config.json of `shape` with as many layers as fit in `memory` bytes; their number."""
+def write_config(
+    shape: str, folder: Path, work: Work, *, memory: float | None, recompute: str = "none"
+) -> int:
+    """Writes config.json of `shape` with as many layers as fit in `memory` bytes for `work`.
+    Returns their number; SystemExit where not even one fits.
+    """
     config = SHAPES[shape] | dict(
         model_type="qwen2", architectures=["Qwen2ForCausalLM"], rms_norm_eps=1e-6,
-        rope_theta=1e6, max_position_embeddings=longest, bos_token_id=1, eos_token_id=2,
+        rope_theta=1e6, max_position_embeddings=work.longest, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     if memory is not None:
         embedding = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
         kv = config["num_key_value_heads"] / config["num_attention_heads"]
         layer = hidden * (hidden * (2 + 2 * kv) + 3 * config["intermediate_size"])
-        fits = (MODEL_SHARE * memory / BYTES_PER_PARAMETER - embedding) / layer
-        layers = max(1, min(layers, int(fits)))
+        whole, kept = activation_bytes(config, work.budget, recompute)
+        fixed = BYTES_PER_PARAMETER * embedding + logit_bytes(config, work.budget) + whole
+        fits = int((USABLE * memory - fixed) / (BYTES_PER_PARAMETER * layer + kept))
+        if fits < 1:
+            raise SystemExit(
+                f"{shape}: not one layer fits beside {fixed / 2**30:.0f} GiB of embedding, logits "
+                f"and activations: use a smaller --budget than {work.budget}, or --shapes 0.5b"
+            )
+        layers = min(layers, fits)
     (folder / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=layers)))
     return layers
+
+
+def activation_bytes(config: dict[str, Any], tokens: int, recompute: str) -> tuple[float, float]:
+    """Bytes of bf16 activations of `tokens`: of one layer at work beside those that wait, and of
+    each that waits for its backward.
+
+    A layer keeps the inputs of its norms and linear maps, q and k before and after rope, v, the
+    attention's output, and of the MLP both halves and their product.
+    """
+    kv = config["num_key_value_heads"] / config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    whole = 2.0 * tokens * (hidden * (7 + 3 * kv) + 3 * config["intermediate_size"])
+    return (whole, 2.0 * tokens * hidden) if recompute == "full" else (0.0, whole)
+
+
+def logit_bytes(config: dict[str, Any], tokens: int) -> float:
+    """Bytes of the fp32 logits of `tokens`, and of as many exponentials: the row "logits kept"."""
+    return 2 * 4.0 * tokens * config["vocab_size"]
 
 
 def batch(work: Work, vocab: int, seed: int) -> Batch:
@@ -193,7 +223,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
             path = Path(folder)
-            layers = write_config(shape, path, longest=work.longest, memory=memory)
+            layers = write_config(shape, path, work, memory=memory, recompute=args.recompute)
             for chunked in (True, False):
                 m = measure(path, work, chunked=chunked, recompute=args.recompute)
                 print(

@@ -146,7 +146,12 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
-        """Collective: moves this engine's weights to the servers; phases and bytes as stats."""
+        """Collective: moves this engine's weights to the servers; phases and bytes as stats.
+
+        They get `meta.version`; for None, the version after the engine's own and after that of the
+        last upload. A version that is not above the last upload's is a ValueError, except where
+        set_version or load went back in between.
+        """
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None: ...

@@ -74,7 +74,9 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Resolves once every server serves `meta.version`."""
+        """Resolves once every server serves `meta.version`, counted as by TrainEngine.upload_weights:
+        None is the next, and one that does not rise is a ValueError.
+        """
 
     @abstractmethod
     def set_version(self, version: int) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.config.rollout import GenerationHyperparameters
 
@@ -31,8 +31,10 @@ class FinetuneSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateMeta:
-    """One weight update: `version` is what the servers will report afterwards.
+    """One weight update.
 
+    version: what the servers will report afterwards, higher than after the update before; None is
+    the next one, so that a meta made once serves a whole run.
     type: "distributed" ("nccl" is an alias) | "disk" | "colocated" | "adapter", of a model trained
     with LoRA the adapters alone; path: shared directory (disk, adapter);
     addresses: host:port of every server; alloc_mode: optional text for the log;
@@ -47,7 +49,7 @@ class WeightUpdateMeta:
     """
 
     type: str
-    version: int
+    version: int | None = None
     addresses: tuple[str, ...] = ()
     path: str | None = None
     alloc_mode: str | None = None
@@ -91,9 +93,33 @@ class WeightUpdateMeta:
             )
 
     @property
+    def number(self) -> int:
+        """Returns the version, ValueError where it still is None (see `settled`)."""
+        if self.version is None:
+            raise ValueError("WeightUpdateMeta.version=None: give the version, as `settled` does")
+        return self.version
+
+    @property
     def adapter(self) -> str | None:
         """The name of the adapter requests must ask for afterwards."""
-        return f"{ADAPTER_PREFIX}{self.version}" if self.type == "adapter" else None
+        return f"{ADAPTER_PREFIX}{self.number}" if self.type == "adapter" else None
+
+    def settled(self, current: int, last: int | None) -> WeightUpdateMeta:
+        """Returns this update with its version. Whoever uploads weights or waits for them asks here,
+        so that all count alike.
+
+        current: the version of who asks; last: that of its update before, None where there was
+        none. Raises ValueError for a version that is not above `last`.
+        """
+        if self.version is None:
+            return replace(self, version=max(current, current if last is None else last) + 1)
+        if last is not None and self.version <= last:
+            raise ValueError(
+                f"WeightUpdateMeta.version={self.version}: the update before was version {last}, "
+                "and samples of a version that does not rise look stale for ever; give a higher "
+                "one, or None for the next"
+            )
+        return self
 
 
 # of the names under which servers hold adapters that came from updates

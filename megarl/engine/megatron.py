@@ -36,6 +36,7 @@ class MegatronEngine(TrainEngine):
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         self.config, self.seed = config, seed
         self._version = 0
+        self._uploaded: int | None = None  # the last version that reached the servers
         self._training = config.optimizer is not None
         self._groups: ProcessGroups | None = None
         self._built: Built | None = None
@@ -204,14 +205,16 @@ class MegatronEngine(TrainEngine):
         with self._scope("load", ("params", "optimizer")):
             version = weights.load(self.built, meta)
         if version is not None:
-            self._version = version
+            self.set_version(version)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        meta = meta.settled(self._version, self._uploaded)
         with self._scope("upload_weights"):
             optimizer.gather_params(self.built.chunks)
             if self._sender is None:
                 self._sender = weights.sender(self.built)
             stats: dict[str, float] = self._sender.upload(meta)
+        self._uploaded = meta.number
         return stats
 
     def copy_weights(self, source: MegatronEngine) -> dict[str, float]:
@@ -226,7 +229,7 @@ class MegatronEngine(TrainEngine):
             if self._inflow is None or self._inflow[0] is not source.built:
                 self._inflow = source.built, weights.reallocation(source.built, self.built)
             stats = weights.reallocate(self._inflow[1], source.built, self.built)
-        self._version = source.get_version()
+        self.set_version(source.get_version())
         return stats
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,6 +245,8 @@ class MegatronEngine(TrainEngine):
 
     def set_version(self, version: int) -> None:
         self._version = version
+        if self._uploaded is not None and version < self._uploaded:
+            self._uploaded = None  # back at earlier weights, whose versions count anew
 
     def get_version(self) -> int:
         return self._version

@@ -1,13 +1,23 @@
-"""Which GPUs of this host the trainers get and which the servers. Found without torch."""
+"""Shares this host's GPUs out to trainers and servers, and refuses what cannot work on them.
+
+This process does not import torch.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
+from megarl.config.recipes import GRPOConfig
+
+ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
+_ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +62,66 @@ def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: in
         ),
         shared=shared,
     )
+
+
+def check_devices(cfg: GRPOConfig, devices: Devices) -> None:
+    """Raises ConfigError where trainers and the launcher's servers cannot work on `devices`."""
+    streamed = cfg.weight_sync.type in ("distributed", "nccl")
+    if devices.shared and streamed:
+        raise ConfigError(
+            [
+                f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers and "
+                "trainers would share some, and NCCL cannot connect two processes on one GPU; use "
+                "weight_sync.type=colocated or disk, a smaller --nproc or a smaller server.count"
+            ]
+        )
+    sglang = cfg.server.type == "sglang"
+    bounded = any(a.startswith("--mem-fraction") for a in cfg.server.extra_args)
+    if devices.shared and sglang and not bounded:
+        raise ConfigError(
+            [
+                "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
+                "start to its end: say how much with "
+                "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the rest"
+            ]
+        )
+    on_gpus = devices.trainers is not None and bool(devices.servers)
+    python = os.path.abspath(cfg.server.python) if cfg.server.python else sys.executable
+    if on_gpus and streamed and sglang and python != os.path.abspath(sys.executable):
+        check_nccl(sys.executable, cfg.server.python)
+
+
+def check_nccl(ours: str, theirs: str) -> None:
+    """Raises ConfigError unless torch has one NCCL version in both interpreters."""
+    asked = [
+        subprocess.Popen(
+            [python, "-c", _ASK_NCCL], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for python in (ours, theirs)
+    ]  # fmt: skip
+    try:
+        mine, other = (_answer(p) for p in asked)
+    finally:
+        for process in asked:
+            process.kill()
+            process.wait()
+    if mine != other:
+        raise ConfigError(
+            [
+                f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL {mine}: "
+                "NCCL connects equal versions only; install one torch in both, or use "
+                "weight_sync.type=disk"
+            ]
+        )
+
+
+def _answer(process: subprocess.Popen[str]) -> str:
+    try:
+        out, error = process.communicate(timeout=ASK_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        out, error = "", f"no answer within {ASK_TIMEOUT:g} s"
+    if process.returncode != 0 or not out.strip():
+        why = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        raise ConfigError([f"{process.args[0]}: cannot tell the NCCL version of its torch: {why}"])
+    return out.strip().splitlines()[-1]

@@ -37,7 +37,7 @@ from megarl.config.loader import load_config, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import masked_override
 from megarl.config.servers import ADDRESSES_ENV
-from megarl.launcher.devices import Devices, share_out, visible_gpus
+from megarl.launcher.devices import Devices, check_devices, share_out, visible_gpus
 from megarl.launcher.processes import (
     POLL_INTERVAL,
     TERM_TIMEOUT,
@@ -51,8 +51,14 @@ from megarl.launcher.processes import (
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, start_server
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
-from megarl.utils.env import set_loopback_default, set_threads_default, set_trainer_defaults
+from megarl.utils.env import (
+    set_loopback_default,
+    set_nccl_default,
+    set_threads_default,
+    set_trainer_defaults,
+)
 from megarl.utils.http import in_thread
+from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
 
@@ -112,18 +118,21 @@ def plan(argv: Sequence[str]) -> Job:
     if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
         servers = cfg.server.count
     gpus = visible_gpus(os.environ)
+    devices = share_out(
+        gpus[:nproc] if colocated else gpus,
+        trainers=nproc,
+        servers=servers,
+        server_tp=cfg.server.tp if isinstance(cfg, GRPOConfig) else 1,
+    )
+    if isinstance(cfg, GRPOConfig):
+        check_devices(cfg, devices)
     return Job(
         cfg=cfg,
         script=script,
         arguments=(*(["--config", config] if config else []), *command.overrides),
         nproc=nproc,
         servers=servers,
-        devices=share_out(
-            gpus[:nproc] if colocated else gpus,
-            trainers=nproc,
-            servers=servers,
-            server_tp=cfg.server.tp if isinstance(cfg, GRPOConfig) else 1,
-        ),
+        devices=devices,
     )
 
 
@@ -137,6 +146,7 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 
 def launch(job: Job) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; the exit status."""
+    ensure_job_token()  # every process it starts inherits it
     restarts = job.cfg.recover.restarts
     if isinstance(job.cfg, GRPOConfig) and job.cfg.rollout.max_head_offpolicyness > 0:
         # servers and trainers compute side by side: their threads divide the cores
@@ -196,11 +206,6 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
         return
     cfg = job.cfg
     assert isinstance(cfg, GRPOConfig)
-    if job.devices.shared and cfg.weight_sync.type in ("distributed", "nccl"):
-        log.warning(
-            "servers and trainers share GPUs; NCCL cannot connect two processes on one GPU, so "
-            "sync weights with weight_sync.type=colocated or disk"
-        )
     for i in range(job.servers):
         gpus = job.devices.servers[i]
         server = start_server(
@@ -219,6 +224,7 @@ def server_env(gpus: str | None) -> dict[str, str]:
     """What a server's environment has beside ours."""
     env = dict(os.environ)
     set_loopback_default(env)
+    set_nccl_default(env)
     if gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = gpus or ""
     return {k: v for k, v in env.items() if os.environ.get(k) != v}

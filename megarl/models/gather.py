@@ -190,7 +190,7 @@ class BucketGatherer:
         """Where memory is shared: a byte from each source says that its parts are in place."""
         sources = self._remote(bucket)
         said = self._take_room(len(sources)).split(1)
-        works = [self._irecv(byte, src) for byte, src in zip(said, sources)]
+        works = self._post([self._receipt(byte, src) for byte, src in zip(said, sources)])
         with packing():
             self._place_own(bucket, out)
         for work in works:
@@ -202,10 +202,10 @@ class BucketGatherer:
         slot_of, nbytes = slots(left)
         room = self._take_room(nbytes)
 
-        def receive(src: int) -> dist.Work:
-            return self._irecv(room[slot_of[src]][: length(left[src][0])], src)
+        def receipt(src: int) -> dist.P2POp:
+            return self._receipt(room[slot_of[src]][: length(left[src][0])], src)
 
-        works = {src: receive(src) for src in left}
+        works = dict(zip(left, self._post([receipt(src) for src in left])))
         with packing():
             self._place_own(bucket, out)
         views = dict(bucket.views(out))
@@ -216,22 +216,27 @@ class BucketGatherer:
                     for part in left[src].pop(0):
                         _place(views, part, _slot(room[slot_of[src]], part))
                 if left[src]:
-                    works[src] = receive(src)
+                    (works[src],) = self._post([receipt(src)])
                 else:
                     del left[src]
 
     def _remote(self, bucket: Bucket) -> dict[int, Sequence[Message]]:
         return {s: m for s, m in self._plans[bucket.index].items() if s != self.rank}
 
-    def _irecv(self, data: Tensor, src: int) -> dist.Work:
-        work = dist.irecv(data, group=self.group, group_src=src)
-        assert work is not None  # None only on ranks outside the group
-        return work
+    def _receipt(self, data: Tensor, src: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, data, group=self.group, group_peer=src)
 
     def _send(self, data: Tensor, dst: int) -> None:
-        work = dist.isend(data, group=self.group, group_dst=dst)
-        assert work is not None
+        (work,) = self._post([dist.P2POp(dist.isend, data, group=self.group, group_peer=dst)])
         self._wait(work)
+
+    def _post(self, ops: list[dist.P2POp]) -> list[dist.Work]:
+        """Starts these messages; the work to wait for of each. Only in a batch do messages go over
+        the group's own NCCL communicator: alone, each pair of ranks makes one of two ranks, which
+        lives as long as the group.
+        """
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
 
     def _wait(self, work: dist.Work) -> None:
         """As long as the group's timeout is now. Left to itself, gloo waits for a message as long

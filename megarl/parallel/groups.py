@@ -22,6 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
+from megarl.utils.env import set_nccl_default
+from megarl.utils.http import split_address
+from megarl.utils.rendezvous import meet
 
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.tensor_parallel import random as mcore_random  # isort: skip
@@ -39,6 +42,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     bounds every collective of the world and of the layouts' groups.
     """
     global _collective_timeout
+    set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
     if mcore.on_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
@@ -57,11 +61,14 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         raise ValueError(
             f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
         )
+    place = addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    host, port = split_address(place)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         mcore.comm_backend(),
-        init_method=f"tcp://{addr}" if addr else "env://",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        store=meet(host, port, rank=rank, world_size=world_size, timeout=_collective_timeout),
+        rank=rank,
+        world_size=world_size,
         timeout=bound,
     )
 
@@ -150,6 +157,8 @@ def _create(layout: Layout) -> _Groups:
         state = _read_parallel_state()
     finally:
         _write(ps, outer)
+    if not on_gloo:  # makes NCCL's communicator of the world, so that messages of some ranks can
+        _barrier()  # go over it (see BucketGatherer)
     owned = [g for g in state.get("_global_process_group_list") or [] if g is not None]
     for group in owned:  # to the second
         c10d._set_pg_timeout(timedelta(seconds=_collective_timeout), group)

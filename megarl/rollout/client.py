@@ -39,6 +39,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._sync = weight_sync or WeightSyncConfig()
         self._seed = seed
         self._version = 0
+        self._updated: int | None = None  # the last version that update_weights saw arrive
         self._adapter: str | None = None  # that requests ask for
         self._initial_version = 0  # of the weights the servers started with
         self._loop: LoopThread | None = None
@@ -214,14 +215,16 @@ class RemoteSGLangEngine(InferenceEngine):
         loop.run(work(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Resolves once every server reports `meta.version`, which then is the client's too.
+        """Resolves once every server reports `meta.version` (None: the one after the client's),
+        which then is the client's too. ValueError for one that is not above the last.
 
         The trainer's `upload_weights` moves the weights; this waits for their arrival.
         """
+        meta = meta.settled(self._version, self._updated)
         return self._open()[0].submit(self._await_version(meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
-        pool, wanted = self._open()[1], str(meta.version)
+        pool, wanted = self._open()[1], str(meta.number)
         deadline = time.monotonic() + meta.timeout
         while True:
             left = deadline - time.monotonic()
@@ -233,9 +236,10 @@ class RemoteSGLangEngine(InferenceEngine):
             late = {a: _served(info) for a, info in infos.items() if _served(info) != wanted}
             late = {a: what for a, what in late.items() if a in pool.addresses}
             if not late:
-                pool.serves(meta.version)
+                pool.serves(meta.number)
                 self._adapter = meta.adapter
-                self.set_version(meta.version)
+                self.set_version(meta.number)
+                self._updated = meta.number
                 return
             if left <= POLL_INTERVAL:
                 who = "; ".join(f"{a} serves {what}" for a, what in late.items())
@@ -247,6 +251,8 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def set_version(self, version: int) -> None:
         self._version = version
+        if self._updated is not None and version < self._updated:
+            self._updated = None  # back at earlier weights, whose versions count anew
         if self._executor is not None:
             self._executor.pipeline.version_changed(version)
 

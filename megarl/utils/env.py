@@ -18,6 +18,7 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     # megatron-core overlaps TP communication by the order in which kernels are queued
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    set_nccl_default(env)
     local = int(env.get("LOCAL_WORLD_SIZE", str(world)))
     set_threads_default(env, processes=local)
     if local == world:
@@ -33,6 +34,13 @@ def attention_problems(env: Mapping[str, str]) -> list[str]:
         for kind in ("FLASH", "FUSED", "UNFUSED")
         if (value := env.get(f"NVTE_{kind}_ATTN", "1")) != "1"
     ]
+
+
+def set_nccl_default(env: MutableMapping[str, str]) -> None:
+    """For trainers and servers alike. SGLang turns cuMem off where nobody has set it, NCCL by itself
+    has it on, and two processes of one host that differ in it cannot open each other's buffers.
+    """
+    env.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
 def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> None:

@@ -46,7 +46,7 @@ class AdapterTransport:
                 "its `lora`, or use type='distributed'"
             )
         assert meta.path is not None, "WeightUpdateMeta checks that"
-        target = Path(meta.path).absolute() / f"v{meta.version}"
+        target = Path(meta.path).absolute() / f"v{meta.number}"
         with phases.time("save"):
             save_peft(
                 target, self.adapters, self.layout, self.rank,
@@ -66,7 +66,7 @@ class AdapterTransport:
             raise_if_lost(wait_for(again, deadline), "/unload_lora_adapter")
             body = {"lora_name": name, "lora_path": str(target)}
             answers = servers.call("/load_lora_adapter", body, deadline)
-            version = {"new_version": str(meta.version), "abort_all_requests": False}
+            version = {"new_version": str(meta.number), "abort_all_requests": False}
             servers.call("/update_weight_version", version, deadline)
             for server, answer in answers.items():
                 for stale in _ours(answer) - {name}:

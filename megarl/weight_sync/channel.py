@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures as cf
+import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.utils.http import in_thread, split_address
+from megarl.utils.rendezvous import listen
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.plan import rank_offsets
 from megarl.weight_sync.process_group import (
@@ -21,7 +23,6 @@ from megarl.weight_sync.process_group import (
     destroy_update_group,
     init_update_group,
     is_loopback,
-    listen,
     set_group_timeout,
 )
 from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
@@ -48,12 +49,14 @@ class UpdateChannel:
         self, servers: Servers, *, backend: str, device: torch.device, deadline: Deadline
     ) -> None:
         self.servers, self.device = servers, device
-        self.group_name = f"megarl_weights_{uuid.uuid4().hex[:8]}"
+        # the store's prefix: servers are told it in a control call, and nobody else can guess it
+        self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
         self.info = servers.info(deadline)
         offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
-        store = listen(timeout=deadline.left)
+        address = _address_for(servers)
+        store = listen(address, timeout=deadline.left)
         group: dict[str, Any] = {
-            "master_address": _address_for(servers), "master_port": store.port,
+            "master_address": address, "master_port": store.port,
             "world_size": world_size, "group_name": self.group_name, "backend": backend,
         }  # fmt: skip
         bodies = [{**group, "rank_offset": n} for n in offsets]
@@ -63,6 +66,9 @@ class UpdateChannel:
         Exchange(what, joined, asked).wait(deadline)
         self.group: dist.ProcessGroup = joined.result()
         self._in_session = False
+        # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
+        # is not in the way of the stream that gathers.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, deadline: Deadline) -> None:
         """Opens an update session on every server that knows sessions."""
@@ -85,9 +91,10 @@ class UpdateChannel:
         stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
         """
         set_group_timeout(self.group, deadline.left + MARGIN)
-        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
-        return Exchange(what, in_thread(_broadcast, tensors, self.group, ready), answers)
+        return Exchange(what, in_thread(_broadcast, tensors, self.group, self._stream), answers)
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
@@ -148,20 +155,20 @@ class Exchange(Generic[T]):
 
 
 def _broadcast(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, ready: torch.cuda.Event | None
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, stream: torch.cuda.Stream | None
 ) -> float:
     """Sends from rank 0 and blocks until everything has left. Runs in a thread of its own: NCCL
-    connects at the first broadcast, and without a receiver that call never returns.
+    connects at the first broadcast, and without a receiver that call never returns. On a GPU it
+    waits on `stream`: a thread's current stream is the device's default one, which the main
+    thread's work is queued on.
     """
-    if ready is not None:
-        torch.cuda.set_device(tensors[0].device)
-        torch.cuda.current_stream().wait_event(ready)
-    works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
-    for work in works:
-        assert work is not None
-        work.wait()
-    if ready is not None:
-        torch.cuda.current_stream().synchronize()
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
+    if stream is not None:
+        stream.synchronize()
     return time.monotonic()
 
 

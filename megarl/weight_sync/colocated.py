@@ -196,7 +196,7 @@ class _Handover:
         self.verifier: Verifier | None = None
         if self.servers is not None and meta.verify != "off":
             names = [m.name for b in plan.buckets for m in b.members]
-            sampled = sample(names, meta.version) if meta.verify == "sample" else None
+            sampled = sample(names, meta.number) if meta.verify == "sample" else None
             self.verifier = Verifier(info, sampled)
         self._in_session = False
         self._under_way: Exchange[float] | None = None
@@ -248,14 +248,14 @@ class _Handover:
         if self.meta.flattened:
             body["load_format"] = "flattened_bucket"
         if last:  # before, the server's weights are no version at all
-            body["weight_version"] = str(self.meta.version)
+            body["weight_version"] = str(self.meta.number)
         bodies = [
             body | {"serialized_named_tensors": [where[s, w] for w in range(len(ranks))]}
             for s, ranks in enumerate(self.sources)
         ]
         first, final = bucket.members[0].name, bucket.members[-1].name
         what = (
-            f"weights of version {self.meta.version}, bucket {bucket.index + 1} of "
+            f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
             f"{len(self.plan.buckets)} ({first} to {final})"
         )
         ours: cf.Future[float] = cf.Future()

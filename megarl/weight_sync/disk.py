@@ -26,7 +26,7 @@ class DiskTransport(Transport):
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         assert meta.path is not None, "WeightUpdateMeta checks that"
         # absolute: the servers have working directories of their own
-        target = Path(meta.path).absolute() / f"v{meta.version}"
+        target = Path(meta.path).absolute() / f"v{meta.number}"
         with phases.time("save"):
             save_hf(
                 target, self.table, self.layout, self.rank, self.params, group=self.group,
@@ -40,7 +40,7 @@ class DiskTransport(Transport):
         if self.rank != 0:
             return
         servers = Servers(meta.addresses)
-        body = {"model_path": str(target), "weight_version": str(meta.version)}
+        body = {"model_path": str(target), "weight_version": str(meta.number)}
         with phases.time("load_wait"):
             servers.call("/update_weights_from_disk", body, deadline)
         if meta.verify != "off":
@@ -55,7 +55,7 @@ def verify_files(
 ) -> bool:
     with SafetensorsDir(directory) as files:
         names = list(files.names())
-        wanted = sample(names, meta.version) if meta.verify == "sample" else None
+        wanted = sample(names, meta.number) if meta.verify == "sample" else None
         verifier = Verifier(servers.info(deadline), wanted)
         for name in names if wanted is None else wanted:
             box = tuple(slice(0, n) for n in files.shape(name))

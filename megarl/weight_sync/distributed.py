@@ -144,7 +144,7 @@ class DistributedTransport(Transport):
             self._acknowledged.forget()
             self._leave(abort=True)
         base = self._acknowledged.begin(plan.digest)
-        return Changes(self._acknowledged, base, f"v{meta.version}-{name}")
+        return Changes(self._acknowledged, base, f"v{meta.number}-{name}")
 
     def _check_acknowledged(
         self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
@@ -218,7 +218,7 @@ class DistributedTransport(Transport):
         if channel is not None and meta.verify != "off":
             names = [m.name for b in plan.buckets for m in b.members]
             verifier = Verifier(
-                channel.info, sample(names, meta.version) if meta.verify == "sample" else None
+                channel.info, sample(names, meta.number) if meta.verify == "sample" else None
             )
         if channel is not None and speaks:
             channel.begin(deadline)

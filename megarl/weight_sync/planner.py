@@ -8,10 +8,11 @@ order of the HF tensor, so that each side finds its numbers by itself.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, groupby
 
 from megarl.models.ops import Shape
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View
@@ -53,8 +54,7 @@ def plan_transfers(
     default 0, 1, ... themselves. A rank takes from itself what it has, else from a rank of its node
     of `node_size`, else from the replicas in turn.
 
-    One step per transfer and piece: the pieces of a tensor follow each other, so the first one that
-    a box meets is found by bisection and the others are its neighbours.
+    One step per transfer and piece: what a box meets is found by bisection (see _Pieces).
     """
     assert [t.name for t in source.tensors] == [t.name for t in target.tensors], "other models"
     choose = _chooser(_holders(source.layout, source_ranks), node_size)
@@ -66,6 +66,8 @@ def plan_transfers(
                 (pieces.copies[i], overlap, _cut(piece, overlap))
                 for i, overlap in pieces.meeting(piece)
             ]
+            found = sum(_numel(overlap) for _, overlap, _ in overlaps)
+            assert found == piece.numel, f"{ours.name}: {found} elements found of those of {piece}"
             for rank in receivers(piece.place):
                 for copies, overlap, views in overlaps:
                     held, sender = choose(copies, rank)
@@ -96,22 +98,45 @@ def plan_rounds(transfers: Sequence[Transfer], itemsizes: Sequence[int], limit: 
 
 
 class _Pieces:
-    """The owners of a tensor in the order of their boxes, each with its copies elsewhere."""
+    """Finds the owners of a tensor that a box overlaps, each with its copies elsewhere.
+
+    Owners that span the same rows are a band, in the order of their columns. Layouts cut a tensor
+    into bands or a band into columns, so one bisection over bands and one in each band that is met
+    find all of them.
+    """
 
     def __init__(self, tensor: HfTensor) -> None:
-        self.owners = sorted(tensor.pieces, key=lambda p: p.start)
-        self._starts = [p.start for p in self.owners]
+        self.owners = sorted(tensor.pieces, key=lambda p: (p.start[0], p.stop[0], p.start))
+        self._columns = [_columns(p)[0] for p in self.owners]
         copies: dict[Box, list[Piece]] = {(p.start, p.stop): [p] for p in self.owners}
         for p in tensor.replicas:
             copies[p.start, p.stop].append(p)
         self.copies = list(copies.values())
+        rows = groupby(range(len(self.owners)), key=lambda i: _rows(self.owners[i]))
+        bands = [(start, stop, list(members)) for (start, stop), members in rows]
+        self._bands = [(members[0], members[-1] + 1) for _, _, members in bands]
+        self._first_rows = [start for start, _, _ in bands]
+        self._reach = list(accumulate((stop for _, stop, _ in bands), max))
 
     def meeting(self, piece: Piece) -> Iterator[tuple[int, Box]]:
         """Numbers of the owners whose boxes overlap that of `piece`, and the overlaps."""
-        i = max(0, bisect_right(self._starts, piece.start) - 1)
-        while i < len(self.owners) and (box := intersection(self.owners[i], piece)):
-            yield i, box
-            i += 1
+        (top, bottom), (left, right) = _rows(piece), _columns(piece)
+        first = bisect_right(self._reach, top)
+        for start, stop in self._bands[first : bisect_left(self._first_rows, bottom)]:
+            i = max(start, bisect_right(self._columns, left, start, stop) - 1)
+            while i < stop and self._columns[i] < right:
+                if box := intersection(self.owners[i], piece):
+                    yield i, box
+                i += 1
+
+
+def _rows(piece: Piece) -> tuple[int, int]:
+    return piece.start[0], piece.stop[0]
+
+
+def _columns(piece: Piece) -> tuple[int, int]:
+    """A vector has one."""
+    return (piece.start[1], piece.stop[1]) if len(piece.start) > 1 else (0, 1)
 
 
 def intersection(a: Piece, b: Piece) -> Box | None:

@@ -19,16 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.utils.rendezvous import listen
+
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _NEVER_SENT = 0x6E65  # tag of a message nobody sends
-
-
-def listen(*, timeout: float) -> dist.TCPStore:
-    """The store rank 0 of a group to come waits at; `.port` was free when the kernel chose it."""
-    return dist.TCPStore(
-        "localhost", 0, None, is_master=True, wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
 
 
 def init_update_group(
@@ -37,11 +31,14 @@ def init_update_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
-    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`).
+    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). Who does not
+    know the name meets nobody.
     Raises torch's DistStoreError or RuntimeError when the others do not come within `timeout` s.
     """
     wait = timedelta(seconds=timeout)
-    if store is None:
+    if store is None and rank == 0:
+        store = listen(master_address, master_port, timeout=timeout)
+    elif store is None:
         host = f"[{master_address}]" if ":" in master_address else master_address
         url = f"tcp://{host}:{master_port}"
         store, rank, world_size = next(dist.rendezvous(url, rank, world_size, timeout=wait))

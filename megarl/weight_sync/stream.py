@@ -198,14 +198,14 @@ class Stream:
             bucket,
             group_name=channel.group_name,
             flattened=self.meta.flattened,
-            version=self.meta.version,
+            version=self.meta.number,
             last=self._is_last(bucket),
             weights_id=None if self.changes is None else self.changes.id,
             changes=ready.changes,
         )
         first, final = bucket.members[0].name, bucket.members[-1].name
         what = (
-            f"weights of version {self.meta.version}, bucket {bucket.index + 1} of "
+            f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
             f"{len(self.plan.buckets)} ({first} to {final})"
         )
         return channel.deliver(what, ready.tensors, body, self.deadline)

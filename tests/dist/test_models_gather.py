@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.models import (
@@ -121,27 +123,31 @@ def test_any_rank_can_gather(
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
 
 
+@contextmanager
+def batched() -> Iterator[list[torch.Tensor]]:
+    """What this rank sends in batches inside."""
+    sent: list[torch.Tensor] = []
+    real = dist.batch_isend_irecv
+
+    def record(ops: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(op.tensor for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    with mock.patch.object(dist, "batch_isend_irecv", record):
+        yield sent
+
+
 def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
-    """Messages this rank sends for one bucket."""
-    sent = 0
-    real = torch.distributed.isend
-
-    def isend(*args: Any, **kw: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        return real(*args, **kw)
-
+    """Messages this rank sends for one bucket. One that is not in a batch would make NCCL a
+    communicator of its own: it is not counted."""
     with built(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
             model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], owner
         )
-        torch.distributed.isend = isend
-        try:
+        with batched() as sent:
             gatherer.gather(bucket)
-        finally:
-            torch.distributed.isend = real
-    return sent
+    return len(sent)
 
 
 def test_one_message_per_source_and_none_from_replicas(world: World, model_path: Path) -> None:
@@ -155,15 +161,8 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
     """Whether the buffers are shared, bytes of this rank's largest message, what was gathered.
     Unless `reachable`, rank 1 cannot attach to the owner's memory.
     """
-    agreement, largest = Agreement(None), 0
+    agreement = Agreement(None)
     result: dict[str, Any] = {}
-    real = torch.distributed.isend
-
-    def isend(message: torch.Tensor, **kw: Any) -> Any:
-        nonlocal largest
-        largest = max(largest, message.numel())
-        return real(message, **kw)
-
     with built(path, dict(tp=2, pp=2)) as (model, groups):
         params = named_params(model.chunks)
         buckets = plan_buckets(model.table, torch.float32, 30_000)
@@ -174,7 +173,7 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
         lost = not reachable and groups.rank == 1
         with mock.patch.object(sync_buffers, "attach", (lambda _: None) if lost else attach):
             buffers.take(max(b.nbytes for b in buckets))
-        with mock.patch.object(torch.distributed, "isend", isend):
+        with batched() as sent:
             for b in buckets:
                 out = buffers.slot(b.index)
                 flat = gatherer.gather(b, out, shared=buffers.shared)
@@ -182,7 +181,7 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
                     result |= {n: t.clone() for n, t in b.views(flat)}
                 torch.distributed.barrier()
     agreement.close()
-    return buffers.shared, largest, result
+    return buffers.shared, max((message.numel() for message in sent), default=0), result
 
 
 @pytest.mark.parametrize("owner", (0, 3))

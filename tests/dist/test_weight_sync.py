@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
 from megarl.weight_sync import WeightSender, distributed
 from megarl.weight_sync import buffers as sync_buffers
@@ -36,6 +38,7 @@ from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.owners import split_budget
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+from tests.dist.engine_jobs import make_engine
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import MOE_KINDS, save_tiny
@@ -586,3 +589,46 @@ def test_an_error_of_one_is_an_error_of_all(world: World) -> None:
     told = "RuntimeError: weight sync failed on rank 1: KeyError: 'broken 1'"
     assert world.run(run_agreeing, (1,)) == [told, "KeyError: 'broken 1'"]
     assert world.run(run_agreeing, (0, 1)) == ["KeyError: 'broken 0'", "KeyError: 'broken 1'"]
+
+
+# ---- versions
+
+
+def run_loop_of_one_meta(source: Path, meta: WeightUpdateMeta) -> tuple[list[int], list[str]]:
+    """A script's loop around one meta that was made before it. Returns the versions it comes to,
+    and what it says of versions that do not rise."""
+    engine = make_engine(str(source), dict(tp=2))
+    client = RemoteSGLangEngine(RolloutConfig(addresses=list(meta.addresses)))
+    if dist.get_rank() == 0:
+        client.initialize()
+    versions, refused = [], []
+    try:
+        for step in range(3):
+            arrived = client.update_weights(meta) if dist.get_rank() == 0 else None
+            engine.upload_weights(meta)
+            if arrived is not None:
+                arrived.result(timeout=30)
+                versions.append(client.get_version())
+            if step:  # a script may also leave it to the uploads
+                engine.set_version(step + 1)
+        for verb in [engine.upload_weights, client.update_weights][: 2 - dist.get_rank()]:
+            with pytest.raises(ValueError, match="a version that does not rise") as error:
+                verb(replace(meta, version=3))
+            refused.append(str(error.value))
+        engine.set_version(1)  # back at older weights: the next ones are version 2
+        engine.upload_weights(meta)
+        return versions, refused
+    finally:
+        client.destroy()
+        engine.destroy()
+
+
+def test_one_meta_serves_a_whole_loop(
+    world: World, untied: list[Server], home: Path, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "new", "qwen2", seed=80)
+    meta = replace(metas_for(untied, 0)[0], version=None)
+    (versions, refused), _ = world.run(run_loop_of_one_meta, source, meta)
+    assert versions == [1, 2, 3]
+    assert all("version=3: the update before was version 3" in words for words in refused)
+    assert [version(s) for s in untied] == ["2"] * 2

@@ -143,6 +143,8 @@ def test_trainers_get_torchruns_environment_and_the_command_line(stage: Stage) -
         assert env["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", half)
         assert facts["argv"] == [*stage.sft, "model.parallel.tp=2"]
     assert seen[0]["env"]["MASTER_PORT"] == seen[1]["env"]["MASTER_PORT"]
+    (token,) = {facts["env"]["MEGARL_JOB_TOKEN"] for facts in seen}
+    assert len(token) == 32 and not any(token in word for facts in seen for word in facts["argv"])
     assert not stage.server_pids()  # this recipe has none
     stage.all_gone()
 

@@ -8,7 +8,8 @@ from megarl.utils import env as module
 from megarl.utils.env import has_interface, is_loopback, set_trainer_defaults
 
 LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
-ALWAYS = {"TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+NCCL = {"NCCL_CUMEM_ENABLE": "0"}
+ALWAYS = {"TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **NCCL}
 
 
 def defaults(env: dict[str, str], servers: tuple[str, ...] = ()) -> dict[str, str]:
@@ -37,6 +38,11 @@ def test_loopback_only_where_every_peer_is_on_this_host() -> None:
     assert "GLOO_SOCKET_IFNAME" not in defaults(many)
     assert "GLOO_SOCKET_IFNAME" not in defaults({}, ("127.0.0.1:1", "10.0.0.2:1"))
     assert defaults({}, ("127.0.0.1:1", "localhost:2", "[::1]:3")) == ALWAYS | LO
+
+
+def test_cumem_is_the_users_where_he_has_set_it() -> None:
+    env = {"NCCL_CUMEM_ENABLE": "1"}
+    assert "NCCL_CUMEM_ENABLE" not in defaults(env) and env["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_is_loopback() -> None:

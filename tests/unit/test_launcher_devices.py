@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megarl.config.errors import ConfigError
+from megarl.launcher import local
 from megarl.launcher.devices import share_out, visible_gpus
+from megarl.launcher.local import Job, plan
+from tests.hf_stub import write_stub
 
 
 def test_visible_gpus(tmp_path: Path) -> None:
@@ -47,3 +52,71 @@ def test_more_trainers_than_gpus_is_an_error() -> None:
         share_out(["0", "1"], trainers=4, servers=0, server_tp=1)
     with pytest.raises(ConfigError, match=r"server\.tp=2: 1 GPU"):
         share_out(["0"], trainers=1, servers=1, server_tp=2)
+
+
+# ---- what the launcher's plan refuses before anything starts
+
+
+Planner = Callable[..., Job]
+SGLANG = ("server.type=sglang", "server.count=2")
+BOUNDED = "server.extra_args=['--mem-fraction-static','0.3']"
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
+    """plan() of a GRPO job of two trainers on a host of `gpus` GPUs."""
+    model = write_stub(tmp_path / "model")
+
+    def make(gpus: int, *args: str) -> Job:
+        monkeypatch.setattr(local, "visible_gpus", lambda env: [*map(str, range(gpus))])
+        return plan(
+            [
+                f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2",
+                f"fileroot={tmp_path}/runs", "--nproc", "2", *args,
+            ]
+        )  # fmt: skip
+
+    return make
+
+
+def test_streaming_to_servers_on_the_trainers_gpus_is_refused(planned: Planner) -> None:
+    assert not planned(4, *SGLANG).devices.shared
+    for kind in ("distributed", "nccl"):
+        with pytest.raises(ConfigError, match=f"weight_sync.type={kind}: .*two processes on one"):
+            planned(3, *SGLANG, f"weight_sync.type={kind}")
+    assert planned(0, *SGLANG).devices.servers == (None, None)  # gloo
+
+
+@pytest.mark.parametrize("kind", ["colocated", "disk"])
+def test_sglang_beside_trainers_says_how_much_memory_it_takes(planned: Planner, kind: str) -> None:
+    args = (*SGLANG, f"weight_sync.type={kind}")
+    with pytest.raises(ConfigError, match="--mem-fraction-static"):
+        planned(2, *args)
+    assert planned(2, *args, BOUNDED).devices.shared
+    assert planned(2, *args, "server.extra_args=['--mem-fraction-static=0.3']").devices.shared
+    assert planned(0, *args).devices.trainers is None
+    assert planned(2, f"weight_sync.type={kind}").devices.shared  # the embedded server
+
+
+def interpreter(path: Path, says: str) -> str:
+    """An executable that stands in for an interpreter with a CUDA build of torch."""
+    path.write_text(f"#!/bin/sh\n{says}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_nccl_versions_of_trainers_and_servers_are_compared(
+    planned: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path / "ours", "echo 2.27.5"))
+    same = interpreter(tmp_path / "same", "echo a warning; echo 2.27.5")
+    other = interpreter(tmp_path / "other", "echo 2.30.7")
+    broken = interpreter(tmp_path / "broken", "echo No module named torch >&2; exit 1")
+    assert planned(4, *SGLANG, f"server.python={same}").servers == 2
+    with pytest.raises(ConfigError, match=f"{other} has NCCL 2.30.7 and .*ours has NCCL 2.27.5"):
+        planned(4, *SGLANG, f"server.python={other}")
+    with pytest.raises(ConfigError, match=f"{broken}: cannot tell .*No module named torch"):
+        planned(4, *SGLANG, f"server.python={broken}")
+    # where nothing is streamed over NCCL nobody asks
+    for gpus, kind in ((4, "disk"), (0, "distributed")):
+        assert planned(gpus, *SGLANG, f"server.python={broken}", f"weight_sync.type={kind}")

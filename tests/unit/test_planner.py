@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from megarl.models.fill import fill_params
 from megarl.models.hf_config import ModelConfig, parse_hf_config
-from megarl.models.piece_table import HfTensor, PieceTable, build_piece_table
+from megarl.models.piece_table import (
+    HfTensor,
+    LocalParam,
+    Piece,
+    PieceTable,
+    Place,
+    View,
+    build_piece_table,
+    check_coverage,
+)
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import planner
 from megarl.weight_sync.planner import Transfer, plan_rounds, plan_transfers
@@ -121,6 +131,64 @@ def test_each_element_once_and_there_and_back_is_the_identity(
     assert_equal(middle, numbered(b))
     move(back, middle, end)
     assert_equal(end, source)
+
+
+@st.composite
+def mixed_cuts(draw: Any) -> tuple[PieceTable, PieceTable]:
+    """One matrix cut twice into boxes of any kind: each box along rows or columns, again and
+    again. Every box is a parameter of its own."""
+    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+
+    def boxes(box: planner.Box, depth: int) -> list[planner.Box]:
+        (start, stop), axis = box, draw(st.sampled_from((0, 1, None)))
+        if depth == 0 or axis is None or stop[axis] - start[axis] < 2:
+            return [box]
+        at = draw(st.integers(start[axis] + 1, stop[axis] - 1))
+        upper = tuple(at if i == axis else x for i, x in enumerate(stop))
+        lower = tuple(at if i == axis else x for i, x in enumerate(start))
+        return boxes((start, upper), depth - 1) + boxes((lower, stop), depth - 1)
+
+    return matrix(shape, boxes(((0, 0), shape), 3)), matrix(shape, boxes(((0, 0), shape), 3))
+
+
+def matrix(shape: tuple[int, int], boxes: list[planner.Box]) -> PieceTable:
+    """A table of one matrix whose boxes lie on two tensor-parallel ranks in turn."""
+    layout, pieces, params = Layout(tp=2), [], []
+    for i, (start, stop) in enumerate(boxes):
+        rows, columns = (b - a for a, b in zip(start, stop, strict=True))
+        place = Place(0, 0, tp=i % 2)
+        pieces.append(Piece(place, f"p{i}", View(0, (rows, columns), (columns, 1)), start, stop))
+        params.append(LocalParam(place, f"p{i}", (rows, columns), (rows, rows)))
+    table = PieceTable(config(), layout, 21, (HfTensor("w", shape, tuple(pieces)),), tuple(params))
+    check_coverage(table)
+    return table
+
+
+@settings(max_examples=200, deadline=None)
+@given(mixed_cuts())
+def test_every_piece_of_mixed_cuts_is_found(tables: tuple[PieceTable, PieceTable]) -> None:
+    a, b = tables
+    target = empty(b, float("nan"))
+    move(list(plan_transfers(a, b)), numbered(a), target)
+    assert_equal(target, numbered(b))
+
+
+def test_rows_out_of_columns() -> None:
+    """Source in two by columns, target in two by rows: each row block needs both columns."""
+    columns = [((0, 0), (8, 4)), ((0, 4), (8, 8))]
+    rows = [((0, 0), (4, 8)), ((4, 0), (8, 8))]
+    transfers = list(plan_transfers(matrix((8, 8), columns), matrix((8, 8), rows)))
+    assert [(t.source.param, t.target.param, t.numel) for t in transfers] == [
+        ("p0", "p0", 16), ("p1", "p0", 16), ("p0", "p1", 16), ("p1", "p1", 16),
+    ]  # fmt: skip
+
+
+def test_a_source_with_a_hole_is_refused() -> None:
+    whole = matrix((4, 4), [((0, 0), (4, 4))])
+    (tensor,) = matrix((4, 4), [((0, 0), (2, 4)), ((2, 0), (4, 4))]).tensors
+    hole = replace(whole, tensors=(replace(tensor, pieces=tensor.pieces[:1]),))
+    with pytest.raises(AssertionError, match="w: 8 elements found of those of"):
+        list(plan_transfers(hole, whole))
 
 
 def assert_equal(a: Params, b: Params) -> None:

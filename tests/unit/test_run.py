@@ -73,7 +73,8 @@ def test_check_runs_nothing(ran: list, tmp_path: Path, capsys: pytest.CaptureFix
 def test_servers_get_only_what_differs(environ: dict[str, str]) -> None:
     """The rest they inherit; passing it on would undo what start_server itself sets."""
     environ |= {"PYTHONPATH": "x"}
-    assert server_env(None) == LO
-    assert server_env("2,3") == LO | {"CUDA_VISIBLE_DEVICES": "2,3"}
-    environ |= {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    always = LO | {"NCCL_CUMEM_ENABLE": "0"}
+    assert server_env(None) == always
+    assert server_env("2,3") == always | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    environ |= {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_CUMEM_ENABLE": "1"}
     assert server_env(None) == {"CUDA_VISIBLE_DEVICES": ""}

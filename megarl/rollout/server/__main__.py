@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from megarl.rollout.server.args import parse_args
+from megarl.utils.env import set_nccl_default
 
 
 def main() -> int:
@@ -13,6 +15,7 @@ def main() -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"
     )
+    set_nccl_default(os.environ)  # as SGLang does
     # torch and transformers take seconds to import: --help and a wrong flag need not wait for them
     from megarl.rollout.server.app import serve
 

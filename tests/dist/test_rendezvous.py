@@ -1,0 +1,46 @@
+"""A process that lacks the job's token does not join its groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.utils.job_token import ENV
+from megarl.utils.rendezvous import meet
+from megarl.weight_sync.process_group import destroy_update_group, join_group
+from tests.dist.world import World, free_port
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2) as w:
+        yield w
+
+
+def run_meeting(port: int, tokens: list[str], timeout: float) -> float | None:
+    """What the two ranks add up to, None where they have not met."""
+    rank = dist.get_rank()
+    with mock.patch.dict(os.environ, {ENV: tokens[rank]}):
+        store = meet("127.0.0.1", port, rank=rank, world_size=2, timeout=timeout)
+    try:
+        group = join_group(
+            store, rank=rank, world_size=2, group_name="pair", backend="gloo", timeout=timeout
+        )
+    except RuntimeError:
+        return None
+    finally:
+        dist.barrier()  # rank 0 has the store
+    total = torch.tensor([1.0 + rank])
+    dist.all_reduce(total, group=group)
+    destroy_update_group(group)
+    return float(total)
+
+
+def test_ranks_meet_under_the_jobs_token(world: World) -> None:
+    assert world.run(run_meeting, free_port(), ["ours", "ours"], 30.0) == [3.0, 3.0]
+    assert world.run(run_meeting, free_port(), ["ours", "theirs"], 1.0) == [None, None]
