@@ -52,6 +52,7 @@ from megarl.rollout.server_process import ServerProcess, free_port, start_server
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import set_loopback_default, set_threads_default, set_trainer_defaults
 from megarl.utils.http import in_thread
+from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
 
@@ -136,6 +137,7 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 
 def launch(job: Job) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; the exit status."""
+    ensure_job_token()
     restarts = job.cfg.recover.restarts
     if isinstance(job.cfg, GRPOConfig) and job.cfg.rollout.max_head_offpolicyness > 0:
         # servers and trainers compute side by side: their threads divide the cores
@@ -209,6 +211,7 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
             log_path=run_dir(cfg) / f"server_{i}.log",
             env=server_env(gpus),
             wait=False,
+            tether=reaper.tether,
         )
         servers.append(server)
         reaper.watch(server.pid)
@@ -263,7 +266,8 @@ def start_trainers(
     port = free_port()
     for rank in range(job.nproc):
         env = trainer_env(job, rank=rank, port=port, addresses=addresses)
-        child = Child(f"trainer {rank}", [sys.executable, str(job.script), *arguments], env=env)
+        command = [sys.executable, str(job.script), *arguments]
+        child = Child(f"trainer {rank}", command, env=env, tether=reaper.tether)
         trainers.append(child)
         reaper.watch(child.pid)
     log.info("%d trainer process(es): %s %s", job.nproc, job.script, " ".join(arguments))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import megarl
@@ -19,6 +20,7 @@ from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
+from megarl.utils.tether import Tether
 
 log = get_logger(__name__)
 
@@ -39,10 +41,12 @@ class ServerProcess:
         port: int,
         log_path: Path,
         env: Mapping[str, str] | None = None,
+        tether: Tether | None = None,
     ) -> None:
+        """tether: what the server's group is ended with, beside this object's own `stop`."""
         self.address, self.log_path = f"{host}:{port}", Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as out:
+        with self.log_path.open("ab") as out, tether.end() if tether else nullcontext(()) as fds:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -50,7 +54,9 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                pass_fds=fds,
             )
+            Tether.tie(fds, self.pid)
         atexit.register(self.stop)
 
     @property
@@ -111,6 +117,7 @@ def start_server(
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
     wait: bool = True,
+    tether: Tether | None = None,
 ) -> ServerProcess:
     """Starts one server of `server.type` on `port` (default: a free one).
 
@@ -125,6 +132,7 @@ def start_server(
         port=port,
         log_path=Path(log_path),
         env={**_environment(server), **(env or {})},
+        tether=tether,
     )
     log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)
     if wait:

@@ -289,6 +289,28 @@ def test_nothing_is_left_when_the_launcher_is_killed(stage: Stage) -> None:
     stage.all_gone()
 
 
+def test_nothing_is_left_when_the_launcher_and_its_reaper_are_killed(stage: Stage) -> None:
+    """Nobody is there to end the others: not the helpers of trainers, nor what ignores SIGTERM."""
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    process = stage.start(stubborn + WAIT, *stage.grpo, "actor.parallel.tp=2")
+    stage.trainers(2)
+    (reaper,) = (p for p in children(process.pid) if "killpg" in command_line(p))
+    assert set(stage.pids()) & set(children(process.pid))
+    os.kill(reaper, signal.SIGKILL)
+    process.kill()
+    stage.finish()
+    stage.all_gone()
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(n) for task in tasks for n in (task / "children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 @pytest.mark.parametrize(
     ("restarts", "fails", "code", "starts", "status"),
     [(2, 2, 7, 3, 0), (1, 2, 7, 2, 7), (0, 1, 7, 1, 7), (2, 1, 2, 1, 2)],

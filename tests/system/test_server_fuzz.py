@@ -7,12 +7,16 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from concurrent.futures import wait
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from tests.embedded_server import Client, embedded_server
+from megarl.rollout.server_process import free_port
+from megarl.utils.http import in_thread
+from tests.embedded_server import embedded_server
 from tests.tiny import VOCAB, save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -217,3 +221,95 @@ def test_five_hundred_requests_leave_it_as_it_was(server):
     assert_idle(server)
     assert said(server) == before
     assert statuses.count(200) > 50 and statuses.count(400) > 100
+
+
+# ---- what a generator would not find
+
+
+def refused(server, path, body, status=400, **kw):
+    got, answer = send(server, path, json.dumps(body), **kw)
+    assert got == status, (path, got, answer[:300])
+    data = json.loads(answer)
+    error = data.get("error", data)
+    return error["message"] if isinstance(error, dict) else error
+
+
+def test_what_once_ended_the_scheduler_is_refused(server, tmp_path):
+    before = said(server)
+    weights, adapter = tmp_path / "weights", tmp_path / "adapter"
+    for path in (weights, adapter):
+        path.mkdir()
+    (weights / "model.safetensors.index.json").write_text("[]")
+    save_file({}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 0, "lora_alpha": 1}')
+    asked = {"input_ids": [5], "return_logprob": True, "logprob_start_len": 0}
+    for path, body, words in (
+        ("/generate", {"input_ids": [True]}, "true or false"),
+        ("/generate", asked | {"top_logprobs_num": -1}, "top_logprobs_num"),
+        ("/generate", asked | {"top_logprobs_num": 10**6}, "from 0 to 1024, got 1000000"),
+        ("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 1 << 63}, "1024"),
+        ("/weights_checker", {"names": [{}]}, "names"),
+        ("/update_weights_from_disk", {"model_path": str(weights)}, "weight_map"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapter)}, "r=0"),
+        ("/update_weight_version", {"new_version": {}}, "new_version={}"),
+        ("/destroy_weights_update_group", {"group_name": [1]}, "group_name=[1]"),
+    ):
+        assert words in refused(server, path, body), path
+    assert "timeout" in refused(server, "/flush_cache?timeout=nan", {})
+    assert said(server) == before
+
+
+def test_bounds_are_named(server):
+    one = {"input_ids": [5]}
+    for params, words in (
+        ({"n": 10**7}, "n must be from 1 to 8192, got 10000000"),
+        ({"stop": ["x"] * 2000}, "2000 strings, at most 1024"),
+        ({"stop": ["x" * 5000]}, "more than 4096 characters"),
+        ({"stop_token_ids": [5] * 2000}, "2000 ids, at most 1024"),
+    ):
+        assert words in refused(server, "/generate", one | {"sampling_params": params})
+    many = {"input_ids": [[5]] * 100, "sampling_params": {"n": 100}}
+    assert "10000 sequences; one request may ask for 8192" in refused(server, "/generate", many)
+    long = {"text": "x" * (16 * CONTEXT + 1)}
+    assert f"text has {16 * CONTEXT + 1} characters" in refused(server, "/generate", long)
+    assert len(refused(server, "/generate", one | {"lora_path": "x" * 10**5})) < 3000
+    large = {"Content-Length": str(300 << 20)}  # refused before a byte of it is sent
+    status, answer = send(server, "/generate", b"", **large)
+    assert status == 413 and b"more than 256 MiB" in answer
+
+
+def test_a_web_page_cannot_drive_it(server):
+    port = server.port
+    foreign = {"Origin": "http://evil.example"}
+    for path in ("/pause_generation", "/generate", "/flush_cache"):
+        assert "web pages" in refused(server, path, {}, 403, **foreign)
+    other_port = {"Origin": f"http://127.0.0.1:{port + 1}"}
+    assert "web pages" in refused(server, "/pause_generation", {}, 403, **other_port)
+    rebound = {"Host": f"evil.example:{port}"}
+    assert "Host: evil.example" in refused(server, "/continue_generation", {}, 403, **rebound)
+    form = refused(server, "/pause_generation", {}, 415, kind="text/plain")
+    assert "send the body as application/json" in form
+    named = {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}
+    assert send(server, "/continue_generation", b"{}", **named)[0] == 200
+    assert not server.get("/server_info")[1]["internal_states"][0]["paused"]
+
+
+def test_joins_that_nobody_answers_hold_up_nothing(server, tmp_path):
+    flags = ("--context-length", "100", "--dist-timeout", "300")
+    model = server.get("/model_info")[1]["model_path"]
+    body = {
+        "master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1,
+        "world_size": 2, "backend": "gloo",
+    }  # fmt: skip
+    with embedded_server(model, *flags, log=tmp_path / "log") as busy:
+        path = "/init_weights_update_group"
+        calls = [in_thread(busy.post, path, body | {"group_name": str(i)}) for i in range(65)]
+        deadline = time.monotonic() + 20
+        while not (done := [c for c in calls if c.done()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ((status, answer),) = [c.result() for c in done]
+        assert status == 503 and "64 groups wait for their other members" in answer["message"]
+        assert busy.get("/health", timeout=5)[0] == 200
+        assert busy.terminate() == 0
+    assert not wait(calls, 10).not_done
