@@ -18,7 +18,6 @@ from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.utils.http import shown
 
-
 _FIX = "start a server that speaks SGLang's protocol, or correct rollout.addresses"
 
 

@@ -350,6 +350,7 @@ def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:
         isinstance(i, dict) and isinstance(i.get("meta_info"), dict) for i in items
     ):
         raise RuntimeError(
-            f"server {address}: /generate answered {shown(answer)!r} to {samples} samples: {STRANGER}"
+            f"server {address}: /generate answered {shown(answer)!r} to {samples} samples: "
+            f"{STRANGER}"
         )
     return items

@@ -37,7 +37,7 @@ class Tether:
 
     @staticmethod
     def tie(fds: tuple[int, ...], pgid: int) -> None:
-        """Has the group killed once nobody holds `held`. fds: what `end` gave and its leader has."""
+        """Has the group killed once nobody holds `held`. fds: of `end`, as its leader got them."""
         for fd in fds:
             fcntl.fcntl(fd, fcntl.F_SETOWN, -pgid)
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)

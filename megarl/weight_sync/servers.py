@@ -127,9 +127,7 @@ class Servers:
         # what SGLang's /server_info says of it is what the process was started with
         path, key = "/model_info", "weight_version"
         answers = self.call(path, None, deadline, method="GET")
-        return [
-            s for s, a in answers.items() if as_object(s, path, a, key)[key] == INITIAL_VERSION
-        ]
+        return [s for s, a in answers.items() if as_object(s, path, a, key)[key] == INITIAL_VERSION]
 
     def begin_update(self, deadline: Deadline) -> bool:
         """Opens an update session everywhere. False where the servers know no sessions (404). What

@@ -189,6 +189,17 @@ ask = dict(input_ids=[3, 4, 5], sampling_params=dict(max_new_tokens=4, ignore_eo
 request = urllib.request.Request(f"http://{address}/generate", json.dumps(ask).encode())
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 assert len(answer["output_ids"]) == 4, answer
+# what changes the server is for those of the job alone
+from megarl.utils.http import HttpError, call_json
+call_json("POST", address, "/flush_cache", timeout=60)
+token = os.environ.pop("MEGARL_JOB_TOKEN")
+commands = subprocess.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], capture_output=True).stdout
+assert len(token) == 32 and b"megarl.rollout.server" in commands and token.encode() not in commands
+try:
+    call_json("POST", address, "/flush_cache", timeout=60)
+    raise SystemExit("everybody may call")
+except HttpError as e:
+    assert e.status == 401 and "MEGARL_JOB_TOKEN" in str(e), e
 """
     small = ["server.context_length=64", "server.threads=1"]
     small += [f"{key}.max_new_tokens=32" for key in ("gconfig", "eval_gconfig")]

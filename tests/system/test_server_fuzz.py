@@ -68,8 +68,9 @@ numbers = st.integers(-5, 2 * VOCAB) | big | st.floats()
 scalars = st.none() | st.booleans() | numbers | st.text(max_size=6)
 anything = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT + 5)

@@ -12,13 +12,13 @@ TOKEN = "the-secret"
 JSON = {"content-type": "application/json", "content-length": "2"}
 
 
-def status(host="127.0.0.1", *, token=None, control=True, **headers):
+def status(bound="127.0.0.1", *, token=None, control=True, **headers):
     """What a POST with these headers is answered, 200 where it may go on. `_` stands for `-`."""
     headers = {"host": "127.0.0.1:30000"} | JSON | headers
     raw = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items() if v is not None]
     request = Request({"type": "http", "method": "POST", "path": "/x", "headers": raw})
     try:
-        Access(host, token).check(request, control=control)
+        Access(bound, token).check(request, control=control)
     except ServerError as e:
         return e.status
     return 200

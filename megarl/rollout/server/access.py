@@ -44,8 +44,8 @@ class Access:
             return
         if self._token is not None and not known:
             raise ServerError(
-                f"{request.url.path} is for this server's job alone: send its token, `Authorization: "
-                f"Bearer ...` (a job takes it from the environment's {ENV})",
+                f"{request.url.path} is for this server's job alone: send its token, "
+                f"`Authorization: Bearer ...` (a job takes it from the environment's {ENV})",
                 status=401,
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -34,7 +34,8 @@ class ServerArgs:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
         if not 0 < self.dist_timeout <= MAX_TIMEOUT:
             raise ValueError(
-                f"--dist-timeout={self.dist_timeout}: seconds, more than 0 and at most {MAX_TIMEOUT}"
+                f"--dist-timeout={self.dist_timeout}: seconds, must be > 0 and at most "
+                f"{MAX_TIMEOUT} (30 days)"
             )
         if self.context_length is not None and self.context_length < 2:
             raise ValueError(f"--context-length={self.context_length}: at least 2")
