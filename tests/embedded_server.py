@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rollout.server_process import free_port
+from megarl.utils.http import authorization
 
 START_TIMEOUT, STOP_TIMEOUT = 90.0, 10.0
 
@@ -32,7 +33,8 @@ class Client:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"} | authorization()
+            connection.request(method, path, payload, headers)
             response = connection.getresponse()
             status, raw = response.status, response.read().decode()
         finally:

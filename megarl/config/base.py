@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field
 from typing import Any
 
+MAX_TIMEOUT = 30 * 24 * 3600  # seconds of any wait; clocks and sockets take no infinite ones
+
 
 def arg(
     default: Any = MISSING,

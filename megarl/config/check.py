@@ -24,6 +24,7 @@ from megarl.config.check_rollout import (
     owner_problems,
     rollout_problems,
     server_problems,
+    timeout_problems,
 )
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
@@ -163,8 +164,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             yield f"{name}={value}: must be > 0"
     if cfg.total_train_steps is not None and cfg.total_train_steps < 0:
         yield f"total_train_steps={cfg.total_train_steps}: must be >= 0 (0 evaluates only)"
-    if not cfg.collective_timeout > 0:
-        yield f"collective_timeout={cfg.collective_timeout}: seconds, must be > 0"
+    yield from timeout_problems("collective_timeout", cfg.collective_timeout)
     for key, frequency in (
         ("saver", cfg.saver),
         ("recover", cfg.recover),

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.base import MAX_TIMEOUT
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
+
+
+def timeout_problems(key: str, value: float) -> Iterator[str]:
+    if not 0 < value <= MAX_TIMEOUT:
+        yield f"{key}={value}: seconds, must be > 0 and at most {MAX_TIMEOUT} (30 days)"
 
 
 def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
@@ -47,8 +53,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         if getattr(r, name) < 1:
             yield f"rollout.{name}={getattr(r, name)}: must be > 0"
     for name in ("request_timeout", "setup_timeout", "episode_timeout", "reward_timeout"):
-        if not getattr(r, name) > 0:
-            yield f"rollout.{name}={getattr(r, name)}: seconds, must be > 0"
+        yield from timeout_problems(f"rollout.{name}", getattr(r, name))
     if sync.type == "colocated" and r.addresses and not any(map(is_here, r.addresses)):
         yield (
             "weight_sync.type=colocated: none of rollout.addresses is on this machine; use "
@@ -57,8 +62,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     if sync.bucket_mb < 1:
         yield f"weight_sync.bucket_mb={sync.bucket_mb}: must be > 0"
     for name in ("timeout", "server_timeout"):
-        if not getattr(sync, name) > 0:
-            yield f"weight_sync.{name}={getattr(sync, name)}: seconds, must be > 0"
+        yield from timeout_problems(f"weight_sync.{name}", getattr(sync, name))
     yield from _less_to_send_problems(cfg)
     if sync.type == "adapter":
         yield from _adapter_problems(cfg)
@@ -138,8 +142,7 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield f"server.threads={s.threads}: must be >= 0 (0 is torch's default)"
     if s.tp > 1 and s.type == "embedded":
         yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"
-    if not s.start_timeout > 0:
-        yield f"server.start_timeout={s.start_timeout}: seconds, must be > 0"
+    yield from timeout_problems("server.start_timeout", s.start_timeout)
     if s.path:
         yield from model_path_problems("server.path", s.path, weights=True)
     if s.python and not Path(s.python).is_file():

@@ -49,7 +49,7 @@ from megarl.launcher.processes import (
     wait_until,
 )
 from megarl.observability.logging import get_logger
-from megarl.rollout.server_process import ServerProcess, free_port, start_server
+from megarl.rollout.server_process import ServerProcess, free_port, log_tail, start_server
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import (
     set_loopback_default,
@@ -65,7 +65,6 @@ log = get_logger("launcher")
 PACKAGE = Path(megarl.__file__).resolve().parent
 SERVER_FAILED = 3  # exit status: a server died or never became healthy
 FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happened
-LOG_TAIL = 40  # lines of a dead server's log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +214,7 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
             log_path=run_dir(cfg) / f"server_{i}.log",
             env=server_env(gpus),
             wait=False,
+            tether=reaper.tether,
         )
         servers.append(server)
         reaper.watch(server.pid)
@@ -270,7 +270,8 @@ def start_trainers(
     port = free_port()
     for rank in range(job.nproc):
         env = trainer_env(job, rank=rank, port=port, addresses=addresses)
-        child = Child(f"trainer {rank}", [sys.executable, str(job.script), *arguments], env=env)
+        command = [sys.executable, str(job.script), *arguments]
+        child = Child(f"trainer {rank}", command, env=env, tether=reaper.tether)
         trainers.append(child)
         reaper.watch(child.pid)
     shown = " ".join(masked_override(a) for a in arguments)
@@ -335,9 +336,8 @@ def _obituaries(servers: Sequence[ServerProcess]) -> Iterator[str]:
     """For each server that has died: its status and the end of its log."""
     for server in servers:
         if (code := server.poll()) is not None:
-            lines = server.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-            text = "\n".join(lines)
-            yield f"server {server.address} exited with {code}; end of {server.log_path}:\n{text}"
+            end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"
+            yield f"server {server.address} exited with {code}; {end}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from megarl.utils.tether import Tether
+
 POLL_INTERVAL = 0.1  # seconds
 TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
 ORPHAN_GRACE = 1.0  # for what an ended process left running
@@ -21,11 +23,16 @@ KILL_TIMEOUT = 10.0
 class Child:
     """A process that leads its own process group, so that all it starts can be ended with it."""
 
-    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str], tether: Tether
+    ) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        with tether.end() as fds:
+            self._process = subprocess.Popen(
+                command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
+                pass_fds=fds,
+            )  # fmt: skip
+            tether.tie(fds, self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -115,14 +122,17 @@ class Reaper:
     """Ends process groups if this process dies without a chance to do so (SIGKILL, OOM).
 
     It is a process of its own that holds the read end of a pipe: end of file means we are gone.
+    What is tied to `tether` ends even if the reaper is killed with us, then without a warning.
     """
 
     def __init__(self) -> None:
+        self.tether = Tether()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _REAPER],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
+            pass_fds=(self.tether.held,),
         )
 
     def watch(self, pgid: int) -> None:
@@ -137,6 +147,7 @@ class Reaper:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait(KILL_TIMEOUT)
+        self.tether.close()
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None

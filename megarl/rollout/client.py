@@ -18,7 +18,7 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone, silent
-from megarl.utils.http import HttpError
+from megarl.utils.http import STRANGER, HttpError, shown
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
 MAX_FRUITLESS_ABORTS = 20
@@ -97,9 +97,14 @@ class RemoteSGLangEngine(InferenceEngine):
         deadline = time.monotonic() + self.config.setup_timeout
         while True:
             left = deadline - time.monotonic()
-            down = await pool.unhealthy(timeout=max(1.0, min(PROBE_TIMEOUT, left)))
+            patience = max(1.0, min(PROBE_TIMEOUT, left))
+            down = await pool.unhealthy(timeout=patience)
             if not down:
+                await pool.check_protocol(timeout=patience)
                 return
+            for error in down.values():
+                if 400 <= (error.status or 0) < 500:  # no server of ours says so while it starts
+                    raise RuntimeError(f"{error}: {STRANGER}")
             if left <= POLL_INTERVAL:
                 causes = "\n  ".join(map(str, down.values()))
                 raise RuntimeError(
@@ -143,15 +148,19 @@ class RemoteSGLangEngine(InferenceEngine):
             await self._admission()
             pauses = self._pauses
             try:
-                items = await pool.generate(batch_body(unfinished, self._adapter), len(unfinished))
+                body = batch_body(unfinished, self._adapter)
+                items, server = await pool.generate(body, len(unfinished))
             except HttpError:  # on its way across an update: the adapter it names is gone
                 if self._adapter is None or pauses == self._pauses:
                     raise
                 continue
-            gained = sum(
-                s.absorb(item, initial_version=self._initial_version)
-                for s, item in zip(unfinished, items, strict=True)
-            )
+            try:
+                gained = sum(
+                    s.absorb(item, initial_version=self._initial_version)
+                    for s, item in zip(unfinished, items, strict=True)
+                )
+            except ValueError as e:
+                raise ValueError(f"server {server}: /generate: {e}") from e
             before, unfinished = len(unfinished), [s for s in unfinished if not s.done]
             if pauses == self._pauses and unfinished:
                 fruitless = 0 if gained or len(unfinished) < before else fruitless + 1
@@ -304,4 +313,6 @@ class RemoteSGLangEngine(InferenceEngine):
 
 def _served(info: Any) -> str:
     """The weight version of a /model_info answer, or why there is none."""
-    return f"nothing ({info})" if isinstance(info, HttpError) else str(info.get("weight_version"))
+    if not isinstance(info, dict):
+        return f"nothing ({info if isinstance(info, HttpError) else shown(info)})"
+    return str(info.get("weight_version"))

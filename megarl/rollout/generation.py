@@ -16,6 +16,9 @@ from typing import Any
 
 from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.utils.http import shown
+
+_FIX = "start a server that speaks SGLang's protocol, or correct rollout.addresses"
 
 
 def stable_seed(*key: object) -> int:
@@ -57,19 +60,26 @@ class Sample:
         """
         meta = item["meta_info"]
         tokens, logprobs = _tokens_and_logprobs(item)
+        finish = meta.get("finish_reason")
+        if not isinstance(finish, dict):
+            raise ValueError(f"finish_reason {shown(finish)} is no object; {_FIX}")
         response = self.response
+        if response.output_len + len(tokens) > (most := self.request.gconfig.max_new_tokens):
+            raise ValueError(
+                f"{response.output_len + len(tokens)} tokens where {most} were asked for; {_FIX}"
+            )
         response.output_tokens += tokens
         response.output_logprobs += logprobs
         response.output_versions += _versions(meta, len(tokens), initial_version)
-        reason = (meta.get("finish_reason") or {}).get("type")
+        reason = finish.get("type")
         if reason == "abort":
-            self._check_abort(meta["finish_reason"])
+            self._check_abort(finish)
             if response.output_len >= self.request.gconfig.max_new_tokens:
                 self._finish("length")
         elif reason in ("stop", "length"):
             self._finish(reason)
         else:
-            raise ValueError(f"request {self.request.rid}: finish_reason {reason!r} is not known")
+            raise ValueError(f"finish_reason {shown(finish)} is not known; {_FIX}")
         return len(tokens)
 
     def _finish(self, reason: str) -> None:
@@ -119,15 +129,26 @@ def _sampling_params(config: GenerationHyperparameters) -> dict[str, Any]:
 
 def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Both from output_token_logprobs ([logprob, id, text] each): they cannot disagree."""
-    meta = item["meta_info"]
-    entries = meta.get("output_token_logprobs")
+    entries, ids = item["meta_info"].get("output_token_logprobs"), item.get("output_ids")
     if entries is None:  # a request aborted while it queued has a reduced meta_info
-        if item.get("output_ids"):
-            raise ValueError("the server answered tokens without output_token_logprobs")
+        if ids:
+            raise ValueError(f"tokens came without output_token_logprobs; {_FIX}")
         return [], []
-    tokens, logprobs = [int(e[1]) for e in entries], [float(e[0]) for e in entries]
+    if not isinstance(entries, list) or not all(
+        isinstance(e, list) and len(e) > 1 and type(e[1]) is int and isinstance(e[0], int | float)
+        for e in entries
+    ):
+        raise ValueError(
+            f"output_token_logprobs {shown(entries)} is no list of [logprob, token id, ...]; {_FIX}"
+        )
+    if isinstance(ids, list) and len(ids) != len(entries):
+        raise ValueError(f"{len(ids)} tokens came with {len(entries)} logprobs; {_FIX}")
+    tokens, logprobs = [e[1] for e in entries], [float(e[0]) for e in entries]
     if bad := [lp for lp in logprobs if not math.isfinite(lp)]:
-        raise ValueError(f"the server answered a logprob of {bad[0]}")
+        raise ValueError(
+            f"the server answered a logprob of {bad[0]}; its weights are broken, or overflow in "
+            "its dtype"
+        )
     return tokens, logprobs
 
 
@@ -137,12 +158,19 @@ def _versions(meta: dict[str, Any], count: int, initial_version: int) -> list[in
         {"version": meta.get("weight_version", INITIAL_VERSION), "start": 0, "end": count}
     ]
     versions: list[int | None] = [None] * count
-    for span in spans:
-        number = parse_version(span["version"], initial_version)
-        for t in range(span["start"], min(span["end"], count)):
-            versions[t] = number
+    try:
+        for span in spans:
+            number = parse_version(str(span["version"]), initial_version)
+            for t in range(max(0, span["start"]), min(span["end"], count)):
+                versions[t] = number
+    except (TypeError, KeyError):
+        raise ValueError(
+            f"weight_versions {shown(spans)} is no list of version, start, end; {_FIX}"
+        ) from None
     if None in versions:
-        raise ValueError(f"weight_versions {spans} do not cover all {count} output tokens")
+        raise ValueError(
+            f"weight_versions {shown(spans)} do not cover all {count} output tokens; {_FIX}"
+        )
     return [v for v in versions if v is not None]
 
 

@@ -19,7 +19,16 @@ import aiohttp
 
 from megarl.api.records import INITIAL_VERSION
 from megarl.observability.logging import get_logger
-from megarl.utils.http import HttpError, decode_answer, error_message, split_address
+from megarl.utils.http import (
+    STRANGER,
+    HttpError,
+    accepted,
+    as_object,
+    authorization,
+    decode_answer,
+    shown,
+    split_address,
+)
 
 log = get_logger(__name__)
 
@@ -84,7 +93,7 @@ class ServerPool:
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # concurrency is bounded by the executor
-        self._session = aiohttp.ClientSession(connector=connector)
+        self._session = aiohttp.ClientSession(connector=connector, headers=authorization())
 
     async def close(self, *, resume: bool = False) -> None:
         """resume: nobody else will; whoever uses the servers next must not find them paused."""
@@ -100,8 +109,12 @@ class ServerPool:
             await self._session.close()
             self._session = None
 
-    async def generate(self, body: dict[str, Any], samples: int) -> list[dict[str, Any]]:
-        """One batch request to the least loaded server, elsewhere on a connection error."""
+    async def generate(
+        self, body: dict[str, Any], samples: int
+    ) -> tuple[list[dict[str, Any]], str]:
+        """One batch request to the least loaded server, elsewhere on a connection error. Returns
+        one answer for each sample, and who gave them.
+        """
         failed: list[_Server] = []
         for attempt in range(self._retries):
             server = self._pick(avoid=failed)
@@ -119,7 +132,7 @@ class ServerPool:
                 self._heard(server, error)
             else:
                 self._heard(server)
-                return items
+                return items, server.address
             finally:
                 server.in_flight -= samples
             failed.append(server)
@@ -162,6 +175,7 @@ class ServerPool:
         info = await self.call(
             server.address, "GET", "/model_info", timeout=min(self._server_timeout, self._timeout)
         )
+        info = as_object(server.address, "/model_info", info, "weight_version")
         self._check_served(server, info, "/model_info")
 
     def _check_served(self, server: _Server, info: Mapping[str, Any], path: str) -> None:
@@ -270,6 +284,13 @@ class ServerPool:
         answers = await self.everywhere("GET", "/health", timeout=timeout)
         return {a: e for a, e in answers.items() if isinstance(e, HttpError)}
 
+    async def check_protocol(self, *, timeout: float = PROBE_TIMEOUT) -> None:
+        """HttpError naming a server that is healthy, but not a generation server."""
+        for address, info in (await self.everywhere("GET", "/model_info", timeout=timeout)).items():
+            if isinstance(info, HttpError):
+                raise info
+            as_object(address, "/model_info", info, "weight_version")
+
     async def _call_watched(
         self, address: str, method: str, path: str, body: dict[str, Any] | None, timeout: float
     ) -> Any:
@@ -307,12 +328,9 @@ class ServerPool:
         except TimeoutError as e:
             raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
         except (aiohttp.ClientError, OSError) as e:
-            reason = f"failed: {type(e).__name__}: {e}".rstrip(": ")
+            reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
             raise HttpError(address, path, reason) from e
-        answer = decode_answer(raw)
-        if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
-            raise HttpError(address, path, error_message(answer), status)
-        return answer
+        return accepted(address, path, status, decode_answer(raw))
 
 
 def silent(answers: Mapping[str, Any]) -> dict[str, HttpError]:
@@ -328,9 +346,11 @@ def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
 
 def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:
     items = answer if isinstance(answer, list) else [answer]
-    if len(items) != samples or not all(isinstance(i, dict) and "meta_info" in i for i in items):
+    if len(items) != samples or not all(
+        isinstance(i, dict) and isinstance(i.get("meta_info"), dict) for i in items
+    ):
         raise RuntimeError(
-            f"server {address}: /generate answered {str(answer)[:200]!r} to {samples} samples; "
-            "it does not speak SGLang's protocol"
+            f"server {address}: /generate answered {shown(answer)!r} to {samples} samples: "
+            f"{STRANGER}"
         )
     return items

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import megarl
@@ -19,6 +20,8 @@ from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
+from megarl.utils.job_token import ENV, job_token
+from megarl.utils.tether import Tether
 
 log = get_logger(__name__)
 
@@ -26,6 +29,12 @@ POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
 TERM_TIMEOUT = 20.0  # seconds between SIGTERM and SIGKILL
 LOG_TAIL = 40  # lines of a dead server's log in its error
+# SGLang takes its key as an argument alone, and arguments are everybody's to read: this adds it
+# inside the process, before those of the command line, which may hold another one
+_SGLANG_WITH_KEY = (
+    f"import os, runpy, sys; sys.argv[1:1] = ['--api-key', os.environ['{ENV}']]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
 
 
 class ServerProcess:
@@ -39,10 +48,17 @@ class ServerProcess:
         port: int,
         log_path: Path,
         env: Mapping[str, str] | None = None,
+        tether: Tether | None = None,
+        private_log: bool = False,
     ) -> None:
+        """tether: what the server's group is ended with, beside this object's own `stop`.
+        private_log: nobody else may read the log.
+        """
         self.address, self.log_path = f"{host}:{port}", Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as out:
+        with self.log_path.open("ab") as out, tether.end() if tether else nullcontext(()) as fds:
+            if private_log:
+                os.fchmod(out.fileno(), 0o600)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -50,7 +66,9 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                pass_fds=fds,
             )
+            Tether.tie(fds, self.pid)
         atexit.register(self.stop)
 
     @property
@@ -97,8 +115,13 @@ class ServerProcess:
             os.killpg(self.pid, number)
 
     def _tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-        return f"--- end of {self.log_path} ---\n" + "\n".join(lines)
+        return f"--- end of {self.log_path} ---\n{log_tail(self.log_path)}"
+
+
+def log_tail(path: Path) -> str:
+    """The end of a server's log, without the job's token."""
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    return "\n".join(lines).replace(job_token() or "\0", f"<{ENV}>")
 
 
 def start_server(
@@ -111,20 +134,25 @@ def start_server(
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
     wait: bool = True,
+    tether: Tether | None = None,
 ) -> ServerProcess:
     """Starts one server of `server.type` on `port` (default: a free one).
 
     `model_path` and `dtype` stand in where `server.path` is empty and `server.dtype` is "auto".
     wait=False returns at once, to start several together; then call `wait_healthy`.
     """
-    port = free_port(host, port or 0)
-    command = server_command(server, model_path=model_path, dtype=dtype, host=host, port=port)
+    port, with_key = free_port(host, port or 0), job_token() is not None
+    command = server_command(
+        server, model_path=model_path, dtype=dtype, host=host, port=port, with_key=with_key
+    )
     process = ServerProcess(
         command,
         host=host,
         port=port,
         log_path=Path(log_path),
         env={**_environment(server), **(env or {})},
+        tether=tether,
+        private_log=with_key and server.type == "sglang",  # it logs its arguments
     )
     log.info("server %s: pid %d, log %s", process.address, process.pid, process.log_path)
     if wait:
@@ -133,14 +161,22 @@ def start_server(
 
 
 def server_command(
-    server: ServerConfig, *, model_path: str, dtype: str, host: str, port: int
+    server: ServerConfig,
+    *,
+    model_path: str,
+    dtype: str,
+    host: str,
+    port: int,
+    with_key: bool = False,
 ) -> list[str]:
-    """The command line; both servers share the flags they share with SGLang."""
+    """The command line; both servers share the flags they share with SGLang. with_key: it takes
+    the environment's token for its key, as the embedded server does by itself.
+    """
     sglang = server.type == "sglang"
+    module = ["-m", "sglang.launch_server" if sglang else "megarl.rollout.server"]
     command = [
         (server.python if sglang else "") or sys.executable,
-        "-m",
-        "sglang.launch_server" if sglang else "megarl.rollout.server",
+        *(["-c", _SGLANG_WITH_KEY] if sglang and with_key else module),
         "--model-path",
         server.path or model_path,
         "--host",

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megarl.utils.job_token import ENV, job_token
+
 T = TypeVar("T")
+STRANGER = (
+    "it is no server that speaks SGLang's protocol; correct rollout.addresses, or end what else "
+    "listens there"
+)
+_SHOWN = 200  # characters of an answer in an error
 
 
 class HttpError(RuntimeError):
@@ -44,21 +51,52 @@ def call_json(
     host, port = split_address(address)
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     payload = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | authorization()
     try:
-        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        connection.request(method, path, payload, headers)
         response = connection.getresponse()
         status, raw = response.status, response.read()
     except TimeoutError as e:
         raise HttpError(address, path, f"gave no answer within {timeout:.1f} s") from e
     except (OSError, http.client.HTTPException) as e:
-        reason = str(e) or "connection closed"
+        reason = shown(str(e)) if str(e) else "connection closed"
         raise HttpError(address, path, f"failed: {type(e).__name__}: {reason}") from e
     finally:
         connection.close()
-    answer = decode_answer(raw)
-    if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
-        raise HttpError(address, path, error_message(answer), status)
-    return answer
+    return accepted(address, path, status, decode_answer(raw))
+
+
+def authorization() -> dict[str, str]:
+    """The header that says we belong to the job whose servers we call; none without a token."""
+    token = job_token()
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def accepted(address: str, path: str, status: int, answer: Any) -> Any:
+    """The answer, or HttpError with the server's own message on a status >= 400 and on
+    `"success": false`.
+    """
+    if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):
+        return answer
+    reason = error_message(answer)
+    if status == 401:
+        reason += f" (set {ENV} to the token or API key that server was started with)"
+    raise HttpError(address, path, reason, status)
+
+
+def as_object(address: str, path: str, answer: Any, *keys: str) -> dict[str, Any]:
+    """The answer where it is a JSON object with `keys`, else HttpError."""
+    if isinstance(answer, dict) and all(key in answer for key in keys):
+        return answer
+    wanted = f" with {', '.join(keys)}" if keys else ""
+    reason = f"{shown(answer)} instead of a JSON object{wanted}: {STRANGER}"
+    raise HttpError(address, path, reason, 200)
+
+
+def shown(answer: Any) -> str:
+    """One short line of whatever it is."""
+    text = " ".join((answer if isinstance(answer, str) else repr(answer)).split())
+    return f"{text[:_SHOWN]} ..." if len(text) > _SHOWN else text or "nothing"
 
 
 def decode_answer(raw: bytes) -> Any:
@@ -79,7 +117,7 @@ def error_message(answer: Any) -> str:
         for key in ("message", "error", "detail", "error_message"):
             if answer.get(key):
                 return str(answer[key])
-    return "(no message)" if answer is None else str(answer)
+    return "(no message)" if answer is None else shown(answer)
 
 
 def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import INITIAL_VERSION, ServersLost
-from megarl.utils.http import HttpError, call_json, in_thread
+from megarl.utils.http import STRANGER, HttpError, as_object, call_json, in_thread, shown
 from megarl.weight_sync.agreement import Deadline
 
 LINGER = 2.0  # seconds
@@ -51,12 +51,16 @@ class ServerInfo:
     weight_version: str = ""
 
     @classmethod
-    def parse(cls, server: str, answer: Mapping[str, Any]) -> ServerInfo:
+    def parse(cls, server: str, answer: Any) -> ServerInfo:
         """From /server_info. RuntimeError for a server with several replicas or stages inside: it
         counts its ranks within one tensor-parallel group, so theirs would collide.
         """
-        replicas = 1 if answer.get("enable_dp_attention") else int(answer.get("dp_size") or 1)
-        stages = int(answer.get("pp_size") or 1)
+        answer = as_object(server, "/server_info", answer)
+        sizes = {k: answer.get(f"{k}_size") or 1 for k in ("dp", "pp", "tp")}
+        if wrong := [f"{k}_size={shown(n)}" for k, n in sizes.items() if type(n) is not int]:
+            raise RuntimeError(f"server {server}: /server_info answered {wrong[0]}: {STRANGER}")
+        replicas = 1 if answer.get("enable_dp_attention") else sizes["dp"]
+        stages = sizes["pp"]
         if replicas > 1 or stages > 1:
             raise RuntimeError(
                 f"server {server} runs with dp_size={replicas}, pp_size={stages}: weights can be "
@@ -64,7 +68,7 @@ class ServerInfo:
             )
         dtype = getattr(torch, str(answer.get("dtype")), None)
         return cls(
-            tp=int(answer.get("tp_size") or 1),
+            tp=sizes["tp"],
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             hf_checksums=str(answer.get("version", "")).endswith("+megarl"),
             applies_delta="weights_id" in answer,
@@ -121,8 +125,9 @@ class Servers:
         processes at old addresses, in no group.
         """
         # what SGLang's /server_info says of it is what the process was started with
-        answers = self.call("/model_info", None, deadline, method="GET")
-        return [s for s, a in answers.items() if a.get("weight_version") == INITIAL_VERSION]
+        path, key = "/model_info", "weight_version"
+        answers = self.call(path, None, deadline, method="GET")
+        return [s for s, a in answers.items() if as_object(s, path, a, key)[key] == INITIAL_VERSION]
 
     def begin_update(self, deadline: Deadline) -> bool:
         """Opens an update session everywhere. False where the servers know no sessions (404). What

@@ -136,6 +136,9 @@ def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
 def _checksums(server: str, answer: Any) -> list[Checksums]:
     """By the server's ranks."""
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
-    if not ranks or not all(r.get("checksums") for r in ranks):
+    if not isinstance(ranks, list) or not all(
+        isinstance(r, dict) and r.get("checksums") and isinstance(r["checksums"], dict)
+        for r in ranks or [None]
+    ):
         raise RuntimeError(f"server {server}: /weights_checker answered without checksums")
     return [r["checksums"] for r in ranks]

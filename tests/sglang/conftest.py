@@ -42,6 +42,14 @@ class Pair:
             server.load(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def token() -> Iterator[None]:
+    """A job's token, as the launcher would make it: in the environment of all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_JOB_TOKEN", "the-tests-secret")
+        yield
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("pair")

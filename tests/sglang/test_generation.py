@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,16 @@ def test_what_a_server_says_of_itself(pair: Pair) -> None:
         assert info.tp == tp and info.dtype == torch.float32 and info.weight_version == "default"
         assert not info.hf_checksums and not info.applies_delta
         assert len(server.checksums()) == tp
+
+
+def test_it_answers_to_those_who_know_the_jobs_token_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command line does not show it, and what would show it asks for it."""
+    token = os.environ["MEGARL_JOB_TOKEN"]
+    assert pair.one.get("/server_info")[1]["api_key"] == token
+    assert token not in Path(f"/proc/{pair.one.process.pid}/cmdline").read_text()
+    monkeypatch.delenv("MEGARL_JOB_TOKEN")
+    for path in ("/pause_generation", "/update_weights_from_disk", "/generate"):
+        assert pair.one.post(path, {})[0] == 401
+    assert pair.one.get("/server_info")[0] == 401 and pair.one.get("/health")[0] == 200

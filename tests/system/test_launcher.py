@@ -191,6 +191,17 @@ ask = dict(input_ids=[3, 4, 5], sampling_params=dict(max_new_tokens=4, ignore_eo
 request = urllib.request.Request(f"http://{address}/generate", json.dumps(ask).encode())
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 assert len(answer["output_ids"]) == 4, answer
+# what changes the server is for those of the job alone
+from megarl.utils.http import HttpError, call_json
+call_json("POST", address, "/flush_cache", timeout=60)
+token = os.environ.pop("MEGARL_JOB_TOKEN")
+commands = subprocess.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], capture_output=True).stdout
+assert len(token) == 32 and b"megarl.rollout.server" in commands and token.encode() not in commands
+try:
+    call_json("POST", address, "/flush_cache", timeout=60)
+    raise SystemExit("everybody may call")
+except HttpError as e:
+    assert e.status == 401 and "MEGARL_JOB_TOKEN" in str(e), e
 """
     small = ["server.context_length=64", "server.threads=1"]
     small += [f"{key}.max_new_tokens=32" for key in ("gconfig", "eval_gconfig")]
@@ -289,6 +300,28 @@ def test_nothing_is_left_when_the_launcher_is_killed(stage: Stage) -> None:
     process.kill()
     stage.finish()
     stage.all_gone()
+
+
+def test_nothing_is_left_when_the_launcher_and_its_reaper_are_killed(stage: Stage) -> None:
+    """Nobody is there to end the others: not the helpers of trainers, nor what ignores SIGTERM."""
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    process = stage.start(stubborn + WAIT, *stage.grpo, "actor.parallel.tp=2")
+    stage.trainers(2)
+    (reaper,) = (p for p in children(process.pid) if "killpg" in command_line(p))
+    assert set(stage.pids()) & set(children(process.pid))
+    os.kill(reaper, signal.SIGKILL)
+    process.kill()
+    stage.finish()
+    stage.all_gone()
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(n) for task in tasks for n in (task / "children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,11 @@ def test_a_lost_sender_is_an_error_after_the_timeout(server, dirs, weights):
     assert status == 400 and name in answer["message"]
     server.ok("/end_weight_update")
     lost.close()
+    # how much of the tensor has come nobody knows: nothing is generated with it
+    status, data = server.post("/generate", {"input_ids": PROMPT})
+    assert status == 500 and f"while it wrote {name}" in data["error"]["message"]
+    assert server.get("/health")[0] == 200 and server.get("/health_generate")[0] == 503
+    server.ok("/update_weights_from_disk", {"model_path": str(dirs[0])})
     assert checksums(server) == sums_of(weights[0])
     assert len(greedy(server)["output_ids"]) == 6
 
@@ -242,6 +247,8 @@ def test_group_errors(server, sender):
         ({"world_size": 2, "group_name": "h"}, "nccl"),
         ({"group_name": "h", "backend": "gloo"}, "world_size"),
         ({"world_size": 2, "group_name": "h", "backend": "gloo"}, "Failed to initialize"),
+        ({"world_size": 2, "group_name": "h", "backend": "mpi"}, "mpi"),
+        ({"world_size": 1, "group_name": "h", "backend": "gloo"}, "world_size=1"),
     ):
         status, answer = server.post(join, body | extra)
         assert status == 400 and words in answer["message"], answer

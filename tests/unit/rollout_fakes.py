@@ -87,6 +87,7 @@ class FakeServer:
         self.loop = LoopThread("fake-server")
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, Any]] = []
+        self.authorizations: list[str | None] = []
         self.fail: list[Any] = []
         self.abort_after: list[int | None] = []
         self.versions: list[str] = []
@@ -97,7 +98,7 @@ class FakeServer:
         self.address = self.loop.run(self._start(), timeout=10)
 
     async def _start(self) -> str:
-        app = web.Application()
+        app = web.Application(middlewares=[self._note])
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._info)
@@ -114,6 +115,11 @@ class FakeServer:
         if self.loop.alive:
             self.loop.run(self._runner.cleanup(), timeout=10)
             self.loop.close()
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.authorizations.append(request.headers.get("Authorization"))
+        return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)

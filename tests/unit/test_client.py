@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from aiohttp import web
@@ -12,6 +13,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import stable_seed
+from megarl.utils.http import call_json
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import FakeServer
 
@@ -347,6 +349,91 @@ def test_refused_request_is_not_retried(servers, connect):
     with pytest.raises(RuntimeError, match="400: longer than the context length"):
         generate(client, request())
     assert len(servers[0].requests) == 1
+
+
+def answer(**meta):
+    """A good one, two tokens, but for `meta`."""
+    known = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]],
+        "weight_version": "default",
+    }
+    return {"output_ids": [5, 6], "meta_info": known | meta}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("<html>\n<p>a shop</p>", "answered '<html> <p>a shop</p>' to 1 samples"),
+        ([], "to 1 samples"),
+        ([{"text": "x"}], "to 1 samples"),
+        ([{"meta_info": "x"}], "to 1 samples"),
+        ([answer(), answer()], "to 1 samples"),
+        (answer(finish_reason="stop"), "finish_reason stop is no object"),
+        (answer(finish_reason={"type": "bored"}), "bored"),
+        (answer(output_token_logprobs=[[-1.0, 5]]), "2 tokens came with 1 logprobs"),
+        (answer(output_token_logprobs=None), "without output_token_logprobs"),
+        (answer(output_token_logprobs="x"), "no list of"),
+        (answer(output_token_logprobs=[[-1.0, "5"], [-1.0, 6]]), "no list of"),
+        (answer(output_token_logprobs=[[None, 5], [-1.0, 6]]), "no list of"),
+        (answer(output_token_logprobs=[[float("nan"), 5], [-1.0, 6]]), "a logprob of nan"),
+        (answer(weight_versions=[{"version": "default"}]), "weight_versions"),
+        (answer(weight_versions=[{"version": "default", "start": 0, "end": 1}]), "do not cover"),
+        (answer(weight_version="mine"), "'mine' is not a number"),
+        (answer() | {"output_ids": [1] * 9} | {"meta_info": answer()["meta_info"] | {
+            "output_token_logprobs": [[-1.0, 1]] * 9}}, "9 tokens where 6 were asked for"),
+    ],
+)  # fmt: skip
+def test_junk_is_one_line_that_names_who_sent_it(servers, connect, said, words):
+    """It is asked for once, and trained on never."""
+    servers[0].fail = [(200, said)]
+    client = connect(servers[0].address)
+    with pytest.raises((RuntimeError, ValueError)) as info:
+        generate(client, request())
+    text = str(info.value)
+    assert f"server {servers[0].address}: /generate" in text and words in text
+    assert "\n" not in text and len(servers[0].requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "words"),
+    [
+        (404, "<html>\nNo such file\n</html>", "/health answered 404: <html> No such file </html>"),
+        (200, "<html>\nWelcome\n</html>", "/model_info answered 200: <html> Welcome </html>"),
+        (200, '{"name": "shop"}', "{'name': 'shop'} instead of a JSON object with weight_version"),
+    ],
+)
+def test_another_service_at_the_address_is_known_at_once(status, page, words):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *args): ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"127.0.0.1:{http.server_port}"
+        client = RemoteSGLangEngine(RolloutConfig(addresses=[address], setup_timeout=600))
+        with pytest.raises(RuntimeError) as info:
+            client.initialize()
+        http.shutdown()
+    text = str(info.value)
+    assert f"server {address}: {words}" in text and "correct rollout.addresses" in text
+    assert "\n" not in text
+
+
+def test_every_call_carries_the_jobs_token(servers, connect, monkeypatch):
+    monkeypatch.setenv("MEGARL_JOB_TOKEN", "the-secret")
+    client = connect(servers[0].address)
+    generate(client, request())
+    client.pause()
+    call_json("POST", servers[0].address, "/continue_generation", {}, timeout=10)
+    assert set(servers[0].authorizations) == {"Bearer the-secret"}
+    servers[0].pause_answer = web.json_response({"error": "Unauthorized"}, status=401)
+    with pytest.raises(RuntimeError, match=r"401: Unauthorized \(set MEGARL_JOB_TOKEN"):
+        client.pause()
 
 
 def test_slow_answer_is_a_timeout_naming_the_server(servers, connect):

@@ -120,6 +120,7 @@ def test_commands():
         "/opt/python", "-m", "sglang.launch_server", *common,
         "--tp-size", "4", "--enable-deterministic-inference",
     ]  # fmt: skip
+    assert "--api-key" not in str(command())  # the embedded server reads the environment
     own = command(path="other", dtype="bfloat16")
     assert own[own.index("--model-path") + 1] == "other"
     assert own[own.index("--dtype") + 1] == "bfloat16"
@@ -128,3 +129,27 @@ def test_commands():
 def test_processes_are_in_groups_of_their_own(start):
     process = start("import time; time.sleep(600)")
     assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+
+
+def test_sglang_gets_its_key_without_telling_it_to_everybody(tmp_path, monkeypatch):
+    """Its command line shows none, and its log, which does, is its owner's alone."""
+    module = tmp_path / "sglang" / "launch_server.py"
+    module.parent.mkdir()
+    module.write_text("import sys, time; print(__name__, sys.argv[1:], flush=True); time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MEGARL_JOB_TOKEN", "the-secret")
+    log = tmp_path / "log"
+    config = ServerConfig(type="sglang", extra_args=["--api-key", "own"])
+    process = start_server(config, model_path="m", dtype="auto", log_path=log, wait=False)
+    try:
+        deadline = time.monotonic() + 30
+        while not (said := log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with open(f"/proc/{process.pid}/cmdline") as f:
+            assert "the-secret" not in f.read()
+    finally:
+        process.stop()
+    assert said.startswith("__main__ ['--api-key', 'the-secret', '--model-path', 'm', ")
+    assert said.endswith("'--api-key', 'own']\n")  # the last one counts
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert "the-secret" not in process._tail() and "<MEGARL_JOB_TOKEN>" in process._tail()

@@ -17,24 +17,32 @@ VOCAB = 8
 
 
 class _Cache:
+    rows = 4
+
+    def __init__(self):
+        self.cleared, self.scrubbed = 0, []
+
     def clear(self):
-        pass
+        self.cleared += 1
 
     def copy_rows(self, source, target, positions):
         pass
 
     def scrub(self, rows):
-        pass
+        self.scrubbed += rows
 
 
 class FakeRunner:
-    """Always predicts token 5. `gate` closed holds a decode step back."""
+    """Always predicts token 5. `gate` closed holds a decode step back. The next `decode_fails`
+    decodes fail, and so does a prefill with a sequence of rid `poison`; `lost` is a lost GPU.
+    """
 
     device, vocab_size, deterministic = torch.device("cpu"), VOCAB, False
 
     def __init__(self, max_rows=4, max_total_tokens=1000):
         self.max_rows, self.max_total_tokens = max_rows, max_total_tokens
-        self.cache, self.gate, self.broken = _Cache(), threading.Event(), False
+        self.cache, self.gate, self.decoding = _Cache(), threading.Event(), threading.Event()
+        self.decode_fails, self.poison, self.lost = 0, None, False
         self.batches: list[int] = []
         self.gate.set()
 
@@ -42,17 +50,25 @@ class FakeRunner:
         pass
 
     def _logits(self, count):
-        if self.broken:
-            raise RuntimeError("out of memory")
         logits = torch.zeros(count, VOCAB)
         logits[:, 5] = 50.0
         return logits
 
+    def probe(self):
+        if self.lost:
+            raise RuntimeError("the GPU is lost")
+
     def prefill(self, seqs, first_row):
+        if self.lost or self.poison in [s.rid for s in seqs]:
+            raise RuntimeError("out of memory")
         return list(seqs), self._logits(len(seqs))
 
     def decode(self, seqs):
+        self.decoding.set()
         assert self.gate.wait(10)
+        if self.decode_fails:
+            self.decode_fails -= 1
+            raise RuntimeError("out of memory")
         self.batches.append(len(seqs))
         return self._logits(len(seqs))
 
@@ -72,16 +88,19 @@ def world():
             if finished:
                 done[seq].set_result(seq)
 
-    scheduler = Scheduler(runner, None, notify=notify, on_death=dead.set)
-    scheduler.dead = dead
+    torn = []
+    scheduler = Scheduler(
+        runner, None, notify=notify, on_death=dead.set, unfit=lambda: "".join(torn)
+    )
+    scheduler.dead, scheduler.torn = dead, torn
     scheduler.start()
 
-    def submit(count=1, tokens=5):
+    def submit(count=1, tokens=5, params=None):
         seqs = [
             Sequence(
                 rid=f"r{i}",
                 prompt=[1, 2],
-                params=SamplingParams(),
+                params=params or SamplingParams(),
                 max_new_tokens=tokens,
                 stop_ids=frozenset(),
                 seed=0,
@@ -139,16 +158,75 @@ def test_a_refusal_answers_its_call_and_nothing_else_happens(world):
     assert len(finish(submit()[0]).output) == 5
 
 
-def test_an_unexpected_error_reaches_everybody_and_ends_the_thread(world):
+def test_a_job_that_fails_fails_alone(world):
+    scheduler, _, submit, finish = world
+    with pytest.raises(KeyError):
+        scheduler.call(lambda: {}["x"]).result(10)
+    with pytest.raises(SystemExit):
+        scheduler.call_exclusive(exit).result(10)
+    assert len(finish(submit()[0]).output) == 5 and scheduler.alive
+
+
+def test_a_decode_that_fails_ends_its_sequences_and_frees_their_rows(world):
+    """Nobody can say whose fault it is. What waited runs."""
+    scheduler, runner, submit, finish = world
+    runner.gate.clear()
+    seqs = submit(6)
+    job = scheduler.call(lambda: None)
+    runner.decode_fails = 1
+    runner.gate.set()
+    ends = [finish(s) for s in seqs]
+    assert ["out of memory" in (s.error or "") for s in ends] == [True] * 4 + [False] * 2
+    assert [len(s.output) for s in ends[4:]] == [5, 5]
+    job.result(10)
+    assert scheduler.alive and not scheduler.running and runner.cache.cleared == 1
+
+
+def test_a_prefill_that_fails_is_tried_one_by_one(world):
+    scheduler, runner, submit, finish = world
+    runner.poison = "r1"
+    scheduler.pause("in_place").result(10)
+    seqs = submit(3)
+    scheduler.resume().result(10)
+    ends = [finish(s) for s in seqs]
+    assert ["out of memory" in (s.error or "") for s in ends] == [False, True, False]
+    assert [len(s.output) for s in ends] == [5, 0, 5]
+    assert runner.cache.cleared == 0 and runner.cache.scrubbed  # other rows keep what they had
+
+
+def test_an_answer_that_cannot_be_searched_for_stops_fails_alone(world):
+    _, _, submit, finish = world  # it has no tokenizer to search with
+    (bad,) = submit(params=SamplingParams(stop=("x",)))
+    assert "searched for stops" in finish(bad).error
+    assert len(finish(submit()[0]).output) == 5
+
+
+def test_torn_weights_generate_nothing(world):
+    scheduler, runner, submit, finish = world
+    runner.gate.clear()
+    seqs = submit(6)
+    scheduler.pause("in_place")
+    done = scheduler.call_exclusive(lambda: scheduler.torn.append("torn"))
+    runner.gate.set()
+    done.result(10)
+    scheduler.resume()
+    assert all(finish(s).error == "torn" for s in seqs)
+    scheduler.call_exclusive(scheduler.torn.clear).result(10)
+    assert len(finish(submit()[0]).output) == 5
+
+
+def test_a_model_that_computes_nothing_any_more_ends_the_thread(world):
     scheduler, runner, submit, finish = world
     runner.gate.clear()
     seqs = submit(6)
     job = scheduler.call_exclusive(lambda: None)
-    runner.broken = True
+    assert runner.decoding.wait(10)
+    runner.decode_fails, runner.lost = 1, True
     runner.gate.set()
-    for s in seqs:
-        assert "out of memory" in finish(s).error
-    with pytest.raises(ServerError, match="out of memory"):
+    errors = [finish(s).error for s in seqs]
+    assert all("out of memory" in e for e in errors[:4])
+    assert all("the GPU is lost" in e for e in errors[4:])
+    with pytest.raises(ServerError, match="the GPU is lost"):
         job.result(10)
     assert scheduler.dead.wait(10) and not scheduler.alive
 

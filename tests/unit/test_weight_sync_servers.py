@@ -115,6 +115,17 @@ def test_no_answer_is_bounded(fakes: Any) -> None:
     assert e.value.status is None
 
 
+@pytest.mark.parametrize("junk", (b"<html>\n<body>", [1], {"tp_size": "two"}))
+def test_junk_from_a_server_is_one_readable_line(fakes: Any, junk: Any) -> None:
+    fake = fakes(server_info=(200, junk), model_info=(200, junk), weights_checker=(200, junk))
+    servers, deadline = Servers([fake.address]), Deadline(10)
+    verifier = Verifier({fake.address: ServerInfo(tp=1, dtype=torch.float32, hf_checksums=True)})
+    for ask in (servers.info, servers.started_again, verifier.check):
+        with pytest.raises(RuntimeError, match=f"^server {fake.address}: /") as e:
+            ask(deadline)
+        assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize("address", ("localhost", "host:", ":80", "host:port"))
 def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="use host:port"):

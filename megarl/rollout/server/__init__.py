@@ -6,6 +6,8 @@ It stands in for SGLang where SGLang does not run (laptops, CI) and in tests; wh
 answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx that names it.
 
     args.py              command line
+    access.py            who may call: Host, Origin, the job's token
+    limits.py            what one request may ask for
     errors.py            refusals, each with its HTTP status and body
     sampling_params.py   sampling parameters, as SGLang bounds them
     sampler.py           counter-based randomness, the batched sampler

@@ -43,15 +43,23 @@ class Adapters:
         """All or nothing."""
         if name in self.paths:
             raise ControlError(f"LoRA adapter {name!r} is loaded already; unload it first")
+        if self._store.torn:
+            raise ControlError("the weights below an adapter are torn; load them first")
         pairs, scale = _read(path)
         for weight, (a, b) in pairs.items():
             self._store.check({weight: ((b.shape[0], a.shape[1]), a.dtype)})
         self._restore()
-        for weight, (a, b) in pairs.items():
-            own = self._store.tensors[weight]
-            self._base[weight] = own.clone()
-            a, b = (t.to(own.device, torch.float32) for t in (a, b))
-            own.copy_((b @ a * scale).add_(own))
+        try:
+            with self._store.writing(pairs):
+                for weight, (a, b) in pairs.items():
+                    own = self._store.tensors[weight]
+                    self._base[weight] = own.clone()
+                    a, b = (t.to(own.device, torch.float32) for t in (a, b))
+                    own.copy_((b @ a * scale).add_(own))
+        except Exception:
+            with self._store.writing(pairs):
+                self._restore()
+            raise
         self.paths[name], self.merged = path, name
 
     def unload(self, name: str) -> None:
@@ -85,8 +93,9 @@ def _read(path: str) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], floa
     try:
         config = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(path) / "adapter_model.safetensors")
-    except (OSError, SafetensorError, json.JSONDecodeError) as e:
+    except (OSError, SafetensorError, ValueError) as e:
         raise ControlError(f"{path}: cannot read a PEFT adapter: {e}") from e
+    scale = _scale(path, config)
     for key, allowed in _PLAIN.items():
         if config.get(key) not in allowed:
             raise ControlError(f"{path}: {key}={config[key]!r} is not supported")
@@ -95,8 +104,20 @@ def _read(path: str) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], floa
         module = name.removesuffix(".lora_A.weight")
         if (b := tensors.pop(f"{module}.lora_B.weight", None)) is None:
             raise ControlError(f"{path}: {name} has no lora_B beside it")
-        pairs[module.removeprefix(_PREFIX) + ".weight"] = tensors.pop(name), b
+        a = tensors.pop(name)
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ControlError(
+                f"{path}: {module} has A of shape {list(a.shape)} and B of {list(b.shape)}; they "
+                "must be [r, in] and [out, r]"
+            )
+        pairs[module.removeprefix(_PREFIX) + ".weight"] = a, b
     if tensors:
         raise ControlError(f"{path}: {next(iter(tensors))} belongs to no linear layer's adapter")
-    r = config["r"]
-    return pairs, config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
+    return pairs, scale
+
+
+def _scale(path: str, config: Any) -> float:
+    r, alpha = (config.get(k) for k in ("r", "lora_alpha")) if isinstance(config, dict) else (0, 0)
+    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float):
+        raise ControlError(f"{path}: adapter_config.json has r={r!r}, lora_alpha={alpha!r}")
+    return alpha / (math.sqrt(r) if config.get("use_rslora") else r)

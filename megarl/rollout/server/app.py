@@ -7,6 +7,7 @@ orjson, without a model validation per token.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -19,11 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers.utils.logging import disable_progress_bar
 
+from megarl.rollout.server.access import Access
 from megarl.rollout.server.args import ServerArgs
 from megarl.rollout.server.core import ServerCore
 from megarl.rollout.server.endpoints import Endpoints
 from megarl.rollout.server.replies import answer, guarded
 from megarl.rollout.server.weight_endpoints import WeightEndpoints
+from megarl.utils.http import in_thread
+from megarl.utils.job_token import job_token
 
 logger = logging.getLogger(__name__)
 _STOP_TIMEOUT = 2.0
@@ -42,16 +46,19 @@ _ROUTES: dict[str, tuple[str, ...]] = {
     "unload_lora_adapter": ("POST",),
     "weights_checker": ("GET", "POST"), "get_weights_by_name": ("GET", "POST"),
 }  # fmt: skip
+# what shows no weights and changes nothing but by computing
+_OPEN = {"health", "health_generate", "ready", "model_info", "server_info", "generate"}
 _ALIASES = {"model_info": ("get_model_info",), "server_info": ("get_server_info",)}
 
 
-def build_app(core: ServerCore) -> FastAPI:
+def build_app(core: ServerCore, access: Access) -> FastAPI:
     app = FastAPI(title="megarl generation server", docs_url=None, redoc_url=None, openapi_url=None)
     parts = (Endpoints(core), WeightEndpoints(core))
     for path, methods in _ROUTES.items():
         handler = next(getattr(p, path) for p in parts if hasattr(p, path))
+        check = functools.partial(access.check, control=path not in _OPEN)
         for name in (path, *_ALIASES.get(path, ())):
-            app.add_route(f"/{name}", guarded(handler), methods=list(methods))
+            app.add_route(f"/{name}", guarded(handler, check), methods=list(methods))
 
     async def unknown(request: Request) -> Response:
         have = ", ".join(f"/{p}" for p in _ROUTES)
@@ -70,7 +77,7 @@ class _HttpServer(uvicorn.Server):
         self.core = ServerCore(args, on_death=self.stop)
         self.thread_ended = False
         config = uvicorn.Config(
-            build_app(self.core),
+            build_app(self.core, Access(args.host, job_token())),
             host=args.host,
             port=args.port,
             log_level="warning",
@@ -97,7 +104,9 @@ class _HttpServer(uvicorn.Server):
         self.stop()
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self.thread_ended = await asyncio.to_thread(self.core.scheduler.stop, _STOP_TIMEOUT)
+        # the default pool may be busy with long texts
+        stop = in_thread(self.core.scheduler.stop, _STOP_TIMEOUT)
+        self.thread_ended = await asyncio.wrap_future(stop)
         await super().shutdown(sockets)
 
 
@@ -108,8 +117,8 @@ def serve(args: ServerArgs) -> int:
     http = _HttpServer(args)
     http.run()
     status = 0 if http.started and not http.core.scheduler.error else 1
-    if http.started and not http.thread_ended:
-        # the scheduler waits in a collective whose other members are gone; nothing ends that wait
+    if http.started and (http.core.updates.joins or not http.thread_ended):
+        # somebody waits for other members of a group, who are gone; nothing ends that wait
         logging.shutdown()
         os._exit(status)
     return status

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from megarl.config.base import MAX_TIMEOUT
+
 
 @dataclass(kw_only=True)
 class ServerArgs:
@@ -30,6 +32,11 @@ class ServerArgs:
         for name in ("max_running_requests", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
+        if not 0 < self.dist_timeout <= MAX_TIMEOUT:
+            raise ValueError(
+                f"--dist-timeout={self.dist_timeout}: seconds, must be > 0 and at most "
+                f"{MAX_TIMEOUT} (30 days)"
+            )
         if self.context_length is not None and self.context_length < 2:
             raise ValueError(f"--context-length={self.context_length}: at least 2")
 

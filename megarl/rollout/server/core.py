@@ -42,7 +42,12 @@ class ServerCore:
             rng=np.random.default_rng(args.random_seed),
         )
         self.scheduler = Scheduler(
-            self.runner, self.text, notify=self._notify, on_death=on_death, threads=threads
+            self.runner,
+            self.text,
+            notify=self._notify,
+            on_death=on_death,
+            unfit=self.updates.unfit,
+            threads=threads,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +14,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from megarl.rollout.server.args import as_dict
 from megarl.rollout.server.core import ServerCore
 from megarl.rollout.server.errors import ServerError
+from megarl.rollout.server.limits import MAX_FLUSH_WAIT
 from megarl.rollout.server.render import render
-from megarl.rollout.server.replies import answer, read_json
+from megarl.rollout.server.replies import answer, read_json, unexpected
 from megarl.rollout.server.scheduler import PAUSE_MODES
 from megarl.rollout.server.sequence import GenerateCall
 
@@ -37,13 +39,14 @@ class Endpoints:
         """Generates a token; a paused server is healthy without."""
         if self.core.scheduler.paused or not self.core.scheduler.alive:
             return await self.health(request)
-        call, _ = self.core.parser.parse(
+        call, _ = await self.core.parser.parse(
             {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "HEALTH_CHECK"}
         )
         self.core.scheduler.submit(call.sequences)
         done, _ = await asyncio.wait({call.done}, timeout=_HEALTH_TIMEOUT)
         self.core.scheduler.abort_sequences(call.sequences)
-        return Response(status_code=200 if done and self.core.scheduler.alive else 503)
+        well = done and self.core.scheduler.alive and not any(s.error for s in call.sequences)
+        return Response(status_code=200 if well else 503)
 
     async def ready(self, request: Request) -> Response:
         up = self.core.scheduler.alive and not self.core.scheduler.paused
@@ -99,7 +102,7 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         self.core.check_alive()
         body = await read_json(request)
-        call, batched = self.core.parser.parse(body)
+        call, batched = await self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
         if call.stream:
@@ -126,7 +129,10 @@ class Endpoints:
                 if finished and seq.error:
                     chunk: dict[str, Any] = ServerError(seq.error, status=500).body()
                 else:
-                    chunk = render(seq, length, finished, self.core.text)
+                    try:
+                        chunk = render(seq, length, finished, self.core.text)
+                    except Exception as e:
+                        chunk = unexpected(e).body()
                 if batched:
                     chunk["index"] = seq.index
                 yield b"data: " + orjson.dumps(chunk) + b"\n\n"
@@ -159,7 +165,9 @@ class Endpoints:
         try:
             timeout = float(request.query_params.get("timeout", 0))
         except ValueError:
-            raise ServerError("timeout must be a number of seconds") from None
+            timeout = math.nan
+        if not 0 <= timeout <= MAX_FLUSH_WAIT:
+            raise ServerError(f"timeout must be a number of seconds from 0 to {MAX_FLUSH_WAIT:g}")
         deadline = asyncio.get_running_loop().time() + timeout
         scheduler = self.core.scheduler
         while not await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):

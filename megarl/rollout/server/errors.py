@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.rollout.server.limits import MAX_MESSAGE
+
 
 class ServerError(Exception):
     """Answered as `status` with SGLang's {"error": {"message": ...}}."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} ..."
         super().__init__(message)
         self.status = status
 

@@ -5,6 +5,7 @@ Token lists are checked with C-speed builtins: with short responses this is a ho
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from array import array
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.server.errors import ServerError
+from megarl.rollout.server.limits import MAX_CHARS_PER_TOKEN, MAX_SEQUENCES, MAX_TOP_LOGPROBS
 from megarl.rollout.server.sampling_params import (
     DEFAULT_MAX_NEW_TOKENS,
     SamplingParams,
@@ -49,17 +51,25 @@ class RequestParser:
     eos: frozenset[int]
     rng: np.random.Generator
 
-    def parse(self, body: Any) -> tuple[GenerateCall, bool]:
+    async def parse(self, body: Any) -> tuple[GenerateCall, bool]:
         """(call with its sequences, whether the answer is a list)."""
         if not isinstance(body, dict):
             raise ServerError("the body must be a JSON object")
         for key in _UNSUPPORTED:
             if body.get(key):
                 raise ServerError(f"{key} is not supported by the embedded server")
-        prompts, batched = self._prompts(body)
-        params = _all_params(body.get("sampling_params"), len(prompts), batched)
-        reports = _reports(body, len(prompts), batched)
+        given, batched = self._given(body)
+        params = _all_params(body.get("sampling_params"), len(given), batched)
         n = params[0].n
+        if len(given) * n > MAX_SEQUENCES:
+            raise ServerError(
+                f"{len(given)} prompt(s) with n={n} are {len(given) * n} sequences; one request "
+                f"may ask for {MAX_SEQUENCES}, send several"
+            )
+        prompts = given if body.get("text") is None else await self._encoded(given)
+        for prompt in prompts:
+            self._check_ids(prompt)
+        reports = _reports(body, len(prompts), batched)
         rids = _rids(body.get("rid"), len(prompts), n, batched)
         call = GenerateCall(stream=bool(body.get("stream")))
         for i, prompt in enumerate(prompts):
@@ -69,27 +79,33 @@ class RequestParser:
         call.pending = len(call.sequences)
         return call, batched or n > 1
 
-    def _prompts(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
+    def _given(self, body: dict[str, Any]) -> tuple[list[Any], bool]:
+        """(The prompts, as texts or as lists of ids that are not checked yet, whether several)."""
         text, ids = body.get("text"), body.get("input_ids")
         if (text is None) == (ids is None):
             raise ServerError("give exactly one of text and input_ids")
-        given = ids if text is None else text
+        if not (text or ids):
+            raise ServerError("the input is empty")
         if text is not None:
             batched = isinstance(text, list)
             texts = text if batched else [text]
             if not all(isinstance(t, str) for t in texts):
                 raise ServerError("text must be a string or a list of strings")
-            prompts = [self.text.encode(t) for t in texts]
-        else:
-            if not isinstance(ids, list):
-                raise ServerError("input_ids must be a list of token ids or a list of such lists")
-            batched = bool(ids) and isinstance(ids[0], list)
-            prompts = ids if batched else [ids]
-        if not given or not prompts:
-            raise ServerError("the input is empty")
-        for prompt in prompts:
-            self._check_ids(prompt)
-        return prompts, batched
+            return texts, batched
+        if not isinstance(ids, list):
+            raise ServerError("input_ids must be a list of token ids or a list of such lists")
+        batched = isinstance(ids[0], list)
+        return ids if batched else [ids], batched
+
+    async def _encoded(self, texts: list[str]) -> list[list[int]]:
+        most, longest = max(map(len, texts)), MAX_CHARS_PER_TOKEN * self.context_length
+        if most > longest:
+            raise ServerError(
+                f"text has {most} characters; with a context of {self.context_length} tokens it "
+                f"may have {longest}"
+            )
+        # long ones take a while, in which others want an answer
+        return await asyncio.to_thread(lambda: [self.text.encode(t) for t in texts])
 
     def _check_ids(self, ids: Any) -> None:
         if not isinstance(ids, list) or not ids:
@@ -97,7 +113,9 @@ class RequestParser:
         try:
             array("q", ids)
         except (TypeError, OverflowError):
-            raise ServerError("input_ids must hold integers") from None
+            raise ServerError("input_ids must hold integers of 64 bits") from None
+        if bool in set(map(type, ids)):
+            raise ServerError("input_ids must hold integers, not true or false")
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < self.vocab_size:
                 raise ServerError(
@@ -175,6 +193,8 @@ def _reports(body: dict[str, Any], count: int, batched: bool) -> list[Report]:
         for v in values:
             if v is not None and (isinstance(v, bool) or not isinstance(v, int)):
                 raise ServerError(f"{name} must be an integer, got {v!r}")
+    if bad := [t for t in tops if t is not None and not 0 <= t <= MAX_TOP_LOGPROBS]:
+        raise ServerError(f"top_logprobs_num must be from 0 to {MAX_TOP_LOGPROBS}, got {bad[0]}")
     text = bool(body.get("return_text_in_logprobs"))
     return [
         Report(logprobs=True, start=-1 if start is None else start, top=top or 0, text=text)

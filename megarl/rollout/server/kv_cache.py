@@ -98,8 +98,10 @@ class KVCache:
         if more_rows * more_positions > self._max_tokens:  # no room to be generous with both
             more_rows = rows
             more_positions = min(self._max_positions, max(positions, self._max_tokens // rows))
-        self.keys = self._grown(self.keys, more_rows, more_positions, used)
-        self.values = self._grown(self.values, more_rows, more_positions, used)
+        # both or none: memory may run out between them
+        self.keys, self.values = (
+            self._grown(old, more_rows, more_positions, used) for old in (self.keys, self.values)
+        )
 
     def _grown(self, old: torch.Tensor, rows: int, positions: int, used: int) -> torch.Tensor:
         layers, _, heads, _, dim = old.shape

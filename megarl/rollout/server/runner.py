@@ -48,15 +48,20 @@ class ModelRunner:
                 f"--max-total-tokens={self.max_total_tokens} holds not even one sequence of "
                 f"--context-length={self.context_length}; raise one or lower the other"
             )
-        self.cache = KVCache(
+        self.cache = self._new_cache(
+            rows=self.max_rows, positions=self.context_length, tokens=self.max_total_tokens
+        )
+        self._self_check()
+
+    def _new_cache(self, *, rows: int, positions: int, tokens: int) -> KVCache:
+        return KVCache(
             self.config,
             dtype=self.dtype,
             device=self.device,
-            max_rows=self.max_rows,
-            max_positions=self.context_length,
-            max_tokens=self.max_total_tokens,
+            max_rows=rows,
+            max_positions=positions,
+            max_tokens=tokens,
         )
-        self._self_check()
 
     def _context_length(self, args: ServerArgs) -> int:
         longest = int(self.config.max_position_embeddings)
@@ -174,17 +179,25 @@ class ModelRunner:
     def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> None:
         """Logprobs of prompt tokens after `logprob_start`, at temperature 1; hidden [S,H]."""
         start, stop = seq.report.start, len(seq.prompt)
-        seq.input_logprobs, seq.input_top_logprobs = [None], [None]
+        found: list[float | None] = [None]
+        tops: list[list[tuple[float, int]] | None] = [None]
         for i in range(start, stop - 1, _HEAD_CHUNK):
             j = min(i + _HEAD_CHUNK, stop - 1)
             logprobs = torch.log_softmax(self._head(hidden[i:j]).float(), dim=-1)
             targets = torch.tensor(seq.prompt[i + 1 : j + 1], device=self.device)
-            seq.input_logprobs += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
             if seq.report.top:
                 values, ids = logprobs.topk(min(seq.report.top, self.vocab_size))
-                seq.input_top_logprobs += [
-                    list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())
-                ]
+                tops += [list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())]
+        seq.input_logprobs, seq.input_top_logprobs = found, tops
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """Raises where the model can compute nothing any more, as after the loss of a GPU."""
+        cache = self._new_cache(rows=1, positions=1, tokens=1)
+        cache.reserve(1, 1, used=0)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._head(self._forward(ids, 0, Prefill(cache, 0))).sum().item()
 
     def make_room(self, seqs: Seq[Sequence], *, used: int) -> None:
         """A cache for all tokens of `seqs`, who own the rows from 0 on, `used` of them already."""

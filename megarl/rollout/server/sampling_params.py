@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.rollout.server.errors import ServerError, UnknownFieldError
+from megarl.rollout.server.limits import MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOPS
 
 # every key SGLang knows, in the order it lists them
 FIELDS = (
@@ -55,7 +57,16 @@ class SamplingParams:
                 self.top_k == -1 or self.top_k >= 1,
                 f"top_k must be -1 (disable) or at least 1, got {self.top_k}",
             ),
-            (self.n >= 1, f"n must be at least 1, got {self.n}"),
+            (1 <= self.n <= MAX_SEQUENCES, f"n must be from 1 to {MAX_SEQUENCES}, got {self.n}"),
+            (len(self.stop) <= MAX_STOPS, f"stop: {len(self.stop)} strings, at most {MAX_STOPS}"),
+            (
+                all(len(s) <= MAX_STOP_LENGTH for s in self.stop),
+                f"stop: a string of more than {MAX_STOP_LENGTH} characters",
+            ),
+            (
+                len(self.stop_token_ids) <= MAX_STOPS,
+                f"stop_token_ids: {len(self.stop_token_ids)} ids, at most {MAX_STOPS}",
+            ),
             (
                 self.min_new_tokens >= 0,
                 f"min_new_tokens must be non-negative, got {self.min_new_tokens}",
@@ -108,8 +119,9 @@ def _int(key: str, value: Any) -> int:
 
 
 def _float(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong(key, value, "a number")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):
+        raise _wrong(key, value, "a finite number")
     return float(value)
 
 

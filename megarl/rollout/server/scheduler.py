@@ -7,6 +7,10 @@ model, so a control call sees no forward half done.
 `waiting` holds sequences and exclusive jobs (weight updates) in order of arrival. An exclusive job
 runs when everything before it is done; what came after it waits behind it. While generation is
 paused sequences stay where they are and exclusive jobs run at once.
+
+A failure ends what it belongs to: a job its call, a prompt's prefill that prompt, a decode step the
+sequences that were in it, for which of them is at fault nobody can say. The thread goes on while
+the model can still compute.
 """
 
 from __future__ import annotations
@@ -52,9 +56,12 @@ class Scheduler:
         *,
         notify: Callable[[list[Delivery]], None],
         on_death: Callable[[], None],
+        unfit: Callable[[], str] = lambda: "",
         threads: int | None = None,
     ) -> None:
-        """`notify` and `on_death` are called in the scheduler's thread."""
+        """`notify`, `on_death` and `unfit` are called in the scheduler's thread. `unfit` says why
+        the weights are none to generate with, "" where they are.
+        """
         self.runner, self.text = runner, text
         self.version = "default"
         self.paused = False
@@ -62,6 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence | Exclusive] = deque()
         self._notify, self._on_death, self._threads = notify, on_death, threads
+        self._unfit = unfit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliveries: list[Delivery] = []
         self._batch: SamplingBatch | None = None
@@ -159,11 +167,11 @@ class Scheduler:
                 self._take_inbox()
                 self._run_exclusive()
                 if not self.paused:
-                    self._step()
+                    self._guarded_step()
                 self._deliver()
         except Exception as e:
             logger.exception("the scheduler died")
-            self._die(f"the generation loop failed: {type(e).__name__}: {e}")
+            self._die(f"the generation loop failed: {_said(e)}")
 
     def _take_inbox(self) -> None:
         idle = not self.running and not self.waiting
@@ -196,16 +204,15 @@ class Scheduler:
             self._finish_job(head)
 
     def _finish_job(self, job: Exclusive) -> None:
-        """A refusal answers its call; any other error ends the server with that call."""
+        """Whatever goes wrong in a job is its call's error alone."""
         if not job.future.set_running_or_notify_cancel():
             return  # its caller is gone
         try:
             result = job.run()
-        except ServerError as e:
-            job.future.set_exception(e)
         except BaseException as e:
+            if not isinstance(e, ServerError):
+                logger.exception("a call failed")
             job.future.set_exception(e)
-            raise
         else:
             job.future.set_result(result)
 
@@ -231,9 +238,44 @@ class Scheduler:
         )
         self._reap()
 
-    def _step(self) -> None:
+    def _guarded_step(self) -> None:
+        if (self.running or self.waiting) and (why := self._unfit()):
+            self._fail([*self.running, *self._queued()], why)
+            self.waiting = deque(self._jobs())
+            self._reap()
+            return
         if admitted := self._admit():
+            self._prefill_apart(admitted)
+        try:
+            self._decode()
+        except Exception as e:
+            logger.exception("a step failed")
+            self._fail(self.running, f"the generation step failed: {_said(e)}")
+            self.running, self._batch = [], None
+            self.runner.cache.clear()
+            self.runner.probe()
+
+    def _prefill_apart(self, admitted: list[Sequence]) -> None:
+        """Prefills them together; where that fails one by one, so that only those at fault fail."""
+        first = len(self.running)
+        try:
             self._prefill(admitted)
+        except Exception as e:
+            logger.exception("a prefill failed")
+            del self.running[first:]
+            self._batch = None
+            self.runner.cache.scrub(range(first, self.runner.cache.rows))
+            if len(admitted) == 1:
+                self._fail(admitted, f"the prefill failed: {_said(e)}")
+                self.runner.probe()
+                return
+            left = [s for s in admitted if not s.finished_at]
+            self.waiting.extendleft(reversed(left))
+            for s in left:
+                self.waiting.popleft()
+                self._prefill_apart([s])
+
+    def _decode(self) -> None:
         if not self.running:
             return
         self.runner.make_room(self.running, used=len(self.running))
@@ -294,7 +336,13 @@ class Scheduler:
             s.logprobs.append(logprob)
             if s.report.top:
                 s.top_logprobs.append(drawn.top_logprobs[i])
-            if reason := self._finish_reason(s, token):
+            try:
+                reason = self._finish_reason(s, token)
+            except Exception as e:  # a tokenizer that cannot decode what this one wrote
+                logger.exception("request %s", s.rid)
+                self._finish(s, None, error=f"its text cannot be searched for stops: {_said(e)}")
+                continue
+            if reason:
                 self._finish(s, reason)
             elif s.call.stream:
                 self._deliveries.append((s, len(s.output), False))
@@ -318,6 +366,11 @@ class Scheduler:
             s.version = self.version
         s.finish(reason, error=error)
         self._deliveries.append((s, len(s.output), True))
+
+    def _fail(self, seqs: Iterable[Sequence], error: str) -> None:
+        for s in seqs:
+            if not s.finished_at:
+                self._finish(s, None, error=error)
 
     def _reap(self) -> None:
         """Drops finished rows; the last rows move into the holes."""
@@ -346,11 +399,13 @@ class Scheduler:
         self.error = message
         for job in self._jobs():
             _refuse(job, message, status=500)
-        for s in (*self.running, *self._queued()):
-            if not s.finished_at:
-                self._finish(s, None, error=message)
+        self._fail([*self.running, *self._queued()], message)
         self._deliver()
         self._on_death()
+
+
+def _said(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"
 
 
 def _refuse(job: Exclusive, message: str, *, status: int) -> None:

@@ -5,8 +5,9 @@ members and must not stop generation meanwhile.
 
 A refused broadcast is received all the same wherever it can be: a tensor left in the pipe would be
 taken for the next one. What is not refused is received where it stays, if it can be: a copy less,
-and no fresh memory, which on a host takes longer to get than what goes into it to receive. Weights
-whose sender is lost half way are then torn; they are no version until the last bucket is in anyway.
+and no fresh memory, which on a host takes longer to get than what goes into it to receive. Tensors
+whose sender is lost half way are then torn. The server generates nothing until a load, of them or
+of everything, has made them whole again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 from megarl.rollout.server.adapters import Adapters
 from megarl.rollout.server.errors import ControlError
+from megarl.rollout.server.limits import MAX_GROUP_SIZE, MAX_JOINS
 from megarl.rollout.server.weights import Spec, WeightStore
 from megarl.weight_sync import delta, fp8, handles
 from megarl.weight_sync.process_group import (
@@ -62,9 +65,11 @@ class TensorList:
         specs: dict[str, Spec] = {}
         for name, dtype, shape in zip(names, dtypes, shapes):
             kind = _DTYPES.get(str(dtype).removeprefix("torch."))
+            if not isinstance(name, str):
+                raise ControlError(f"names holds {name!r}, which is no name")
             if kind is None:
                 raise ControlError(f"{name}: dtype {dtype!r}, use one of {sorted(_DTYPES)}")
-            if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
                 raise ControlError(f"{name}: shape {shape!r} is not a list of sizes")
             if name in specs:
                 raise ControlError(f"{name}: named twice")
@@ -133,6 +138,8 @@ class WeightUpdates:
         self.weights_id: str | None = None
         self._base: str | None = None
         self._room: torch.Tensor | None = None
+        self._lock = threading.Lock()
+        self.joins = 0  # under way
 
     def begin(self) -> None:
         """Opens a session. Opening one that a dead trainer left open is no error."""
@@ -146,43 +153,70 @@ class WeightUpdates:
 
     def init_group(self, body: dict[str, Any]) -> None:
         """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
-        name = body.get("group_name") or DEFAULT_GROUP
+        name = group_name(body)
         if name in self._groups:
             raise ControlError(f"group {name!r} exists; destroy_weights_update_group first")
         backend = body.get("backend") or "nccl"
         if backend == "nccl" and self.device.type != "cuda":
             raise ControlError(f"backend 'nccl' needs a GPU, this server is on {self.device}")
-        try:
-            self._groups[name] = init_update_group(
-                master_address=str(body["master_address"]),
-                master_port=int(body["master_port"]),
-                rank=int(body["rank_offset"]),
-                world_size=int(body["world_size"]),
-                group_name=name,
-                backend=backend,
-                timeout=self._timeout,
-            )
-        except KeyError as e:
-            raise ControlError(f"{e.args[0]} is missing") from None
-        except (RuntimeError, ValueError, TypeError) as e:
-            raise ControlError(f"Failed to initialize custom process group: {e}.") from e
+        if backend not in ("nccl", "gloo"):
+            raise ControlError(f"backend={backend!r}: use 'nccl' or 'gloo'")
+        if not isinstance(address := body.get("master_address"), str) or not address:
+            raise ControlError(f"master_address={address!r}: must be a string")
+        port = _number(body, "master_port", 1, 65535)
+        world = _number(body, "world_size", 2, MAX_GROUP_SIZE)
+        rank = _number(body, "rank_offset", 1, world - 1)  # rank 0 is the sender's
+        with self._joining(name):
+            try:
+                self._groups[name] = init_update_group(
+                    master_address=address, master_port=port, rank=rank, world_size=world,
+                    group_name=name, backend=backend, timeout=self._timeout,
+                )  # fmt: skip
+            except (RuntimeError, ValueError, TypeError) as e:
+                raise ControlError(f"Failed to initialize custom process group: {e}.") from e
 
-    def interrupt(self, name: str | None) -> None:
+    @contextlib.contextmanager
+    def _joining(self, name: str) -> Iterator[None]:
+        with self._lock:
+            if self.joins >= MAX_JOINS:
+                raise ControlError(
+                    f"group {name!r}: {self.joins} groups wait for their other members already, "
+                    f"each for up to {self._timeout:g} s (--dist-timeout); try again later",
+                    status=503,
+                )
+            self.joins += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.joins -= 1
+
+    def unfit(self) -> str:
+        """Says why nothing may be generated with these weights, "" where they are whole."""
+        if not self.store.torn:
+            return ""
+        return (
+            f"a weight update failed while it wrote {min(self.store.torn)}"
+            f"{f' and {n} more' if (n := len(self.store.torn) - 1) else ''}, which now hold "
+            "neither the old nor the new version; update the weights again"
+        )
+
+    def interrupt(self, name: str) -> None:
         """Ends the wait for tensors of this group, which may never come: another of its members is
         gone. In any thread, before `destroy_group`.
         """
-        group = self._groups.get(name or DEFAULT_GROUP)
+        group = self._groups.get(name)
         if group is not None and group is self._receiving:
             abort_collectives(group)
 
-    def destroy_group(self, name: str | None) -> None:
-        group = self._groups.pop(name or DEFAULT_GROUP, None)
+    def destroy_group(self, name: str) -> None:
+        group = self._groups.pop(name, None)
         if group is None:
-            raise ControlError(f"there is no group {name or DEFAULT_GROUP!r}")
+            raise ControlError(f"there is no group {name!r}")
         try:
             destroy_update_group(group)
         except RuntimeError as e:  # its other members may be gone already; it is out of use anyway
-            logger.warning("group %r did not close cleanly: %s", name or DEFAULT_GROUP, e)
+            logger.warning("group %r did not close cleanly: %s", name, e)
 
     def from_distributed(self, body: dict[str, Any], check: Callable[[], None]) -> None:
         """Receives the tensors of `body` and loads them all, or none and a ControlError.
@@ -194,7 +228,7 @@ class WeightUpdates:
                 "update_weights_from_distributed must run between begin_weight_update() and "
                 "end_weight_update()"
             )
-        name = body.get("group_name") or DEFAULT_GROUP
+        name = group_name(body)
         group = self._groups.get(name)
         if group is None:
             raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
@@ -207,7 +241,7 @@ class WeightUpdates:
         changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
         refusal = self._refusal(tensors, changes, check)
         if refusal is None:
-            self.weights_id = None  # torn until the last bucket is in
+            self.weights_id = None  # of no version until the last bucket is in
         with self._failures(tensors, group):
             if changes is not None:
                 self._patch(tensors, changes, group, accepted=refusal is None)
@@ -217,7 +251,8 @@ class WeightUpdates:
         if refusal is not None:
             raise refusal
         if changes is None:
-            self.store.load(fp8.dequantized(received.items()))
+            with self.store.writing(fp8.plain_specs(tensors.specs)):
+                self.store.load(fp8.dequantized(received.items()))
         self.weights_id = body.get("weights_id")
 
     def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
@@ -236,10 +271,13 @@ class WeightUpdates:
         try:
             tensors = handles.unpack(texts[0], flattened=load_format is not None)
             self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
-        except (ValueError, RuntimeError) as e:
+        except ControlError:
+            raise
+        except Exception as e:  # what a text that is no such pickle may come to, nobody can list
             raise ControlError(f"serialized_named_tensors: {e}") from e
         self.weights_id = None
-        self.store.load(tensors)
+        with self.store.writing([name for name, _ in tensors]):
+            self.store.load(tensors)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
 
@@ -290,9 +328,10 @@ class WeightUpdates:
         dist.broadcast(payload, src=0, group=group)
         specs = list(tensors.specs.items())
         patches = delta.patches(changes.chunks, payload, tensors.sizes) if accepted else ()
-        for i, positions, bits in patches:
-            name, (_, dtype) = specs[i]
-            self.store.patch(name, dtype, positions, bits)
+        with self.store.writing(tensors.specs if accepted else ()):
+            for i, positions, bits in patches:
+                name, (_, dtype) = specs[i]
+                self.store.patch(name, dtype, positions, bits)
 
     def _one_by_one(
         self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
@@ -301,7 +340,8 @@ class WeightUpdates:
             own = self.store.place(name, spec) if accepted else None
             return torch.empty(spec[0], dtype=spec[1], device=self.device) if own is None else own
 
-        return tensors.receive(group, place)
+        with self.store.writing(fp8.plain_specs(tensors.specs) if accepted else ()):
+            return tensors.receive(group, place)
 
     def _flattened(
         self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
@@ -319,7 +359,10 @@ class WeightUpdates:
             )
             store.adopt(received)
             return received
-        return tensors.receive_flat(group, self._bucket(nbytes) if span is None else span)
+        if span is None:
+            return tensors.receive_flat(group, self._bucket(nbytes))
+        with store.writing(tensors.specs):
+            return tensors.receive_flat(group, span)
 
     def _bucket(self, nbytes: int) -> torch.Tensor:
         """Room for a flattened bucket, the same memory throughout a session."""
@@ -341,3 +384,17 @@ class WeightUpdates:
             ) from e
         finally:
             self._receiving = None
+
+
+def group_name(body: dict[str, Any]) -> str:
+    name = body.get("group_name") or DEFAULT_GROUP
+    if not isinstance(name, str):
+        raise ControlError(f"group_name={name!r}: must be a string")
+    return name
+
+
+def _number(body: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = body.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise ControlError(f"{key}={value!r}: must be an integer from {low} to {high}")
+    return value

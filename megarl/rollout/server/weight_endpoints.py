@@ -12,7 +12,10 @@ from starlette.responses import Response
 
 from megarl.rollout.server.core import ServerCore
 from megarl.rollout.server.errors import ControlError, ServerError
+from megarl.rollout.server.limits import MAX_VERSION_LENGTH, MAX_WEIGHT_ROWS
 from megarl.rollout.server.replies import answer, read_json
+from megarl.rollout.server.updates import group_name
+from megarl.utils.http import in_thread
 
 
 class WeightEndpoints:
@@ -32,12 +35,13 @@ class WeightEndpoints:
 
     async def init_weights_update_group(self, request: Request) -> Response:
         body = await read_json(request)
-        await asyncio.to_thread(self.core.updates.init_group, body)
+        # a thread of its own: such a wait fills no pool, and holds up no exit
+        await asyncio.wrap_future(in_thread(self.core.updates.init_group, body))
         return answer(_success("Succeeded to initialize custom process group."))
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
-        name = (await read_json(request, required=False)).get("group_name")
-        await asyncio.to_thread(self.core.updates.interrupt, name)
+        name = group_name(await read_json(request, required=False))
+        await asyncio.wrap_future(in_thread(self.core.updates.interrupt, name))
         job = self.core.scheduler.call(functools.partial(self.core.updates.destroy_group, name))
         await asyncio.wrap_future(job)
         return answer(_success("Succeeded to destroy custom process group."))
@@ -92,7 +96,7 @@ class WeightEndpoints:
         `load` gets a check to call before it changes anything.
         """
         scheduler = self.core.scheduler
-        version, flush = body.get("weight_version"), body.get("flush_cache", True)
+        version, flush = _version(body, "weight_version"), body.get("flush_cache", True)
 
         def check() -> None:
             if flush and scheduler.running:
@@ -104,7 +108,7 @@ class WeightEndpoints:
         def run() -> None:
             load(check)
             if version is not None:
-                scheduler.set_version(str(version))
+                scheduler.set_version(version)
             if flush:
                 scheduler.drop_cache()
 
@@ -114,24 +118,26 @@ class WeightEndpoints:
 
     async def update_weight_version(self, request: Request) -> Response:
         body = await read_json(request)
-        version = body.get("new_version")
+        version = _version(body, "new_version")
         if version is None:
             raise ControlError("new_version is missing")
         if body.get("abort_all_requests", True):
             self.core.scheduler.abort("", abort_all=True)
-        set_version = functools.partial(self.core.scheduler.set_version, str(version))
+        set_version = functools.partial(self.core.scheduler.set_version, version)
         job = self.core.scheduler.call(set_version)
         await asyncio.wrap_future(job)
         done = _success(f"Weight version updated to {version}")
-        return answer(done | {"new_version": version})
+        return answer(done | {"new_version": body["new_version"]})
 
     async def weights_checker(self, request: Request) -> Response:
         body = await read_json(request, required=False)
         action, names = body.get("action", "checksum"), body.get("names")
         if action != "checksum":
             raise ControlError(f"action={action!r}: only 'checksum' is supported")
-        if names is not None and not isinstance(names, list):
-            raise ControlError("names must be a list")
+        if not (names is None or isinstance(names, list)) or not all(
+            isinstance(name, str) for name in names or ()
+        ):
+            raise ControlError("names must be a list of strings")
         checksums = functools.partial(self.core.updates.store.checksums, names)
         job = self.core.scheduler.call(checksums)
         sums = await asyncio.wrap_future(job)
@@ -144,14 +150,27 @@ class WeightEndpoints:
             raise ServerError(f"Get parameter by name failed: no parameter {body.get('name')!r}")
         try:
             rows = int(body.get("truncate_size", 100))
-        except (TypeError, ValueError):
-            raise ServerError("truncate_size must be an integer") from None
+        except (TypeError, ValueError, OverflowError):
+            rows = -1
+        if not 0 <= rows <= MAX_WEIGHT_ROWS:
+            raise ServerError(f"truncate_size must be an integer from 0 to {MAX_WEIGHT_ROWS}")
         job = self.core.scheduler.call(lambda: tensor[:rows].float().cpu().tolist())
         return answer(await asyncio.wrap_future(job))
 
 
 def _success(message: str) -> dict[str, Any]:
     return {"success": True, "message": message}
+
+
+def _version(body: dict[str, Any], key: str) -> str | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ControlError(f"{key}={value!r}: must be a string")
+    if len(str(value)) > MAX_VERSION_LENGTH:
+        raise ControlError(f"{key} has more than {MAX_VERSION_LENGTH} characters")
+    return str(value)
 
 
 def _text(body: dict[str, Any], key: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ _SAFETENSORS_DTYPES = {
 
 class WeightStore:
     """tensors: HF name -> tensor of the model, or a view of one. tied: HF name of a head that is no
-    tensor of its own -> that of its embedding; HF checkpoints may or may not hold it.
+    tensor of its own -> that of its embedding; HF checkpoints may or may not hold it. torn: names
+    of tensors in which a load failed: they hold something between two versions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
         self._parameters = dict(model.named_parameters())
+        self.torn: set[str] = set()
         self.tied: dict[str, str] = {}
         head: Any = model.get_output_embeddings()
         embedding: Any = model.get_input_embeddings()
@@ -60,6 +63,16 @@ class WeightStore:
                 raise ControlError(f"{name}: the model has no such parameter")
             if tuple(shape) != tuple(own.shape):
                 raise ControlError(f"{name}: shape {list(shape)}, the model has {list(own.shape)}")
+
+    @contextmanager
+    def writing(self, names: Collection[str]) -> Iterator[None]:
+        """Inside, the tensors of `names` are written; they are torn where that fails, and whole
+        again, whatever they were before, where it does not.
+        """
+        own = {self.tied.get(name, name) for name in names}
+        self.torn |= own
+        yield
+        self.torn -= own
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies checked tensors in, cast to the server's dtype, but for those received in place. A
@@ -134,8 +147,9 @@ class WeightStore:
                     f"{path} lacks {missing[0]}"
                     + (f" and {len(missing) - 1} more of the model's tensors" * (len(missing) > 1))
                 )
-            self.load((name, f.get_tensor(name)) for name, f in owner.items())
-        except (OSError, SafetensorError, json.JSONDecodeError) as e:
+            with self.writing(owner):
+                self.load((name, f.get_tensor(name)) for name, f in owner.items())
+        except (OSError, SafetensorError, ValueError) as e:
             raise ControlError(f"{path}: cannot read the weights: {e}") from e
 
 
@@ -154,7 +168,10 @@ def _safetensors(path: str) -> list[Path]:
         raise ControlError(f"{path} is not a directory")
     index = root / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ControlError(f"{index} has no weight_map of tensors to files: {e!r}") from e
     else:
         names = ["model.safetensors"]
     for name in names:
