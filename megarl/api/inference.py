@@ -74,8 +74,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Resolves once every server serves `meta.version`, counted as by TrainEngine.upload_weights:
-        None is the next, and one that does not rise is a ValueError.
+        """Resolves once every server serves `meta.version`, counted as TrainEngine.upload_weights
+        does: None is the next, and one that does not rise is a ValueError.
         """
 
     @abstractmethod

@@ -105,8 +105,8 @@ class WeightUpdateMeta:
         return f"{ADAPTER_PREFIX}{self.number}" if self.type == "adapter" else None
 
     def settled(self, current: int, last: int | None) -> WeightUpdateMeta:
-        """Returns this update with its version. Whoever uploads weights or waits for them asks here,
-        so that all count alike.
+        """Returns this update with its version. Whoever uploads weights or waits for them asks
+        here, so that all count alike.
 
         current: the version of who asks; last: that of its update before, None where there was
         none. Raises ValueError for a version that is not above `last`.

@@ -1,4 +1,4 @@
-"""One set of keys for training checkpoints, whichever layers the model is built of."""
+"""Gives training checkpoints one set of keys, whichever layers the model is built of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settle_keys(state: Mapping[str, Any], table: PieceTable, stored: Collection[
 
 
 def stored_keys(path: str | Path) -> frozenset[str]:
-    """The keys of the weights in the checkpoint at `path`, the same on every rank. Collective."""
+    """Returns the keys of the weights in the checkpoint at `path`, on every rank. Collective."""
 
     def look() -> frozenset[str]:
         if dist.get_rank() != 0:

@@ -70,9 +70,9 @@ def check_devices(cfg: GRPOConfig, devices: Devices) -> None:
     if devices.shared and streamed:
         raise ConfigError(
             [
-                f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers and "
-                "trainers would share some, and NCCL cannot connect two processes on one GPU; use "
-                "weight_sync.type=colocated or disk, a smaller --nproc or a smaller server.count"
+                f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
+                "and trainers would share some, and NCCL cannot connect two processes on one GPU; "
+                "use weight_sync.type=colocated or disk, or a smaller --nproc or server.count"
             ]
         )
     sglang = cfg.server.type == "sglang"
@@ -101,7 +101,7 @@ def check_nccl(ours: str, theirs: str) -> None:
         for python in (ours, theirs)
     ]  # fmt: skip
     try:
-        mine, other = (_answer(p) for p in asked)
+        mine, other = (_answer(*pair) for pair in zip((ours, theirs), asked, strict=True))
     finally:
         for process in asked:
             process.kill()
@@ -109,19 +109,19 @@ def check_nccl(ours: str, theirs: str) -> None:
     if mine != other:
         raise ConfigError(
             [
-                f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL {mine}: "
-                "NCCL connects equal versions only; install one torch in both, or use "
+                f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL "
+                f"{mine}: NCCL connects equal versions only; install one torch in both, or use "
                 "weight_sync.type=disk"
             ]
         )
 
 
-def _answer(process: subprocess.Popen[str]) -> str:
+def _answer(python: str, process: subprocess.Popen[str]) -> str:
     try:
         out, error = process.communicate(timeout=ASK_TIMEOUT)
     except subprocess.TimeoutExpired:
         out, error = "", f"no answer within {ASK_TIMEOUT:g} s"
     if process.returncode != 0 or not out.strip():
         why = (error.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        raise ConfigError([f"{process.args[0]}: cannot tell the NCCL version of its torch: {why}"])
+        raise ConfigError([f"{python}: cannot tell the NCCL version of its torch: {why}"])
     return out.strip().splitlines()[-1]

@@ -5,7 +5,8 @@
 `script` defaults to megarl/run.py. It is started N times (default: the fewest processes the
 parallel layout fits) with torchrun's environment, the same command line, and the addresses of the
 servers in MEGARL_LLM_SERVER_ADDRS and rollout.addresses. Servers are started as `server.*` says,
-unless rollout.addresses already names some; their logs are <run>/server_<i>.log.
+unless rollout.addresses already names some; their logs are <run>/server_<i>.log. They take control
+calls from this job alone, by the token MEGARL_JOB_TOKEN, which is made where there is none.
 
 SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have 30 s to end, and servers
 20 s more; a second signal ends all of them at once. A server or a trainer that fails ends

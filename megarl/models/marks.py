@@ -1,4 +1,4 @@
-"""What megarl says of parameters to megatron-core's data parallelism and gradient norm."""
+"""Marks parameters for megatron-core's data parallelism and gradient norm."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def checkpoint_keys(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def checkpoint_key(name: str, names: Collection[str]) -> str:
-    """The one of `checkpoint_keys` that a saved parameter has: a norm is in the linear layer after
-    it where the model has that layer, as with Transformer Engine's layers and in Megatron-LM's
-    checkpoints. `names`: all canonical names of the model."""
+    """Returns the one of `checkpoint_keys` that a parameter is saved under. A norm's is in the
+    linear layer after it where the model has that layer, as with Transformer Engine's layers and
+    in Megatron-LM's checkpoints. `names`: all canonical names of the model."""
     *fused, own = checkpoint_keys(name)[0]
     return next((k for k in fused if k.replace("layer_norm_weight", "weight") in names), own)
 

@@ -26,8 +26,8 @@ def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str
 
 
 def attention_problems(env: Mapping[str, str]) -> list[str]:
-    """Transformer Engine's switches that megatron-core refuses, as it chooses by them itself. It
-    asserts so in building any model, and names an option that megarl does not have."""
+    """Returns a line for each switch of Transformer Engine that megatron-core refuses, as it sets
+    them itself. It asserts so in building any model, and names an option that megarl lacks."""
     return [
         f"NVTE_{kind}_ATTN={value} is set in the environment, with which megatron-core builds no "
         "model: unset it (to do without Transformer Engine, set attention=sdpa)"
@@ -37,8 +37,9 @@ def attention_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def set_nccl_default(env: MutableMapping[str, str]) -> None:
-    """For trainers and servers alike. SGLang turns cuMem off where nobody has set it, NCCL by itself
-    has it on, and two processes of one host that differ in it cannot open each other's buffers.
+    """Turns NCCL's cuMem off, for trainers and servers alike, as SGLang does where it is unset. NCCL
+    by itself has it on, and two processes of one host that differ in it cannot open each other's
+    buffers.
     """
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
 

@@ -31,8 +31,8 @@ def init_update_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
-    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). Who does not
-    know the name meets nobody.
+    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`).
+    Who does not know the name meets nobody.
     Raises torch's DistStoreError or RuntimeError when the others do not come within `timeout` s.
     """
     wait = timedelta(seconds=timeout)

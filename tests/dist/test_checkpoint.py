@@ -381,7 +381,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
 
 
 def save_under_two_names(path: str, out: Path) -> dict[str, Any]:
-    """One state as it is saved, and as megatron-core's local layers would; a step after each."""
+    """Saves one state as engines do and as megatron-core's local layers would; a step after each."""
     from megarl.ckpt.convert_source import read_metadata
 
     engine = engine_for(path, {}, ZERO)

@@ -276,8 +276,8 @@ def self_keeping_adam() -> Iterator[None]:
 
 
 def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str, Any]:
-    """`steps`. Of another engine a checkpoint before its first step; then other weights are loaded
-    into it when it is trained, and a step made from there."""
+    """Runs `steps`. Another engine saves a checkpoint before its first step; other weights are
+    loaded into it when it is trained, and it makes a step from there."""
     over = dict(dtype="bfloat16", optimizer=dict(precision_aware=True, **options))
     with self_keeping_adam():
         result = steps(path, {}, **over)

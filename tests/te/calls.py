@@ -1,5 +1,5 @@
-"""The calls that megatron-core makes in Transformer Engine while it trains, made by megatron-core's
-own code. Transformer Engine's functions have their signatures and do nothing.
+"""Makes megatron-core's own code call Transformer Engine as it does while it trains. Transformer
+Engine's functions keep their signatures and do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FP8_RECIPES = {"delayed": "2.2", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8
 
 
 def call_all() -> dict[str, str | None]:
-    """Call -> what is wrong with it, None where Transformer Engine takes it."""
+    """Returns what is wrong with each call, None where Transformer Engine takes it."""
     from megatron.core.utils import is_te_min_version
 
     calls = {f.__name__: f for f in (layers, rope, permute, gemm, checkpoint, adam, clip)}
@@ -42,7 +42,7 @@ def _wrong(call: Callable[[], Any]) -> str | None:
 
 @contextmanager
 def _inert(owner: Any, **results: Any) -> Iterator[None]:
-    """Functions of `owner` become mocks of the same signature that return `results`."""
+    """Makes functions of `owner` mocks of the same signature that return `results`."""
     with ExitStack() as stack:
         for name, result in results.items():
             double = mock.create_autospec(getattr(owner, name), return_value=result)
@@ -117,7 +117,7 @@ def permute() -> None:
 
 
 def gemm() -> None:
-    """The router's product; megatron-core does without where it finds none."""
+    """Calls the router's product, which megatron-core does without where it finds none."""
     from megatron.core.extensions import transformer_engine as ext
 
     if ext.te_general_gemm is None:
@@ -138,7 +138,7 @@ def checkpoint() -> None:
 
 
 def adam() -> None:
-    """As megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups makes it."""
+    """Binds the arguments that _get_megatron_optimizer_based_on_param_groups gives it."""
     from megatron.core.optimizer import Adam
     from transformer_engine.pytorch.optimizers import FusedAdam
 

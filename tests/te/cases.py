@@ -8,7 +8,7 @@ from megarl.parallel.layout import Layout
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS
 
 SP = dict(tp=2, sequence_parallel=True)
-# (kind, layout, rank, head)
+# (kind of tiny model, layout, rank, head)
 Case = tuple[str, Layout, int, str]
 
 
@@ -42,5 +42,5 @@ BIG = {
 
 
 def BIG_RANKS(layout: Layout) -> Sequence[int]:
-    """The first rank, one of a stage in the middle, the last."""
+    """Returns the first rank, one of a stage in the middle, and the last."""
     return 0, layout.world_size // 2 + 1, layout.world_size - 1

@@ -1,4 +1,4 @@
-"""Facts about Transformer Engine's layers, from one process for each version (tests/te/worker.py).
+"""Gives tests facts about Transformer Engine's layers, each from a process (tests/te/worker.py).
 
 All of them start together, when the first is asked for. `make test-te` installs the versions.
 """
@@ -29,7 +29,7 @@ Facts = Callable[[str, str], Any]
 
 @pytest.fixture(scope="session")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Facts]:
-    """facts(version, mode): what the worker of that version wrote."""
+    """Returns facts(version, mode): what the worker of that version wrote."""
     missing = [str(HOME / v) for v in VERSIONS if not (HOME / v / "transformer_engine").is_dir()]
     if missing:
         pytest.fail(f"no Transformer Engine in {', '.join(missing)}: run `make test-te`")

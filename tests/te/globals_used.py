@@ -1,4 +1,4 @@
-"""Global names that a module's functions use and the module does not have."""
+"""Finds global names that a module's functions use and the module does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of any layout in one process: torch's fake process group, tensors without numbers."""
+"""Plays a rank of any layout in one process: torch's fake process group, fake tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MARKS = ("tensor_model_parallel", "sequence_parallel", "allreduce", "shared")
 
 
 def pretend_gpu() -> None:
-    """Transformer Engine asks for these when a layer is made. After megarl has seen a CPU."""
+    """Says that there is a GPU, as Transformer Engine asks when a layer is made. megarl has seen a
+    CPU before."""
     import megarl.parallel.mcore  # noqa: F401
 
     torch.cuda.is_available = lambda: True
@@ -36,7 +37,7 @@ def tiny(kind: str, head: str) -> Any:
 
 @contextmanager
 def built(model: Any, layout: Any, rank: int, spec: str, **fields: Any) -> Iterator[Any]:
-    """The rank's BuiltModel of `spec`'s layers, in the scope of its groups."""
+    """Yields the rank's BuiltModel of `spec`'s layers and its groups, in their scope."""
     from megarl.models import build
     from megarl.parallel.groups import ProcessGroups, model_scope
 
@@ -60,7 +61,8 @@ def built(model: Any, layout: Any, rank: int, spec: str, **fields: Any) -> Itera
 
 
 def describe(made: Any, groups: Any) -> dict[str, Any]:
-    """Parameters by name (shape, marks, whether the gradient norm counts it), keys, the table."""
+    """Returns the parameters by name (shape, marks, whether the gradient norm counts it), the piece
+    table's view of them, and what a checkpoint would hold."""
     from megarl.ckpt.keys import settle_keys
     from megarl.models import named_params
 
@@ -72,9 +74,9 @@ def describe(made: Any, groups: Any) -> dict[str, Any]:
         non_homogeneous_layers=True, singleton_local_shards=False, dp_cp_group=groups.dp_cp
     )
     kept: dict[str, Any] = {}
-    for chunk in made.chunks:
+    for i, chunk in enumerate(made.chunks):
         state = chunk.sharded_state_dict(metadata=metadata)
-        kept |= {k: v for k, v in state.items() if "_extra_state" not in k}
+        kept |= {f"{i} {k}": v for k, v in state.items() if "_extra_state" not in k}
     own = sorted({v.key for v in kept.values()})
     settle_keys(kept, made.table)
     params = named_params(made.chunks)
@@ -99,7 +101,7 @@ def describe(made: Any, groups: Any) -> dict[str, Any]:
 
 
 def stored(parts: Any) -> Iterator[tuple[str, list[int], list[int]]]:
-    """(key, shape of the whole, this part's offset) of each part of a sharded state."""
+    """Yields (key, shape of the whole, this part's offset) for each part of a sharded state."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 
     for part in parts:

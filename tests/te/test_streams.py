@@ -22,7 +22,7 @@ from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import Answer, ServerInfo, Servers
 
-SERVER = "10.0.0.1:30000"
+SERVER = "127.0.0.1:30000"
 
 
 class Device:
@@ -82,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "current_stream", device.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
     monkeypatch.setattr(module.dist, "broadcast", broadcast)
-    monkeypatch.setattr(module, "listen", lambda **_: SimpleNamespace(port=1))
+    monkeypatch.setattr(module, "listen", lambda *_, **__: SimpleNamespace(port=1))
     monkeypatch.setattr(module, "init_update_group", lambda **_: SimpleNamespace())
     monkeypatch.setattr(module, "set_group_timeout", lambda *_: None)
     monkeypatch.setattr(module, "destroy_update_group", lambda *_, abort: device.ended.set())

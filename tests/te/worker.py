@@ -1,4 +1,4 @@
-"""What Transformer Engine's layers are like beside the local ones, as facts for the tests.
+"""Collects facts for the tests: what Transformer Engine's layers are like beside the local ones.
 
     python -O -m tests.te.worker {contract,names,big} FILE
 
@@ -70,7 +70,7 @@ def lora_facts(case: str) -> Facts:
 
 
 def adam_signatures() -> Facts:
-    """FusedAdam's methods: (name, whether it has a default) of each parameter."""
+    """Returns, of FusedAdam's methods, (name, whether it has a default) of each parameter."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     methods = ("initialize_state", "get_unscaled_state", "set_scaled_state", "step", "__init__")
@@ -84,8 +84,8 @@ def adam_signatures() -> Facts:
 
 
 def names() -> Facts:
-    """Module -> global names that its functions use and it does not have, with no patches but
-    those that GPUs get."""
+    """Returns the global names that functions of some modules of megatron-core use and the modules
+    do not have, with no patches but those that GPUs get."""
     torch.cuda.is_available = lambda: True
     import megarl.parallel.mcore as mcore
 
@@ -108,7 +108,8 @@ def names() -> Facts:
 
 
 def big() -> Facts:
-    """The public configs: a few ranks of hundreds, both kinds of layers, and who sends to whom."""
+    """Builds the public configs: a few ranks of hundreds, both kinds of layers. And returns who
+    sends to whom in a sync."""
     from megarl.models import build
     from megarl.models.hf_config import parse_hf_config
 
@@ -129,7 +130,7 @@ def big() -> Facts:
 
 
 def summary(made: Any, groups: Any) -> Facts:
-    """What of a large rank's facts is not as the piece table has it."""
+    """Returns what of a large rank's facts is not as the piece table has it."""
     facts = describe(made, groups)
     table, params = facts["table"], facts["params"]
     wrong = {
@@ -149,7 +150,7 @@ def summary(made: Any, groups: Any) -> Facts:
 
 
 def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
-    """Owner -> ranks that send to it in a whole sync, as the gatherer of each rank plans."""
+    """Returns, for every owner, how many ranks send to it in a whole sync."""
     from megarl.models.gather import BucketGatherer
     from megarl.weight_sync.owners import split_budget, spread_owners
     from megarl.weight_sync.plan import plan_sync

@@ -400,7 +400,7 @@ def test_junk_is_one_line_that_names_who_sent_it(servers, connect, said, words):
     [
         (404, "<html>\nNo such file\n</html>", "/health answered 404: <html> No such file </html>"),
         (200, "<html>\nWelcome\n</html>", "/model_info answered 200: <html> Welcome </html>"),
-        (200, '{"name": "shop"}', "{'name': 'shop'} instead of a JSON object with weight_version"),
+        (200, '{"name": "shop"}', "/model_info answered 200: {'name': 'shop'} instead of a JSON"),
     ],
 )
 def test_another_service_at_the_address_is_known_at_once(status, page, words):
@@ -434,6 +434,7 @@ def test_every_call_carries_the_jobs_token(servers, connect, monkeypatch):
     servers[0].pause_answer = web.json_response({"error": "Unauthorized"}, status=401)
     with pytest.raises(RuntimeError, match=r"401: Unauthorized \(set MEGARL_JOB_TOKEN"):
         client.pause()
+    servers[0].pause_answer = None
 
 
 def test_slow_answer_is_a_timeout_naming_the_server(servers, connect):

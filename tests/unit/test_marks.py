@@ -1,4 +1,4 @@
-"""What the gradient norm counts: every number of the model once, whatever the layers say of it.
+"""The gradient norm counts every number of the model once, whatever the layers say of it.
 
 Two ranks in one process, over torch's fake process group.
 """
@@ -52,7 +52,7 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def counted(table: PieceTable, params: dict[str, torch.Tensor], rank: int) -> dict[str, int]:
-    """What of the parameters' numbers this rank's gradient norm counts, but the padding."""
+    """Returns how many numbers of each parameter this rank's gradient norm counts, but padding."""
     local = table.local_params(table.layout.coords(rank))
     return {
         name: param.numel() - (local[name].padding[1] - local[name].padding[0]) * param[0].numel()

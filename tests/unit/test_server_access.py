@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from starlette.requests import Request
 
 from megarl.rollout.server.access import Access
 from megarl.rollout.server.errors import ServerError
 
+MACHINE = socket.gethostname().partition(".")[0]
 TOKEN = "the-secret"
 JSON = {"content-type": "application/json", "content-length": "2"}
 
@@ -39,6 +42,9 @@ def status(bound="127.0.0.1", *, token=None, control=True, **headers):
         ("node3", "NODE3:30000", 200),
         ("0.0.0.0", "10.0.0.1:30000", 200),
         ("0.0.0.0", "evil.example", 403),
+        ("0.0.0.0", f"{MACHINE}.cluster:30000", 200),
+        ("127.0.0.1", f"{MACHINE}:30000", 200),
+        ("127.0.0.1", f"{MACHINE}.evil.example", 403),
     ],
 )
 def test_the_host_must_be_the_servers(bound, host, answer):

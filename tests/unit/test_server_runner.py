@@ -106,6 +106,9 @@ def test_masked_positions_are_finite_whatever_memory_held(pair):
     assert not runner.cache.keys.any() and not runner.cache.values.any()
     runner.cache.values.fill_(torch.nan)
     runner.cache.keys.fill_(torch.nan)
+    runner.cache.scrub(range(runner.cache.rows, runner.cache.rows))
+    runner.probe()  # beside what runs
+    assert bool(runner.cache.keys.isnan().all())
     runner.cache.scrub([0, 1])
     given = prompts([3, 60])
     got = teacher_forced(runner, [make_sequence(p) for p in given], steps=3)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from megarl.rollout.server.errors import ServerError
+from megarl.utils.env import is_loopback
 from megarl.utils.job_token import ENV
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -27,8 +28,11 @@ class Access:
 
     def __init__(self, host: str, token: str | None) -> None:
         self._token, self._everywhere = token, host in _WILDCARDS
-        own = socket.gethostname().lower()
-        self._names = {"localhost", host.strip("[]").lower(), own, own.partition(".")[0]}
+        self._host, self._machine = host.strip("[]").lower(), _label(socket.gethostname().lower())
+
+    @property
+    def _local(self) -> bool:
+        return is_loopback(f"{self._host}:0")
 
     def check(self, request: Request, *, control: bool) -> None:
         """ServerError with 401, 403 or 415. control: the call changes the server, or shows its
@@ -78,11 +82,15 @@ class Access:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
             return False
-        if name in self._names:
+        if name in ("localhost", self._host):
             return True
         try:
             address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
+        except ValueError:  # the machine's name, with any domain where others are to call it
+            return _label(name) == self._machine and (name == self._machine or not self._local)
         # no page has a number for its name but one that is served at it
         return address.is_loopback or self._everywhere
+
+
+def _label(name: str) -> str:
+    return name.partition(".")[0]

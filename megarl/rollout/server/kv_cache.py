@@ -120,7 +120,7 @@ class KVCache:
         self.values[:, dst, :, :positions] = self.values[:, src, :, :positions]
 
     def scrub(self, rows: Sequence[int]) -> None:
-        index = torch.tensor(rows, device=self.keys.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self.keys.device)
         self.keys[:, index] = 0
         self.values[:, index] = 0
 

@@ -164,10 +164,14 @@ class Scheduler:
             torch.set_num_threads(self._threads)
         try:
             while not self._stopping:
-                self._take_inbox()
-                self._run_exclusive()
-                if not self.paused:
-                    self._guarded_step()
+                try:
+                    self._take_inbox()
+                    self._run_exclusive()
+                    if not self.paused:
+                        self._step()
+                except Exception as e:
+                    logger.exception("a step failed")
+                    self._recover(e)
                 self._deliver()
         except Exception as e:
             logger.exception("the scheduler died")
@@ -238,7 +242,14 @@ class Scheduler:
         )
         self._reap()
 
-    def _guarded_step(self) -> None:
+    def _recover(self, e: Exception) -> None:
+        """Ends what was running. Raises where the model can compute nothing any more."""
+        self._fail(self.running, f"the generation step failed: {_said(e)}")
+        self.running, self._batch = [], None
+        self.runner.cache.clear()
+        self.runner.probe()
+
+    def _step(self) -> None:
         if (self.running or self.waiting) and (why := self._unfit()):
             self._fail([*self.running, *self._queued()], why)
             self.waiting = deque(self._jobs())
@@ -246,14 +257,8 @@ class Scheduler:
             return
         if admitted := self._admit():
             self._prefill_apart(admitted)
-        try:
+        if self.running:
             self._decode()
-        except Exception as e:
-            logger.exception("a step failed")
-            self._fail(self.running, f"the generation step failed: {_said(e)}")
-            self.running, self._batch = [], None
-            self.runner.cache.clear()
-            self.runner.probe()
 
     def _prefill_apart(self, admitted: list[Sequence]) -> None:
         """Prefills them together; where that fails one by one, so that only those at fault fail."""
@@ -276,8 +281,6 @@ class Scheduler:
                 self._prefill_apart([s])
 
     def _decode(self) -> None:
-        if not self.running:
-            return
         self.runner.make_room(self.running, used=len(self.running))
         if self.runner.deterministic:
             for row, s in enumerate(self.running):
