@@ -25,6 +25,7 @@ class Key:
     help: str
     choices: tuple[Any, ...] | None
     section: type | None
+    bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
 
     @property
     def nullable(self) -> bool:
@@ -84,6 +85,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             help=field.metadata.get("help", ""),
             choices=field.metadata.get("choices"),
             section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
+            bounds=field.metadata.get("bounds"),
         )
 
 
@@ -144,7 +146,7 @@ def choice_problems(cfg: Any) -> list[str]:
     return [
         not_a_choice(key, key.default)
         for key in all_keys(type(cfg), parent=cfg)
-        if key.choices and key.default not in key.choices and not _absent(cfg, key.name)
+        if key.choices and key.default not in key.choices and not absent(cfg, key.name)
     ]
 
 
@@ -152,7 +154,7 @@ def not_a_choice(key: Key, value: Any) -> str:
     return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}"
 
 
-def _absent(cfg: Any, name: str) -> bool:
+def absent(cfg: Any, name: str) -> bool:
     """Whether `name` lies in a section that is null in `cfg`."""
     for part in name.split(".")[:-1]:
         cfg = getattr(cfg, part)
