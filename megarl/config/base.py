@@ -1,4 +1,4 @@
-"""`arg`: a dataclass field that carries its one-line meaning, its choices, the bounds of its number.
+"""`arg`: a dataclass field that carries its one-line meaning, its choices or its bounds.
 
 `--help`, the nearest-key hint and the checks of choices and numbers all read this metadata, so a
 key is described in exactly one place.

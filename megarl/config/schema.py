@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any
 
+from megarl.config.aliases import aliased, role_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -98,7 +100,9 @@ def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             yield from all_keys(key.section, key.name + ".", default)
 
 
+@cache
 def key_table(cls: type) -> dict[str, Key]:
+    """Every key by its name; not to be changed."""
     return {k.name: k for k in all_keys(cls)}
 
 
@@ -115,30 +119,40 @@ def free_form_parent(cls: type, name: str) -> Key | None:
 def nearest_keys(cls: type, name: str) -> list[str]:
     """Valid keys that `name` was probably meant to be, best first.
 
-    Looks for the same last part (`lr` -> `actor.optimizer.lr`), then for similar names inside the
-    section that the front of `name` does reach, then for a similar last part anywhere.
+    Looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
+    `actor.parallel.tp`), then for similar names inside the section that the front of `name` does
+    reach, then for a similar last part anywhere. Among equals, the role that `name` mentions comes
+    first, else the recipe's main role.
     """
     table = key_table(cls)
+    if (ours := aliased(table, name)) is not None:
+        return [ours]
     names = [k for k in table if not name.startswith(k + ".")]
     last = _last(name)
     if same := [k for k in names if _last(k) == last]:
-        # an undotted name takes the order of the recipe: actor before ref
-        return same if last == name else sorted(same, key=lambda k: -_similarity(k, name))
+        return _ranked(same, table, name)
     fronts = ["", *(f"{k}." for k, key in table.items() if key.section is not None)]
     front = max((f for f in fronts if name.startswith(f)), key=len)
     inside = {k.removeprefix(front): k for k in names if k.startswith(front)}
     if close := difflib.get_close_matches(name.removeprefix(front), inside, cutoff=0.65):
         return [inside[c] for c in close]
     lasts = difflib.get_close_matches(last, {_last(k) for k in names}, n=1, cutoff=0.75)
-    return [k for k in names if _last(k) in lasts]
+    return _ranked([k for k in names if _last(k) in lasts], table, name)
+
+
+def _ranked(names: list[str], table: dict[str, Key], wrong: str) -> list[str]:
+    """Those with most of the sections of `wrong` first, then its role's, then in recipe order."""
+    sections, role = set(wrong.split(".")[:-1]), role_of(table, wrong)
+
+    def distance(name: str) -> tuple[int, bool]:
+        own = name.split(".")[:-1]
+        return -len(sections.intersection(own)), own[:1] != [role]
+
+    return sorted(names, key=distance)
 
 
 def _last(name: str) -> str:
     return name.rsplit(".", 1)[-1]
-
-
-def _similarity(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def choice_problems(cfg: Any) -> list[str]:
