@@ -1,19 +1,30 @@
-"""Checks of a recipe against its models, before any process group or server exists. No torch."""
+"""Checks of a recipe against its models, data and code, before any process group or server exists.
+
+None imports torch, but `check_code` where the code that the configuration names does.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.config.check import engines, model_path
 from megarl.config.check_data import looks_like_hub_name
+from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.rollout import RolloutConfig
+from megarl.data import check_batches, load_problems
 from megarl.models import check_layout, read_hf_config
 from megarl.models.lora import check_lora
+from megarl.rollout.rewards import is_registered
+from megarl.trainer.user_code import Named, code_problems
+from megarl.utils.isolated import call_isolated
 
+IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
 _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -85,3 +96,62 @@ def check_models(cfg: BaseConfig) -> None:
                     f"server.context_length={room}: the model's max_position_embeddings is {most}"
                 )
     raise_if_any(problems)
+
+
+def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
+    """The data sets of a recipe by their key."""
+    found = {"train_dataset": cfg.train_dataset, "valid_dataset": cfg.valid_dataset}
+    return {key: data for key, data in found.items() if data is not None}
+
+
+def check_data(cfg: BaseConfig) -> dict[str, tuple[str, ...]]:
+    """Reads all data, as the run will. Raises ConfigError naming each set that is not sound; by
+    key, what a reward gets of a row.
+    """
+    problems, row_keys = [], {}
+    for key, data in datasets(cfg).items():
+        try:
+            rows = load_problems(data, seed=cfg.seed)
+            if key == "train_dataset":  # the other is not cut into batches
+                check_batches(len(rows), data)
+            row_keys[key] = rows[0].row_keys
+        except ValueError as e:
+            problems.append(f"{key}: {e}")
+    raise_if_any(problems)
+    return row_keys
+
+
+def check_code(
+    cfg: BaseConfig,
+    row_keys: dict[str, tuple[str, ...]],
+    *,
+    isolated: bool = False,
+    path: Sequence[str] = (),
+) -> None:
+    """Imports the workflow and the rewards that are not megarl's own. Raises ConfigError for each
+    that is not to be had or does not take what it is given. `isolated`: in a process of its own,
+    with `path` in front of the import path.
+    """
+    if not isinstance(cfg, GRPOConfig):
+        return
+    named = list(_named_code(cfg, row_keys))
+    if not named:
+        return
+    if not isolated:
+        raise_if_any(code_problems(named, path))
+        return
+    try:
+        raise_if_any(call_isolated(code_problems, named, path, timeout=IMPORT_TIMEOUT))
+    except (TimeoutError, ChildProcessError) as e:
+        targets = ", ".join(f"{code.key}={code.target}" for code in named)
+        raise ConfigError([f"{targets}: cannot be imported: {e}"]) from e
+
+
+def _named_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterator[Named]:
+    own_workflow = cfg.rollout.workflow != RolloutConfig().workflow
+    if own_workflow:
+        yield Named(key="rollout.workflow", target=cfg.rollout.workflow, kind="workflow")
+    for key, data in datasets(cfg).items():
+        if not is_registered(data.reward or data.type):
+            row = None if own_workflow else row_keys[key]
+            yield Named(key=f"{key}.reward", target=data.reward, kind="reward", row=row)

@@ -22,7 +22,7 @@ from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.schema import Key, all_keys, key_table
-from megarl.data import build_dataset, dataset
+from megarl.data import build_dataset, sources
 from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.rollout_fakes import FakeServer
@@ -310,7 +310,7 @@ def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None
     space: dict[str, Any] = {"__name__": "capitals_loader"}
     (code,) = blocks(ROOT / "docs" / "data.md", "python")
     exec(compile(code, "docs/data.md", "exec"), space)
-    monkeypatch.setitem(dataset._SOURCES, "capitals", space["capitals"])
+    monkeypatch.setitem(sources.SOURCES, "capitals", space["capitals"])
     rows = {
         split: build_dataset(
             DatasetConfig(type="capitals", split=split, options={"polite": True}),
