@@ -27,6 +27,10 @@ def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]
         )
     if g.top_k != -1 and g.top_k < 1:
         yield f"{key}.top_k={g.top_k}: must be > 0, or -1 for all tokens"
+    if any(not 0 <= t < 1 << 31 for t in g.stop_token_ids):
+        yield f"{key}.stop_token_ids={g.stop_token_ids}: token ids start at 0"
+    if "" in g.stop:
+        yield f"{key}.stop={g.stop}: an empty text would end every answer at once; leave it out"
 
 
 def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
@@ -51,7 +55,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 def owner_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
     owners = cfg.weight_sync.owners
-    if owners is not None and world_size is not None and owners > world_size:
+    if owners is not None and world_size and owners > world_size:
         yield (
             f"weight_sync.owners={owners}: there are {world_size} trainer processes; use at most "
             "that many, or null for one on each pipeline stage"

@@ -10,7 +10,9 @@ from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TI
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
-    n_samples: int = arg(1, bounds=POSITIVE, help="samples per prompt (the group size G)")
+    n_samples: int = arg(
+        1, bounds=Bounds(gt=0, le=65536), help="samples per prompt (the group size G)"
+    )
     max_new_tokens: int = arg(512, bounds=POSITIVE, help="token bound of one response")
     min_new_tokens: int = arg(0, help="no stop before this many tokens")
     greedy: bool = arg(False, help="take the argmax (temperature 0)")

@@ -57,6 +57,8 @@ from megarl.trainer.preflight import (
     check_code,
     check_data,
     check_models,
+    check_place,
+    check_tokenizer,
     check_writable,
     fetch_hub_models,
 )
@@ -112,6 +114,9 @@ def check_named(job: Job, *, writes: bool) -> None:
     """Data, and code, which is imported in a process of its own; the run directory."""
     own = job.script.parent == PACKAGE
     path = [] if own else [str(job.script.resolve().parent)]  # as python script.py has it
+    check_place(job.cfg)
+    if own:  # another script may have another
+        check_tokenizer(job.cfg)
     check_code(job.cfg, check_data(job.cfg), isolated=True, path=path)
     if writes:
         check_writable(job.cfg)

@@ -5,6 +5,7 @@ None imports torch, but `check_code` where the code that the configuration names
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from megarl.utils.isolated import call_isolated
 IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
+_TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
@@ -72,6 +74,35 @@ def check_writable(cfg: BaseConfig) -> None:
         ) from e
 
 
+def check_place(cfg: BaseConfig) -> None:
+    """Raises ConfigError where the run directory cannot be made. Writes nothing."""
+    directory = run_dir(cfg).absolute()
+    try:
+        there = next(p for p in (directory, *directory.parents) if p.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    except OSError as e:
+        raise ConfigError(
+            [f"the run directory {directory} cannot be made: {e}; set another fileroot"]
+        ) from e
+
+
+def check_tokenizer(cfg: BaseConfig) -> None:
+    """Raises ConfigError where the tokenizer's directory holds nothing of a tokenizer."""
+    name = next(iter(engines(cfg)))
+    key, path = f"{name}.path", Path(cfg.tokenizer_path or model_path(cfg, name))
+    if path.is_dir() and not any(found for p in _TOKENIZER_FILES for found in path.glob(p)):
+        key = "tokenizer_path" if cfg.tokenizer_path else key
+        raise ConfigError(
+            [
+                f"{key}={path}: has no tokenizer (tokenizer.json, tokenizer_config.json, ...); set "
+                "tokenizer_path to a directory that has one"
+            ]
+        )
+
+
 def check_models(cfg: BaseConfig) -> None:
     """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so."""
     problems = []
@@ -90,12 +121,19 @@ def check_models(cfg: BaseConfig) -> None:
                 "ForSequenceClassification model with one label"
             )
         if name == "actor" and isinstance(cfg, GRPOConfig):
+            problems += _stop_token_problems(cfg, model.vocab_size)
             room, most = cfg.server.context_length, model.max_position_embeddings
             if room > most:
                 problems.append(
                     f"server.context_length={room}: the model's max_position_embeddings is {most}"
                 )
     raise_if_any(problems)
+
+
+def _stop_token_problems(cfg: GRPOConfig, vocab_size: int) -> Iterator[str]:
+    for key, g in (("gconfig", cfg.gconfig), ("eval_gconfig", cfg.eval_gconfig)):
+        if any(t >= vocab_size for t in g.stop_token_ids):
+            yield f"{key}.stop_token_ids={g.stop_token_ids}: the model's vocab_size is {vocab_size}"
 
 
 def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +42,7 @@ CALLED = (
 )
 CASES = {
     "train_dataset.reward=mine:good": None,
-    "train_dataset.reward=mine:short": rf"short\(prompt, completion\): too many positional.*{CALLED}",
+    "train_dataset.reward=mine:short": rf"short\(prompt, completion\): too many .*{CALLED}",
     "train_dataset.reward=mine:closed": rf"unexpected keyword argument 'row_id'.*{CALLED}",
     "train_dataset.reward=mine:wants": rf"missing a required.*'entry'; it is {CALLED}",
     "train_dataset.reward=mine:slow": r"an async function, .*expected reward\(prompt, ",
@@ -67,6 +68,14 @@ CASES = {
     "+train_dataset.options.level=two": r"options\.level='two': not of type int",
     "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
     "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": r"bad\.jsonl line 2: the answer is 42",
+    "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset.type=gsm8k",
+    "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
+    "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: token ids start at 0",
+    "gconfig.stop_token_ids=[130]": r"stop_token_ids=\[130\]: the model's vocab_size is 130",
+    "gconfig.stop=['']": r"an empty text would end every answer",
+    "tokenizer_path=./empty": r"tokenizer_path=empty: has no tokenizer \(tokenizer\.json",
+    "fileroot=bad.jsonl": r"run directory /.*/bad\.jsonl/.* cannot be made: .*set another fileroot",
+    "trial_name=" + 300 * "x": r"cannot be made: .*File name too long",
     "train_dataset.batch_size=2000": r"1000 rows do not fill one batch of batch_size=2000",
 }
 
@@ -75,14 +84,15 @@ CASES = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with modules and data, which is nowhere on the import path."""
     write_stub(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("import os\nnonsense\n")
     (tmp_path / "syntax.py").write_text("def good(\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "imports.py").write_text("import nothing_there\n")
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    good, bad = ('{"question": "?", "answer": %s}\n' % a for a in ('"#### 1"', "42"))
-    (tmp_path / "bad.jsonl").write_text(good + bad)
+    good, bad = '{"question": "?", "answer": "#### 1"}', '{"question": "?", "answer": 42}'
+    (tmp_path / "bad.jsonl").write_text(f"{good}\n{bad}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     for name in ("WORLD_SIZE", "RANK"):
@@ -107,9 +117,8 @@ def test_mistakes_in_data_and_code_are_one_line(
         assert (status, err) == (0, "") and out.startswith("the configuration is sound")
         return
     assert status == 2 and err.count("\n") == 1, err
-    assert err.startswith("config error: " + case.lstrip("+").partition(".")[0])
-    import re
-
+    keys = [word.lstrip("+").partition(".")[0].partition("=")[0] for word in case.split()]
+    assert err.startswith(tuple(f"config error: {key}" for key in (*keys, "actor", "the run")))
     assert re.search(message, err.strip()), err
     assert not (home / "runs").exists()
 
@@ -148,9 +157,7 @@ def test_the_launchers_check_starts_nothing(home: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "the configuration is sound, for 2 trainer process(es)\n"
     assert local.main([*args, "--nproc", "3"]) == 2
     assert "world size 3" in capsys.readouterr().err
-    assert sorted(p.name for p in home.iterdir() if p.is_dir() and p.name != "__pycache__") == [
-        "model"
-    ]
+    assert {p.name for p in home.iterdir() if p.is_dir()} - {"__pycache__"} == {"empty", "model"}
 
 
 @pytest.mark.parametrize(
