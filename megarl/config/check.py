@@ -141,8 +141,8 @@ def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) 
 def _run_problems(cfg: BaseConfig) -> Iterator[str]:
     for name in ("experiment_name", "trial_name"):
         value = getattr(cfg, name)
-        if not value or "/" in value or value in (".", ".."):
-            yield f"{name}={value!r}: one path component, not empty and without /"
+        if not value or "/" in value or value in (".", "..") or len(value.encode()) > 255:
+            yield f"{name}={value!r}: one path component, not empty, without /, at most 255 bytes"
     if cfg.saver.keep_best and not cfg.saver.keep_last:
         yield (
             f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "

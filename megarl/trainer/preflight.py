@@ -173,6 +173,8 @@ def check_code(
     if not isinstance(cfg, GRPOConfig):
         return
     named = list(_named_code(cfg, row_keys))
+    if isolated:  # what a script defines itself, it finds itself
+        named = [code for code in named if not code.target.startswith("__main__:")]
     if not named:
         return
     if not isolated:

@@ -352,7 +352,7 @@ def test_messages_about_numbers_name_value_and_range(model: Path) -> None:
         "1000000",
         "gconfig.temperature=.inf": "gconfig.temperature=inf: must be a finite number from 0 to "
         "100",
-        "gconfig.n_samples=0": "gconfig.n_samples=0: must be > 0",
+        "gconfig.n_samples=0": "gconfig.n_samples=0: must be > 0 and <= 65536",
         "gconfig.max_new_tokens=-1": "gconfig.max_new_tokens=-1: must be > 0",
         "saver.freq_steps=0": "saver.freq_steps=0: must be > 0, or null",
         "rollout.request_timeout=1e7": "rollout.request_timeout=10000000.0: must be > 0 and <= "

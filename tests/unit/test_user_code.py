@@ -75,7 +75,7 @@ CASES = {
     "gconfig.stop=['']": r"an empty text would end every answer",
     "tokenizer_path=./empty": r"tokenizer_path=empty: has no tokenizer \(tokenizer\.json",
     "fileroot=bad.jsonl": r"run directory /.*/bad\.jsonl/.* cannot be made: .*set another fileroot",
-    "trial_name=" + 300 * "x": r"cannot be made: .*File name too long",
+    "trial_name=" + 300 * "x": r"one path component, .*at most 255 bytes",
     "train_dataset.batch_size=2000": r"1000 rows do not fill one batch of batch_size=2000",
 }
 
