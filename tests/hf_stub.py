@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def write_stub(folder: Path) -> Path:
-    """Qwen3, 4 layers, 4 heads, 2 KV heads, 4096 positions; an empty safetensors file, and the name
-    of a tokenizer.
+    """Qwen3, 4 layers, 4 heads, 2 KV heads, 4096 positions; an empty safetensors file and an
+    empty vocabulary.
     """
     config = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=64, head_dim=16,
@@ -19,5 +19,5 @@ def write_stub(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.txt").write_text("")
     return folder

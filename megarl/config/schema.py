@@ -100,9 +100,13 @@ def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             yield from all_keys(key.section, key.name + ".", default)
 
 
-@cache
 def key_table(cls: type) -> dict[str, Key]:
     """Every key by its name; not to be changed."""
+    return _key_table(cls)
+
+
+@cache
+def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 

@@ -47,8 +47,8 @@ def _parse(data: bytes, place: str) -> Any:
     except json.JSONDecodeError as e:
         where = f"line {e.lineno}, " if e.lineno > 1 else ""
         raise ValueError(f"{place}: not valid JSON: {e.msg} ({where}column {e.colno})") from e
-    except RecursionError as e:
-        raise ValueError(f"{place}: not valid JSON: nested too deeply") from e
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, or deep nesting
+        raise ValueError(f"{place}: not valid JSON: {e}") from e
 
 
 def _object(row: Any, place: str) -> Row:
@@ -75,6 +75,11 @@ def text(row: Row, name: str, place: str) -> str:
     """The text in `row[name]`. Raises ValueError for null, a number or anything else."""
     value = row[name]
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            half = f"\\u{ord(value[e.start]):04x}"
+            raise ValueError(f"{place}: the {name} holds half a character ({half})") from e
         return value
     what = "null" if value is None else f"{shown(value)}, not text"
     fix = "" if value is None else f'; write "{name}": "..."'

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from megarl.launcher import local
 from megarl.run import main
+from megarl.utils.isolated import call_isolated
 from tests.hf_stub import write_stub
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +151,11 @@ def test_code_that_ends_the_process_does_not_end_the_launcher(
         "config error: train_dataset.reward=dies:good: cannot be imported: the process ended with "
         "status 7\n"
     )
+
+
+def test_code_that_never_returns_is_given_up() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        call_isolated(time.sleep, 300, timeout=0.2)
 
 
 def test_the_launchers_check_starts_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
