@@ -113,13 +113,8 @@ def check_servers(cfg: BaseConfig) -> None:
 
 def check_named(cfg: BaseConfig, *, writes: bool) -> None:
     """What the configuration names: data, code, the run directory. The code may import torch."""
-    from megarl.trainer.preflight import (
-        check_code,
-        check_data,
-        check_place,
-        check_tokenizer,
-        check_writable,
-    )
+    from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
+    from megarl.trainer.preflight import check_writable
 
     check_place(cfg)
     check_tokenizer(cfg)

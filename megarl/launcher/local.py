@@ -53,15 +53,8 @@ from megarl.launcher.processes import (
 )
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, start_server
-from megarl.trainer.preflight import (
-    check_code,
-    check_data,
-    check_models,
-    check_place,
-    check_tokenizer,
-    check_writable,
-    fetch_hub_models,
-)
+from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
+from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import set_loopback_default, set_threads_default, set_trainer_defaults
 from megarl.utils.http import in_thread
 from megarl.utils.importing import add_working_directory
