@@ -52,8 +52,10 @@ _ANY_FLOAT = Bounds(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)
 _ANY_INT = Bounds(ge=-LARGEST_INT - 1, le=LARGEST_INT)
 
 
-def number_problems(cfg: Any) -> Iterator[str]:
-    """Numbers of the dataclass `cfg` that are not finite, or outside the bounds of their key."""
+def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
+    """Numbers of the dataclass `cfg` that are not finite, or outside the bounds of their key;
+    `prefix` is the section that `cfg` is, with its dot.
+    """
     for key in all_keys(type(cfg), parent=cfg):
         value = key.default  # the instance's own value
         if isinstance(value, bool) or not isinstance(value, int | float) or absent(cfg, key.name):
@@ -61,7 +63,7 @@ def number_problems(cfg: Any) -> Iterator[str]:
         largest = _ANY_INT if isinstance(value, int) else _ANY_FLOAT
         for bounds in (key.bounds, largest):
             if bounds is not None and not bounds.allow(value):
-                yield _out_of(bounds, key.name, value, nullable=key.nullable)
+                yield _out_of(bounds, prefix + key.name, value, nullable=key.nullable)
                 break
 
 

@@ -31,7 +31,7 @@ def load_problems(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
         raise ValueError(f"dataset type {cfg.type!r}: use one of {sorted(SOURCES)}")
     for name, value in prompt_options(cfg).items():
         if value is not None and not isinstance(value, _PROMPT_OPTIONS[name]):
-            kind = {str: "text", dict: "keys and values"}[_PROMPT_OPTIONS[name]]
+            kind = "text" if _PROMPT_OPTIONS[name] is str else "keys and values"
             raise ValueError(f"dataset type {cfg.type}: options.{name}={value!r}: not {kind}")
     own = {k: v for k, v in cfg.options.items() if k not in _PROMPT_OPTIONS}
     problems = SOURCES[cfg.type](replace(cfg, options=own), seed=seed)
