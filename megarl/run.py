@@ -5,10 +5,12 @@
 
     --help            every key with type, default, choices and meaning; --recipe NAME for one
     --print-config    the configuration after all overrides, as YAML
-    --check           check the configuration and the models, then stop
+    --check           check the configuration, models, data and code it names, then stop: for
+                      WORLD_SIZE processes where that is set, else for the fewest that fit
 
-The configuration is parsed and checked before torch is imported and before any process group
-exists. A mistake in it prints what is wrong, without a traceback, and exits with status 2.
+The configuration is parsed and checked before torch is imported; data and the code it names
+(rewards, a workflow), which may lie in the working directory, before any process group exists. A
+mistake prints what is wrong, without a traceback, and exits with status 2.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
+from megarl.utils.importing import add_working_directory
 
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    add_working_directory()
     try:
         command = parse_command_line(
             sys.argv[1:] if argv is None else argv,
@@ -50,15 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             _say(config_yaml(cfg))
             return 0
-        check(cfg)
-        if "check" not in command.switches and _rank() == 0:
-            from megarl.trainer.preflight import check_writable
-
-            check_writable(cfg)
+        only = "check" in command.switches
+        world_size = _world_size(cfg, only)
+        check(cfg, world_size)
+        if not only:
+            check_servers(cfg)
+        prepare(cfg)
+        if _rank() == 0:  # the others would read and import the same
+            check_named(cfg, writes=not only)
     except ConfigError as e:
         return _refuse(e)
-    if "check" in command.switches:
-        _say("the configuration is sound")
+    if only:
+        _say(f"the configuration is sound, for {world_size} trainer process(es)")
         return 0
     run(cfg)
     return 0
@@ -81,17 +88,20 @@ def load(command: CommandLine) -> BaseConfig:
     return load_config(command.options.get("config"), [*recipe, *command.words, *command.overrides])
 
 
-def check(cfg: BaseConfig) -> None:
-    """Everything that can be checked without torch, or ConfigError."""
+def check(cfg: BaseConfig, world_size: int) -> None:
+    """Everything that can be checked without data and torch, or ConfigError."""
     from megarl.config.check import check_config
     from megarl.config.earlier_run import check_run_dir
     from megarl.trainer.preflight import check_models, fetch_hub_models
 
     fetch_hub_models(cfg)
-    check_config(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    check_config(cfg, world_size)
     check_models(cfg)
     if _rank() == 0:  # alone: by the time the others look, it may have begun to write
         check_run_dir(cfg)
+
+
+def check_servers(cfg: BaseConfig) -> None:
     if isinstance(cfg, GRPOConfig) and not _servers(cfg):
         raise ConfigError(
             [
@@ -101,13 +111,29 @@ def check(cfg: BaseConfig) -> None:
         )
 
 
-def run(cfg: BaseConfig) -> None:
-    """Imports torch and runs the recipe."""
+def check_named(cfg: BaseConfig, *, writes: bool) -> None:
+    """What the configuration names: data, code, the run directory. The code may import torch."""
+    from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
+    from megarl.trainer.preflight import check_writable
+
+    check_place(cfg)
+    check_tokenizer(cfg)
+    check_code(cfg, check_data(cfg))
+    if writes:
+        check_writable(cfg)
+
+
+def prepare(cfg: BaseConfig) -> None:
+    """What has to be settled before torch is imported."""
     from megarl.utils.env import set_trainer_defaults
     from megarl.utils.quiet import quiet_libraries
 
     quiet_libraries()
     set_trainer_defaults(os.environ, servers=_servers(cfg))
+
+
+def run(cfg: BaseConfig) -> None:
+    """Imports torch and runs the recipe."""
     if isinstance(cfg, PPOConfig):
         from megarl.trainer import ppo
 
@@ -126,6 +152,15 @@ def run(cfg: BaseConfig) -> None:
 
 def _servers(cfg: BaseConfig) -> list[str]:
     return server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) else []
+
+
+def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
+    """As torchrun says; without it one process, or in a mere check as many as are needed."""
+    from megarl.config.check import smallest_world_size
+
+    if only_checks and "WORLD_SIZE" not in os.environ:
+        return smallest_world_size(cfg)
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rank() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -77,21 +78,56 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", metavar="MODEL")
     add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        add(f"--{name}", type=int, default=1, help=f"{name} of training")
+        add(f"--{name}", type=_positive, default=1, help=f"{name} of training")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
-    add("--server-tp", type=int, default=8, help="GPUs of one server (default %(default)s)")
+    add("--server-tp", type=_positive, default=8, help="GPUs of one server (default %(default)s)")
     add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
-    add("--nic-gbps", type=float, default=400, help="network per GPU, Gbit/s (%(default)g)")
-    add("--batch-tokens", type=int, default=1 << 22, help="of a step (default %(default)s)")
-    add("--micro-batch-tokens", type=int, default=16384, help="packed (default %(default)s)")
-    add("--sequence", type=int, default=8192, help="tokens of a sequence (default %(default)s)")
+    add("--nic-gbps", type=_rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
+    add("--batch-tokens", type=_positive, default=1 << 22, help="of a step (default %(default)s)")
+    add("--micro-batch-tokens", type=_positive, default=16384, help="packed (default %(default)s)")
+    add(
+        "--sequence",
+        type=_positive,
+        default=8192,
+        help="tokens of a sequence (default %(default)s)",
+    )
     add("--recompute", choices=("none", "full"), default="none", help="activations")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
-    add("--bucket-mb", type=int, default=512, help="weight_sync.bucket_mb (default %(default)s)")
-    add("--senders", type=int, default=1, help="ranks that own buckets (default %(default)s)")
-    add("--server-memory", type=float, default=0.85, help="mem_fraction_static of the servers")
-    add("--top", type=int, default=5, help="layouts in the advice (default %(default)s)")
+    add(
+        "--bucket-mb",
+        type=_positive,
+        default=512,
+        help="weight_sync.bucket_mb (default %(default)s)",
+    )
+    add("--senders", type=_positive, default=1, help="ranks that own buckets (default %(default)s)")
+    add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
+    add("--top", type=_positive, default=5, help="layouts in the advice (default %(default)s)")
     return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number > 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    if not 0 < (value := _number(text)) < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number > 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    if not 0 < (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a fraction above 0, at most 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def report(args: argparse.Namespace) -> Iterator[str]:
@@ -133,7 +169,12 @@ def read_model(name: str) -> ModelConfig:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in (ROOT / "configs" / "models").glob("*.json")))
         raise ValueError(f"no config.json at {name!r}; give a directory, a file or one of: {known}")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path} is not a JSON file: {e}") from e
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not a model's config.json: it holds a {type(raw).__name__}")
     raw.pop("quantization_config", None)  # of the published files; the plan is in bf16
     return parse_hf_config(raw, str(path))
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from megarl.config.engine import TrainEngineConfig
 
 
 @dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
-    ppo_n_minibatches: int = arg(1, help="optimizer steps per training batch")
-    eps_clip: float = arg(0.2, help="lower clip: ratio >= 1 - eps_clip")
+    ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
+    eps_clip: float = arg(0.2, bounds=Bounds(gt=0, lt=1), help="lower clip: ratio >= 1 - eps_clip")
     eps_clip_higher: float | None = arg(
-        None, help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher)"
+        None,
+        bounds=POSITIVE,
+        help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher)",
     )
-    c_clip: float | None = arg(None, help="dual clip for negative advantages, > 1; null is off")
+    c_clip: float | None = arg(
+        None, bounds=Bounds(gt=1), help="dual clip for negative advantages, > 1; null is off"
+    )
     adv_norm: str = arg(
         "group",
         help="group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean "
@@ -27,7 +32,9 @@ class PPOActorConfig(TrainEngineConfig):
         help="mean over trained tokens, or over sequences of their token means",
         choices=("token-mean", "sequence-mean"),
     )
-    kl_coef: float = arg(0.0, help="weight of the KL to the reference added to the loss")
+    kl_coef: float = arg(
+        0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference added to the loss"
+    )
     kl_estimator: str = arg("k3", help="KL estimator", choices=("k1", "k2", "k3"))
     recompute_logprob: bool = arg(
         True, help="recompute logprobs with the trainer's weights before the update (prox_logp)"
@@ -36,16 +43,22 @@ class PPOActorConfig(TrainEngineConfig):
         False, help="clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"
     )
     behav_imp_weight_cap: float | None = arg(
-        None, help="drop tokens whose behaviour importance weight exceeds this; null is off"
+        None,
+        bounds=POSITIVE,
+        help="drop tokens whose behaviour importance weight exceeds this; null is off",
     )
-    reward_scaling: float = arg(1.0, help="rewards are (r + bias) * scaling, then clipped")
-    reward_bias: float = arg(0.0, help="added to every reward")
-    reward_clip: float = arg(20.0, help="bound of |reward|")
+    reward_scaling: float = arg(
+        1.0, bounds=Bounds(gt=0, le=1e6), help="rewards are (r + bias) * scaling, then clipped"
+    )
+    reward_bias: float = arg(0.0, bounds=Bounds(ge=-1e6, le=1e6), help="added to every reward")
+    reward_clip: float = arg(20.0, bounds=POSITIVE, help="bound of |reward|")
     dynamic_sampling: bool = arg(
         False, help="reject groups whose rewards are all equal (DAPO), prompts are replaced"
     )
     logp_gap_warn: float = arg(
-        0.1, help="warn when the largest |trainer - server| logprob gap exceeds this"
+        0.1,
+        bounds=POSITIVE,
+        help="warn when the largest |trainer - server| logprob gap exceeds this",
     )
 
 
@@ -58,9 +71,11 @@ class ValueModelConfig(TrainEngineConfig):
 
 @dataclass(kw_only=True)
 class PPOCriticConfig(ValueModelConfig):
-    ppo_n_minibatches: int = arg(1, help="optimizer steps per training batch")
+    ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
     value_clip: float | None = arg(
-        0.2, help="values count as moved by at most this in a step (PPO2); null is off"
+        0.2,
+        bounds=POSITIVE,
+        help="values count as moved by at most this in a step (PPO2); null is off",
     )
     loss_agg: str = arg(
         "token-mean",

@@ -13,13 +13,13 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    for name in ("batch_size", "size", "max_length"):
-        value = getattr(cfg, name)
-        if value is not None and value < 1:
-            yield f"{key}.{name}={value}: must be > 0"
     if cfg.type != "gsm8k":
-        return
-    if not cfg.path:
+        if cfg.path:
+            yield (
+                f"{key}.path={cfg.path}: {key}.type={cfg.type} makes its own problems and reads no "
+                f"file; set {key}.type=gsm8k, or leave the path out"
+            )
+    elif not cfg.path:
         yield f"{key}.path is empty: {key}.type=gsm8k needs a hub name (openai/gsm8k) or a path"
     elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
         yield f"{key}.path={cfg.path}: no such file or directory"

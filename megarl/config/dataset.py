@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.base import arg
+from megarl.config.bounds import POSITIVE
 
 
 @dataclass(kw_only=True)
@@ -17,10 +18,16 @@ class DatasetConfig:
     )
     path: str = arg("", help="hub name, or local directory / parquet / jsonl file (gsm8k)")
     split: str = arg("train", help="which split: train or test", choices=("train", "test"))
-    batch_size: int = arg(8, help="prompts (RL) or sequences (SFT) per training step, all ranks")
-    size: int | None = arg(None, help="take this many rows; null is all (generated sets: 1000)")
+    batch_size: int = arg(
+        8, bounds=POSITIVE, help="prompts (RL) or sequences (SFT) per training step, all ranks"
+    )
+    size: int | None = arg(
+        None, bounds=POSITIVE, help="take this many rows; null is all (generated sets: 1000)"
+    )
     max_length: int | None = arg(
-        None, help="drop prompts (RL) or sequences (SFT) longer than this many tokens"
+        None,
+        bounds=POSITIVE,
+        help="drop prompts (RL) or sequences (SFT) longer than this many tokens",
     )
     shuffle: bool = arg(True, help="reshuffle every epoch by the run's seed")
     drop_last: bool = arg(True, help="drop the last incomplete batch of an epoch")

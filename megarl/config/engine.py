@@ -5,25 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
+from megarl.config.bounds import FRACTION, FRACTION_ABOVE_ZERO, OFF_AT_ZERO, POSITIVE, Bounds
 from megarl.config.parallel import ParallelConfig
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     type: str = arg("adam", help="optimizer", choices=("adam",))
-    lr: float = arg(1e-5, help="peak learning rate")
-    min_lr_ratio: float = arg(0.0, help="final learning rate as a fraction of lr")
-    weight_decay: float = arg(0.01, help="decoupled weight decay (norms and biases are exempt)")
-    beta1: float = arg(0.9, help="Adam beta1")
-    beta2: float = arg(0.95, help="Adam beta2")
-    eps: float = arg(1e-8, help="Adam epsilon")
+    lr: float = arg(1e-5, bounds=FRACTION_ABOVE_ZERO, help="peak learning rate")
+    min_lr_ratio: float = arg(0.0, bounds=FRACTION, help="final learning rate as a fraction of lr")
+    weight_decay: float = arg(
+        0.01, bounds=OFF_AT_ZERO, help="decoupled weight decay (norms and biases are exempt)"
+    )
+    beta1: float = arg(0.9, bounds=Bounds(ge=0, lt=1), help="Adam beta1")
+    beta2: float = arg(0.95, bounds=Bounds(ge=0, lt=1), help="Adam beta2")
+    eps: float = arg(1e-8, bounds=FRACTION_ABOVE_ZERO, help="Adam epsilon")
     lr_scheduler_type: str = arg(
         "constant", help="schedule after warm-up", choices=("constant", "linear", "cosine")
     )
     warmup_steps_proportion: float = arg(
-        0.001, help="fraction of all steps spent warming up linearly"
+        0.001, bounds=FRACTION, help="fraction of all steps spent warming up linearly"
     )
-    gradient_clipping: float = arg(1.0, help="global gradient norm bound; 0 turns clipping off")
+    gradient_clipping: float = arg(
+        1.0, bounds=OFF_AT_ZERO, help="global gradient norm bound; 0 turns clipping off"
+    )
     distributed: bool = arg(True, help="shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = arg(
         False, help="reduce gradients over dp bucket by bucket while backward goes on"
@@ -52,16 +57,24 @@ class OptimizerConfig:
         help="main weights, moments and their update on the CPU, for cpu_offload_fraction of the "
         "weights; needs distributed and dtype=bfloat16",
     )
-    cpu_offload_fraction: float = arg(1.0, help="cpu_offload: fraction of the weights")
-    initial_loss_scale: float = arg(
-        2.0**16, help="float16: the loss is multiplied by this before backward, at first"
+    cpu_offload_fraction: float = arg(
+        1.0, bounds=FRACTION_ABOVE_ZERO, help="cpu_offload: fraction of the weights"
     )
-    min_loss_scale: float = arg(1.0, help="float16: the scale never falls below")
+    initial_loss_scale: float = arg(
+        2.0**16,
+        bounds=POSITIVE,
+        help="float16: the loss is multiplied by this before backward, at first",
+    )
+    min_loss_scale: float = arg(1.0, bounds=POSITIVE, help="float16: the scale never falls below")
     loss_scale_window: int = arg(
-        1000, help="float16: updates without an overflow after which the scale doubles"
+        1000,
+        bounds=POSITIVE,
+        help="float16: updates without an overflow after which the scale doubles",
     )
     loss_scale_hysteresis: int = arg(
-        1, help="float16: overflows in a row before the scale halves; each skips its update"
+        1,
+        bounds=POSITIVE,
+        help="float16: overflows in a row before the scale halves; each skips its update",
     )
 
 
@@ -69,11 +82,13 @@ class OptimizerConfig:
 class MicroBatchSpec:
     max_tokens_per_mb: int = arg(
         16384,
+        bounds=POSITIVE,
         help="token budget of one micro-batch on one device (cp devices hold cp times as many); a "
         "longer single sequence gets its own",
     )
     forward_max_tokens_per_mb: int | None = arg(
         None,
+        bounds=POSITIVE,
         help="the same for passes without backward, which keep no activations and may take more; "
         "null is max_tokens_per_mb",
     )
@@ -89,14 +104,19 @@ class MoEConfig:
     """
 
     aux_loss_coef: float = arg(
-        0.0, help="load-balancing loss, per layer and micro-batch; 0 is off, as is usual in RL"
+        0.0,
+        bounds=OFF_AT_ZERO,
+        help="load-balancing loss, per layer and micro-batch; 0 is off, as is usual in RL",
     )
-    z_loss_coef: float = arg(0.0, help="loss on the router's squared logsumexp; 0 is off")
+    z_loss_coef: float = arg(
+        0.0, bounds=OFF_AT_ZERO, help="loss on the router's squared logsumexp; 0 is off"
+    )
     router_replay: bool = arg(
         False, help="updates send tokens to the experts that recompute_logprob's pass chose"
     )
     expert_bias_update_rate: float = arg(
         0.0,
+        bounds=OFF_AT_ZERO,
         help="step of the bias that balances loads without a loss (DeepSeek-V3); 0 leaves it be",
     )
     per_layer_stats: bool = arg(False, help="log every layer's load of its busiest expert")
@@ -114,8 +134,8 @@ ALL_LINEAR = "all-linear"
 class LoRAConfig:
     """Low-rank adapters in place of training all weights, as PEFT has them. There is no dropout."""
 
-    r: int = arg(16, help="rank of the adapters")
-    alpha: float = arg(32.0, help="B A is scaled by alpha / r")
+    r: int = arg(16, bounds=POSITIVE, help="rank of the adapters")
+    alpha: float = arg(32.0, bounds=POSITIVE, help="B A is scaled by alpha / r")
     use_rslora: bool = arg(False, help="scale by alpha / sqrt(r) instead")
     target_modules: list[str] = arg(
         factory=lambda: [ALL_LINEAR],
@@ -179,16 +199,21 @@ class TrainEngineConfig:
         "only the first recompute_num_layers of a pipeline chunk (block)",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int = arg(1, help="full: see recompute_method")
+    recompute_num_layers: int = arg(1, bounds=POSITIVE, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(
-        4096, help="tokens per LM-head chunk; logits of one chunk are the peak memory"
+        4096,
+        bounds=POSITIVE,
+        help="tokens per LM-head chunk; logits of one chunk are the peak memory",
     )
     lm_head_keep_mb: int = arg(
         1024,
+        bounds=Bounds(ge=0, note="0 keeps none"),
         help="keep a micro-batch's logits for backward where they take at most this many MiB, in "
         "fp32 on one device; else backward computes them again",
     )
-    lm_head_topk: int = arg(8, help="tokens in the outputs topk_logprobs and topk_ids")
+    lm_head_topk: int = arg(
+        8, bounds=POSITIVE, help="tokens in the outputs topk_logprobs and topk_ids"
+    )
     attention: str = arg(
         "auto",
         help="core attention; auto is Transformer Engine on GPU where installed, else torch SDPA",

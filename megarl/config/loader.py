@@ -20,6 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from megarl.config.aliases import aliased
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.recipes import RECIPES, BaseConfig
@@ -211,10 +212,22 @@ def _is_interpolation(value: Any) -> bool:
 def _unknown(cls: type, name: str) -> str:
     if name in key_table(cls):
         return f"{name}: dots are for the command line; in YAML nest the key in its section"
-    others = [r for r, c in RECIPES.items() if c is not cls and name in key_table(c)]
-    if others:
-        return f"{name}: unknown key of this recipe; recipe={others[0]} has it"
-    return f"{name}: unknown key{_hint(cls, name)}"
+    elsewhere = _elsewhere(cls, name)
+    if aliased(key_table(cls), name) is None and elsewhere:
+        return f"{name}: unknown key of this recipe; {elsewhere}"
+    also = f" ({elsewhere})" if elsewhere.endswith(" it") else ""
+    return f"{name}: unknown key{_hint(cls, name)}{also}"
+
+
+def _elsewhere(cls: type, name: str) -> str:
+    """Which other recipe has the key, under this name or under ours; empty where none has."""
+    for recipe, other in RECIPES.items():
+        table = key_table(other)
+        if other is not cls and name in table:
+            return f"recipe={recipe} has it"
+        if other is not cls and (ours := aliased(table, name)) is not None:
+            return f"recipe={recipe} has {ours}"
+    return ""
 
 
 def _hint(cls: type, name: str) -> str:

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
 from megarl.config.base import arg
+from megarl.config.bounds import (
+    FRACTION,
+    FRACTION_ABOVE_ZERO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    TIMEOUT,
+    Bounds,
+)
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
@@ -26,15 +35,21 @@ class BaseConfig:
     experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
     trial_name: str = arg("trial0", help="this run; part of the run directory")
     fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
-    seed: int = arg(1, help="seed of data order, initial weights and dropout")
+    seed: int = arg(1, bounds=SEED, help="seed of data order, initial weights and dropout")
     tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
-    total_train_epochs: int = arg(1, help="passes over the training set")
+    total_train_epochs: int = arg(1, bounds=POSITIVE, help="passes over the training set")
     total_train_steps: int | None = arg(
-        None, help="stop after this many steps; null is no bound, 0 evaluates only"
+        None,
+        bounds=Bounds(ge=0, note="0 evaluates only"),
+        help="stop after this many steps; null is no bound, 0 evaluates only",
     )
-    max_train_seconds: float | None = arg(None, help="stop after this many seconds of training")
+    max_train_seconds: float | None = arg(
+        None, bounds=POSITIVE, help="stop after this many seconds of training"
+    )
     collective_timeout: float = arg(
-        1800.0, help="seconds a trainer process waits for the others in one collective operation"
+        1800.0,
+        bounds=TIMEOUT,
+        help="seconds a trainer process waits for the others in one collective operation",
     )
     train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
     valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
@@ -53,7 +68,9 @@ class SFTConfig(BaseConfig):
     recipe: str = arg("sft", help="what to run", choices=("sft", "grpo", "ppo"))
     model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
     stop_at_exact_match: float | None = arg(
-        None, help="stop once this fraction of held-out answers is greedily right; null is off"
+        None,
+        bounds=FRACTION_ABOVE_ZERO,
+        help="stop once this fraction of held-out answers is greedily right; null is off",
     )
 
 
@@ -88,9 +105,13 @@ class PPOConfig(GRPOConfig):
     reward_model: ValueModelConfig | None = arg(
         None, help="frozen; its score of the last token replaces the reward; null is none"
     )
-    discount: float = arg(1.0, help="GAE: discount per trained token")
-    gae_lambda: float = arg(1.0, help="GAE: 1 is the whole return, 0 one step ahead")
-    kl_ctl: float = arg(0.0, help="weight of the KL to the reference, taken off every reward")
+    discount: float = arg(1.0, bounds=FRACTION, help="GAE: discount per trained token")
+    gae_lambda: float = arg(
+        1.0, bounds=FRACTION, help="GAE: 1 is the whole return, 0 one step ahead"
+    )
+    kl_ctl: float = arg(
+        0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference, taken off every reward"
+    )
     bootstrap_truncated: bool = arg(
         False,
         help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",

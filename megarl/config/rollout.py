@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
+from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
-    n_samples: int = arg(1, help="samples per prompt (the group size G)")
-    max_new_tokens: int = arg(512, help="token bound of one response")
+    n_samples: int = arg(
+        1, bounds=Bounds(gt=0, le=65536), help="samples per prompt (the group size G)"
+    )
+    max_new_tokens: int = arg(512, bounds=POSITIVE, help="token bound of one response")
     min_new_tokens: int = arg(0, help="no stop before this many tokens")
     greedy: bool = arg(False, help="take the argmax (temperature 0)")
-    temperature: float = arg(1.0, help="divides logits before sampling and before logprobs")
-    top_p: float = arg(1.0, help="nucleus bound")
+    temperature: float = arg(
+        1.0, bounds=Bounds(ge=0, le=100), help="divides logits before sampling and before logprobs"
+    )
+    top_p: float = arg(1.0, bounds=FRACTION_ABOVE_ZERO, help="nucleus bound")
     top_k: int = arg(-1, help="sample among the k most likely; -1 is all")
     stop_token_ids: list[int] = arg(factory=list, help="extra stop tokens beside the model's EOS")
     stop: list[str] = arg(factory=list, help="stop strings")
@@ -31,21 +36,28 @@ class ServerConfig:
         help="embedded: megarl's own server (CPU, tests); sglang: the real one",
         choices=("embedded", "sglang"),
     )
-    count: int = arg(1, help="servers the launcher starts (0 with rollout.addresses set)")
+    count: int = arg(
+        1, bounds=NOT_NEGATIVE, help="servers the launcher starts (0 with rollout.addresses set)"
+    )
     path: str = arg("", help="HF model the servers start from; empty is actor.path")
     dtype: str = arg("auto", help="auto is the trainer's", choices=("auto", "float32", "bfloat16"))
-    context_length: int = arg(2048, help="prompt plus response bound in tokens")
-    max_running_requests: int = arg(256, help="sequences decoded at once by one server")
+    context_length: int = arg(2048, bounds=POSITIVE, help="prompt plus response bound in tokens")
+    max_running_requests: int = arg(
+        256, bounds=POSITIVE, help="sequences decoded at once by one server"
+    )
     deterministic: bool = arg(False, help="batch-invariant mode: same request, same bits")
-    tp: int = arg(1, help="tensor-parallel degree of one server (sglang)")
+    tp: int = arg(1, bounds=POSITIVE, help="tensor-parallel degree of one server (sglang)")
     threads: int = arg(
         0,
+        bounds=NOT_NEGATIVE,
         help="CPU threads of one server; 0 shares the cores among the servers, and in an "
         "asynchronous run with the trainers",
     )
     python: str = arg("", help="interpreter that runs the sglang server; empty is this one")
     extra_args: list[str] = arg(factory=list, help="more command-line arguments for the server")
-    start_timeout: float = arg(600.0, help="seconds until a started server must be healthy")
+    start_timeout: float = arg(
+        600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"
+    )
 
 
 @dataclass(kw_only=True)
@@ -58,17 +70,29 @@ class RolloutConfig:
         help="pkg.module:Class that turns a row into samples",
     )
     max_concurrent_rollouts: int | None = arg(
-        None, help="episodes in flight at once; null is the batch of one training step"
+        None,
+        bounds=POSITIVE,
+        help="episodes in flight at once; null is the batch of one training step",
     )
     max_head_offpolicyness: int = arg(
-        0, help="largest trainer_version - min(versions of trained tokens); 0 is synchronous"
+        0,
+        bounds=NOT_NEGATIVE,
+        help="largest trainer_version - min(versions of trained tokens); 0 is synchronous",
     )
-    request_timeout: float = arg(600.0, help="seconds one generation request may take")
-    request_retries: int = arg(3, help="tries of one request before its error is raised")
-    setup_timeout: float = arg(120.0, help="seconds to wait for servers to answer /health")
-    episode_timeout: float = arg(1800.0, help="seconds one whole episode may take")
-    reward_timeout: float = arg(15.0, help="seconds one reward may take; later is an error")
-    reward_workers: int = arg(2, help="processes that compute rewards")
+    request_timeout: float = arg(
+        600.0, bounds=TIMEOUT, help="seconds one generation request may take"
+    )
+    request_retries: int = arg(
+        3, bounds=POSITIVE, help="tries of one request before its error is raised"
+    )
+    setup_timeout: float = arg(
+        120.0, bounds=TIMEOUT, help="seconds to wait for servers to answer /health"
+    )
+    episode_timeout: float = arg(1800.0, bounds=TIMEOUT, help="seconds one whole episode may take")
+    reward_timeout: float = arg(
+        15.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
+    )
+    reward_workers: int = arg(2, bounds=POSITIVE, help="processes that compute rewards")
     on_reward_error: str = arg(
         "raise",
         help="a reward that raises: stop the run, or reject the sample and count it",

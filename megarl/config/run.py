@@ -5,20 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 
 
 @dataclass(kw_only=True)
 class FrequencyConfig:
-    freq_epochs: int | None = arg(None, help="every n epochs")
-    freq_steps: int | None = arg(None, help="every n steps")
-    freq_secs: float | None = arg(None, help="every n seconds")
+    freq_epochs: int | None = arg(None, bounds=POSITIVE, help="every n epochs")
+    freq_steps: int | None = arg(None, bounds=POSITIVE, help="every n steps")
+    freq_secs: float | None = arg(None, bounds=POSITIVE, help="every n seconds")
 
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
-    keep_last: int = arg(0, help="keep this many newest HF saves; 0 keeps all")
+    keep_last: int = arg(
+        0,
+        bounds=Bounds(ge=0, note="0 keeps all"),
+        help="keep this many newest HF saves; 0 keeps all",
+    )
     keep_best: int = arg(
-        0, help="besides those, keep this many that did best by `metric` at their step"
+        0,
+        bounds=NOT_NEGATIVE,
+        help="besides those, keep this many that did best by `metric` at their step",
     )
     metric: str = arg("eval/accuracy", help="a figure of stats.jsonl that keep_best goes by")
     mode: str = arg(
@@ -35,15 +42,21 @@ class RecoverConfig(FrequencyConfig):
         "disabled: neither, and refuse a run directory that holds a run",
         choices=("auto", "disabled"),
     )
-    freq_secs: float | None = arg(1800.0, help="checkpoint every n seconds")
-    keep_last: int = arg(1, help="keep this many newest checkpoints, at least 1")
+    freq_secs: float | None = arg(1800.0, bounds=POSITIVE, help="checkpoint every n seconds")
+    keep_last: int = arg(
+        1,
+        bounds=Bounds(gt=0, note="mode=disabled keeps none"),
+        help="keep this many newest checkpoints, at least 1",
+    )
     async_save: bool = arg(
         True,
         help="a step waits only for the copy of the state to host memory; a thread writes it while "
         "the next steps run",
     )
     restarts: int = arg(
-        0, help="the local launcher starts a run that failed again this many times, to continue"
+        0,
+        bounds=Bounds(ge=0, note="0 never starts again"),
+        help="the local launcher starts a run that failed again this many times, to continue",
     )
 
 
@@ -60,15 +73,19 @@ class SelfCheckConfig:
         help="loss or gradient NaN/Inf: stop the run, or skip the update; the batch is saved",
         choices=("stop", "skip"),
     )
-    max_skips: int = arg(5, help="with on_nonfinite=skip: stop after this many skips in a row")
+    max_skips: int = arg(
+        5, bounds=POSITIVE, help="with on_nonfinite=skip: stop after this many skips in a row"
+    )
 
 
 @dataclass(kw_only=True)
 class ProfilerConfig:
     start_step: int | None = arg(
-        None, help="trace from this step of this start on, with torch's profiler; null is never"
+        None,
+        bounds=Bounds(ge=1, note="steps count from 1"),
+        help="trace from this step of this start on, with torch's profiler; null is never",
     )
-    steps: int = arg(1, help="trace so many steps")
+    steps: int = arg(1, bounds=POSITIVE, help="trace so many steps")
     ranks: list[int] = arg(factory=lambda: [0], help="trace these trainer processes")
     output_dir: str = arg(
         "profile", help="where traces go; a relative path is in the run directory"
@@ -77,6 +94,7 @@ class ProfilerConfig:
     stacks: bool = arg(False, help="trace Python call stacks too; makes files several times larger")
     peak_tflops: float | None = arg(
         None,
+        bounds=POSITIVE,
         help="a device's TFLOP/s at most, for perf/mfu; null knows common GPUs at 16 bits, else "
         "there is no perf/mfu",
     )
@@ -86,7 +104,9 @@ class ProfilerConfig:
 class EvaluatorConfig(FrequencyConfig):
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")
-    max_samples: int | None = arg(None, help="evaluate the first n validation rows; null is all")
+    max_samples: int | None = arg(
+        None, bounds=POSITIVE, help="evaluate the first n validation rows; null is all"
+    )
 
 
 @dataclass(kw_only=True)

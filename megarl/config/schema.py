@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any
 
+from megarl.config.aliases import aliased, role_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -25,6 +27,7 @@ class Key:
     help: str
     choices: tuple[Any, ...] | None
     section: type | None
+    bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
 
     @property
     def nullable(self) -> bool:
@@ -84,6 +87,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             help=field.metadata.get("help", ""),
             choices=field.metadata.get("choices"),
             section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
+            bounds=field.metadata.get("bounds"),
         )
 
 
@@ -97,6 +101,12 @@ def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
 
 
 def key_table(cls: type) -> dict[str, Key]:
+    """Every key by its name; not to be changed."""
+    return _key_table(cls)
+
+
+@cache
+def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 
@@ -113,30 +123,40 @@ def free_form_parent(cls: type, name: str) -> Key | None:
 def nearest_keys(cls: type, name: str) -> list[str]:
     """Valid keys that `name` was probably meant to be, best first.
 
-    Looks for the same last part (`lr` -> `actor.optimizer.lr`), then for similar names inside the
-    section that the front of `name` does reach, then for a similar last part anywhere.
+    Looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
+    `actor.parallel.tp`), then for similar names inside the section that the front of `name` does
+    reach, then for a similar last part anywhere. Among equals, the role that `name` mentions comes
+    first, else the recipe's main role.
     """
     table = key_table(cls)
+    if (ours := aliased(table, name)) is not None:
+        return [ours]
     names = [k for k in table if not name.startswith(k + ".")]
     last = _last(name)
     if same := [k for k in names if _last(k) == last]:
-        # an undotted name takes the order of the recipe: actor before ref
-        return same if last == name else sorted(same, key=lambda k: -_similarity(k, name))
+        return _ranked(same, table, name)
     fronts = ["", *(f"{k}." for k, key in table.items() if key.section is not None)]
     front = max((f for f in fronts if name.startswith(f)), key=len)
     inside = {k.removeprefix(front): k for k in names if k.startswith(front)}
     if close := difflib.get_close_matches(name.removeprefix(front), inside, cutoff=0.65):
         return [inside[c] for c in close]
     lasts = difflib.get_close_matches(last, {_last(k) for k in names}, n=1, cutoff=0.75)
-    return [k for k in names if _last(k) in lasts]
+    return _ranked([k for k in names if _last(k) in lasts], table, name)
+
+
+def _ranked(names: list[str], table: dict[str, Key], wrong: str) -> list[str]:
+    """Those with most of the sections of `wrong` first, then its role's, then in recipe order."""
+    sections, role = set(wrong.split(".")[:-1]), role_of(table, wrong)
+
+    def distance(name: str) -> tuple[int, bool]:
+        own = name.split(".")[:-1]
+        return -len(sections.intersection(own)), own[:1] != [role]
+
+    return sorted(names, key=distance)
 
 
 def _last(name: str) -> str:
     return name.rsplit(".", 1)[-1]
-
-
-def _similarity(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def choice_problems(cfg: Any) -> list[str]:
@@ -144,7 +164,7 @@ def choice_problems(cfg: Any) -> list[str]:
     return [
         not_a_choice(key, key.default)
         for key in all_keys(type(cfg), parent=cfg)
-        if key.choices and key.default not in key.choices and not _absent(cfg, key.name)
+        if key.choices and key.default not in key.choices and not absent(cfg, key.name)
     ]
 
 
@@ -152,7 +172,7 @@ def not_a_choice(key: Key, value: Any) -> str:
     return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}"
 
 
-def _absent(cfg: Any, name: str) -> bool:
+def absent(cfg: Any, name: str) -> bool:
     """Whether `name` lies in a section that is null in `cfg`."""
     for part in name.split(".")[:-1]:
         cfg = getattr(cfg, part)

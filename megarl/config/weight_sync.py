@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
+from megarl.config.bounds import POSITIVE, TIMEOUT
 
 
 @dataclass(kw_only=True)
@@ -16,7 +17,9 @@ class WeightSyncConfig:
         "adapter: with actor.lora, the adapters alone, through a shared PEFT directory",
         choices=("distributed", "nccl", "disk", "colocated", "adapter"),
     )
-    bucket_mb: int = arg(512, help="size of one streamed bucket in MiB; two exist at a time")
+    bucket_mb: int = arg(
+        512, bounds=POSITIVE, help="size of one streamed bucket in MiB; two exist at a time"
+    )
     flattened: bool = arg(True, help="one broadcast per bucket instead of one per tensor")
     delta: bool = arg(
         False,
@@ -37,6 +40,7 @@ class WeightSyncConfig:
     )
     owners: int | None = arg(
         1,
+        bounds=POSITIVE,
         help="trainer ranks that gather and send buckets in turn, spread over pipeline stages and "
         "nodes; null is one on each stage",
     )
@@ -46,9 +50,12 @@ class WeightSyncConfig:
         "tensors after the first and of a few, others each time, later; of all always",
         choices=("off", "sample", "full"),
     )
-    timeout: float = arg(600.0, help="seconds one sync may take before it is an error")
+    timeout: float = arg(
+        600.0, bounds=TIMEOUT, help="seconds one sync may take before it is an error"
+    )
     server_timeout: float = arg(
         30.0,
+        bounds=TIMEOUT,
         help="seconds without a sign of life after which a server that keeps a sync waiting is "
         "dropped; it is taken back when it answers again",
     )

@@ -26,11 +26,16 @@ def arithmetic(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
 
     Train and test never share a problem, nor its mirror image b+a, for any two seeds.
     """
-    options = take_options(cfg.options, _DEFAULTS, of="arithmetic")
+    options = take_options(cfg.options, _DEFAULTS, of="arithmetic", lists=("level", "ops"))
     levels, ops = _levels(options["level"]), list(options["ops"])
     if not ops or set(ops) - set(_OPS):
         raise ValueError(f"arithmetic: ops={options['ops']!r}: use one or more of {list(_OPS)}")
+    for name in ("count", "demos"):
+        if options[name] < 1:
+            raise ValueError(f"arithmetic: {name}={options[name]}: must be > 0")
     count = options["count"] if cfg.size is None else cfg.size
+    if count > (most := len(set(ops)) * sum(10 ** (2 * n) for n in set(levels))):
+        raise _too_few(cfg, options, most, count)
     rng, made = random.Random(seed), dict[str, Problem]()
     for _ in range(_TRIES * count + 10_000):
         if len(made) == count:
@@ -43,11 +48,15 @@ def arithmetic(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
                 question=question, answer=str(_OPS[op](a, b)), task=f"arithmetic{op}{level}"
             )
     if len(made) < count:
-        raise ValueError(
-            f"arithmetic: level={options['level']} ops={options['ops']!r} has only about "
-            f"{len(made)} distinct {cfg.split} problems, {count} wanted; lower size or raise level"
-        )
+        raise _too_few(cfg, options, len(made), count)
     return _demonstrate(list(made.values()), options, rng)
+
+
+def _too_few(cfg: DatasetConfig, options: dict[str, Any], there: int, count: int) -> ValueError:
+    return ValueError(
+        f"arithmetic: level={options['level']} ops={options['ops']!r} has only about "
+        f"{there} distinct {cfg.split} problems, {count} wanted; lower size or raise level"
+    )
 
 
 def _demonstrate(

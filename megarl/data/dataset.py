@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,23 +10,13 @@ from torch.utils.data import Dataset
 
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data.arithmetic import arithmetic
-from megarl.data.gsm8k import gsm8k
 from megarl.data.problem import Problem
-from megarl.data.reasoning_gym import reasoning_gym
+from megarl.data.sources import describe, load_problems, prompt_options
 from megarl.observability.logging import get_logger
 
 log = get_logger(__name__)
 
 Row = dict[str, Any]
-# to add a source: a function (cfg, *, seed) -> list[Problem], here and in DatasetConfig.type
-_SOURCES: dict[str, Callable[..., list[Problem]]] = {
-    "arithmetic": arithmetic,
-    "gsm8k": gsm8k,
-    "reasoning_gym": reasoning_gym,
-}
-# options every source takes: they shape the prompt, not the problems
-_PROMPT_OPTIONS = ("system", "chat_template_kwargs")
 
 
 class RowDataset(Dataset[Row]):
@@ -50,17 +40,11 @@ def build_dataset(cfg: DatasetConfig, tokenizer: Any, *, purpose: str, seed: int
     options of every type: system (a system message), chat_template_kwargs. Rows longer than
     `cfg.max_length` tokens (prompts for RL, sequences for SFT) are dropped, their count logged.
     """
-    if cfg.type not in _SOURCES:
-        raise ValueError(f"dataset type {cfg.type!r}: use one of {sorted(_SOURCES)}")
     if purpose not in ("rl", "sft"):
         raise ValueError(f"build_dataset: purpose={purpose!r}: use 'rl' or 'sft'")
-    own = {k: v for k, v in cfg.options.items() if k not in _PROMPT_OPTIONS}
-    shared = {k: v for k, v in cfg.options.items() if k in _PROMPT_OPTIONS}
-    problems = _SOURCES[cfg.type](_with_options(cfg, own), seed=seed)
-    if not problems:
-        raise ValueError(f"{_name(cfg)} is empty: its source has 0 rows")
+    problems = load_problems(cfg, seed=seed)
     encode = _rl_row if purpose == "rl" else _sft_row
-    template = _Template(tokenizer, **shared)
+    template = _Template(tokenizer, **prompt_options(cfg))
     rows = [encode(i, problem, template) for i, problem in enumerate(problems)]
     return RowDataset(_short_enough(rows, cfg, "prompt_ids" if purpose == "rl" else "input_ids"))
 
@@ -165,26 +149,15 @@ def _short_enough(rows: list[Row], cfg: DatasetConfig, key: str) -> list[Row]:
     if not kept:
         shortest = min(len(row[key]) for row in rows)
         raise ValueError(
-            f"{_name(cfg)} is empty: all {dropped} rows are longer than "
+            f"{describe(cfg)} is empty: all {dropped} rows are longer than "
             f"max_length={cfg.max_length} tokens (the shortest has {shortest})"
         )
     if dropped:
         log.warning(
             "%s: dropped %d of %d rows longer than max_length=%d tokens",
-            _name(cfg),
+            describe(cfg),
             dropped,
             len(rows),
             cfg.max_length,
         )
     return kept
-
-
-def _with_options(cfg: DatasetConfig, options: dict[str, Any]) -> DatasetConfig:
-    from dataclasses import replace
-
-    return replace(cfg, options=options)
-
-
-def _name(cfg: DatasetConfig) -> str:
-    where = f" ({cfg.path})" if cfg.path else ""
-    return f"dataset {cfg.type}{where}, split {cfg.split},"

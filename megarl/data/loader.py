@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from megarl.config.dataset import DatasetConfig
+from megarl.data.sources import check_batches
 from megarl.utils.batch import Batch
 
 Row = dict[str, Any]
@@ -22,12 +23,7 @@ def build_dataloader(
     """Yields lists of `cfg.batch_size` rows. Every epoch has its own order, given by `seed`;
     state_dict and load_state_dict resume in the middle of one.
     """
-    size = len(dataset)  # type: ignore[arg-type]
-    if cfg.drop_last and size < cfg.batch_size:
-        raise ValueError(
-            f"dataset {cfg.type}, split {cfg.split}: {size} rows do not fill one batch of "
-            f"batch_size={cfg.batch_size}; lower it or set drop_last=false"
-        )
+    check_batches(len(dataset), cfg)  # type: ignore[arg-type]
     # a generator of its own: the loader draws from a shared one too, which a resume would not redo
     generator = torch.Generator().manual_seed(seed)
     sampler = RandomSampler(dataset, generator=generator) if cfg.shuffle else None  # type: ignore[arg-type]

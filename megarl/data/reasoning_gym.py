@@ -25,7 +25,7 @@ def reasoning_gym(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
     options = dict(cfg.options)
     task = options.pop("task", None)
     known = library.factory.DATASETS
-    if task not in known:
+    if not isinstance(task, str) or task not in known:
         raise ValueError(f"reasoning_gym: options.task={task!r}: use one of {sorted(known)}")
     count = DEFAULT_COUNT if cfg.size is None else cfg.size
     limit = _TRIES * count + 1000

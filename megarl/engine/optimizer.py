@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import FinetuneSpec
+from megarl.config.bounds import number_problems
 from megarl.config.check_engine import optimizer_problems
 from megarl.config.engine import OptimizerConfig
 from megarl.config.errors import raise_if_any
@@ -32,7 +33,7 @@ _ENDLESS = 1 << 40
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
     """ValueError for what this machine or the weights' dtype cannot do."""
-    raise_if_any(optimizer_problems("optimizer", cfg))
+    raise_if_any([*number_problems(cfg, "optimizer."), *optimizer_problems("optimizer", cfg)])
     if cfg.precision_aware and not (mcore.on_cuda() and find_spec("transformer_engine")):
         raise ValueError(
             "optimizer.precision_aware=True needs a GPU and Transformer Engine's FusedAdam "

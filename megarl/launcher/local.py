@@ -2,11 +2,15 @@
 
     python -m megarl.launcher.local [script.py] --config X.yaml [--nproc N] [key=value ...]
 
+    --check           check the configuration, models, data and code it names, then stop
+
 `script` defaults to megarl/run.py. It is started N times (default: the fewest processes the
 parallel layout fits) with torchrun's environment, the same command line, and the addresses of the
-servers in MEGARL_LLM_SERVER_ADDRS and rollout.addresses. Servers are started as `server.*` says,
-unless rollout.addresses already names some; their logs are <run>/server_<i>.log. They take control
-calls from this job alone, by the token MEGARL_JOB_TOKEN, which is made where there is none.
+servers in MEGARL_LLM_SERVER_ADDRS and rollout.addresses; the working directory is on its import
+path. Everything is checked before anything starts: a mistake prints what is wrong, without a
+traceback, and the exit status is 2. Servers are started as `server.*` says, unless
+rollout.addresses already names some; their logs are <run>/server_<i>.log. They take control calls
+from this job alone, by the token MEGARL_JOB_TOKEN, which is made where there is none.
 
 SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have 30 s to end, and servers
 20 s more; a second signal ends all of them at once. A server or a trainer that fails ends
@@ -31,7 +35,7 @@ from pathlib import Path
 
 import megarl
 from megarl.config.check import check_config, smallest_world_size
-from megarl.config.command_line import parse_command_line
+from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.loader import load_config, run_dir
@@ -51,6 +55,7 @@ from megarl.launcher.processes import (
 )
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, log_tail, start_server
+from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import (
     set_loopback_default,
@@ -59,6 +64,7 @@ from megarl.utils.env import (
     set_trainer_defaults,
 )
 from megarl.utils.http import in_thread
+from megarl.utils.importing import add_working_directory
 from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
@@ -89,17 +95,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in argv or "-h" in argv:
         print((__doc__ or "").strip())
         return 0
+    add_working_directory()
     try:
-        job = plan(argv)
+        command = parse_command_line(argv, options=("config", "nproc"), switches=("check", "help"))
+        only = "check" in command.switches
+        job = plan(command)
+        check_named(job, writes=not only)
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
+    if only:
+        print(f"the configuration is sound, for {job.nproc} trainer process(es)")
+        return 0
     return launch(job)
 
 
-def plan(argv: Sequence[str]) -> Job:
+def check_named(job: Job, *, writes: bool) -> None:
+    """Data, and code, which is imported in a process of its own; the run directory."""
+    own = job.script.parent == PACKAGE
+    path = [] if own else [str(job.script.resolve().parent)]  # as python script.py has it
+    check_place(job.cfg)
+    if own:  # another script may have another
+        check_tokenizer(job.cfg)
+    check_code(job.cfg, check_data(job.cfg), isolated=True, path=path)
+    if writes:
+        check_writable(job.cfg)
+
+
+def plan(command: CommandLine) -> Job:
     """Reads and checks the command line; starts nothing."""
-    command = parse_command_line(argv, options=("config", "nproc"))
     script = PACKAGE / "run.py"
     if command.words and command.words[0].endswith(".py"):
         script = Path(command.words.pop(0))
@@ -112,7 +136,6 @@ def plan(argv: Sequence[str]) -> Job:
     check_config(cfg, nproc)
     check_models(cfg)
     check_run_dir(cfg)
-    check_writable(cfg)
     servers = 0
     colocated = isinstance(cfg, GRPOConfig) and cfg.weight_sync.type == "colocated"
     if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
@@ -139,7 +162,7 @@ def plan(argv: Sequence[str]) -> Job:
 def _nproc(given: str | None, cfg: BaseConfig) -> int:
     if given is None:
         return smallest_world_size(cfg)
-    if not given.isdigit() or int(given) < 1:
+    if not given.isdecimal() or int(given) < 1:
         raise ConfigError([f"--nproc {given}: a number of processes"])
     return int(given)
 
@@ -296,7 +319,7 @@ def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> 
         env["CUDA_VISIBLE_DEVICES"] = job.devices.trainers
     known = job.cfg.rollout.addresses if isinstance(job.cfg, GRPOConfig) else []
     set_trainer_defaults(env, servers=[*addresses, *known])
-    path = [str(PACKAGE.parent), env.get("PYTHONPATH", "")]
+    path = [str(PACKAGE.parent), env.get("PYTHONPATH", ""), os.getcwd()]
     env["PYTHONPATH"] = os.pathsep.join(p for p in path if p)  # for scripts outside the package
     return env
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def fetch_hub_models(cfg: BaseConfig) -> None:
                 f"download it elsewhere (hf download {path} --local-dir DIR) and name its directory"
             )
     raise_if_any(problems)
+
+
+def _stop_token_problems(cfg: GRPOConfig, vocab_size: int) -> Iterator[str]:
+    for key, g in (("gconfig", cfg.gconfig), ("eval_gconfig", cfg.eval_gconfig)):
+        if any(t >= vocab_size for t in g.stop_token_ids):
+            yield f"{key}.stop_token_ids={g.stop_token_ids}: the model's vocab_size is {vocab_size}"
 
 
 def check_writable(cfg: BaseConfig) -> None:
@@ -93,6 +100,7 @@ def check_models(cfg: BaseConfig) -> None:
                 "ForSequenceClassification model with one label"
             )
         if name == "actor" and isinstance(cfg, GRPOConfig):
+            problems += _stop_token_problems(cfg, model.vocab_size)
             room, most = cfg.server.context_length, model.max_position_embeddings
             if room > most:
                 problems.append(

@@ -22,6 +22,7 @@ from tests.tiny_tokenizer import save_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("MEGARL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
 # SGLang without a GPU, and without the kernels that need AMX. An idle scheduler would spin.
+# docs/sglang.md shows users the same command.
 FLAGS = [
     "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192",
     "--disable-overlap-schedule", "--sleep-on-idle",
@@ -30,16 +31,16 @@ ENV = {
     "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
+SIZES = {"context_length": 1024, "max_running_requests": 16, "threads": 1}
 START_TIMEOUT = 280.0  # twice is less than pytest's own timeout: a log is shown, not a stack
 
 
 def config(**over: Any) -> ServerConfig:
     assert PYTHON.exists(), f"{PYTHON}: no such interpreter; run `make install-sglang`"
     given: dict[str, Any] = dict(
-        type="sglang", python=str(PYTHON), context_length=1024, max_running_requests=16,
-        threads=1, start_timeout=START_TIMEOUT, extra_args=FLAGS,
+        type="sglang", python=str(PYTHON), start_timeout=START_TIMEOUT, extra_args=FLAGS,
     )  # fmt: skip
-    return ServerConfig(**(given | over))
+    return ServerConfig(**(given | SIZES | over))
 
 
 def save_model(path: Path, kind: str, seed: int, **over: Any) -> Path:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.aliases import ALIASES, aliased
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
-from megarl.config.recipes import GRPOConfig, SFTConfig
+from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
+from megarl.config.schema import key_table
 
 
 def problems(*overrides: str, yaml: Path | None = None) -> list[str]:
@@ -130,6 +132,19 @@ def test_run_dir() -> None:
         ("lr=1", "actor.optimizer.lr"),
         ("max_new_tokns=1", "gconfig.max_new_tokens"),
         ("train_dataset.batchsize=4", "train_dataset.batch_size"),
+        # the trained model comes first
+        ("optimizer.lr=1", "actor.optimizer.lr"),
+        ("parallel.tp=2", "actor.parallel.tp"),
+        ("mb_spec.max_tokens_per_mb=2", "actor.mb_spec.max_tokens_per_mb"),
+        ("path=m", "actor.path"),
+        ("reference.paralel.tp=2", "ref.parallel.tp"),
+        # other trainers' names
+        ("learning_rate=1", "actor.optimizer.lr"),
+        ("actor.lr=1", "actor.optimizer.lr"),
+        ("actor_rollout_ref.actor.optim.lr=1", "actor.optimizer.lr"),
+        ("actor_rollout_ref.rollout.n=4", "gconfig.n_samples"),
+        ("rollout.tensor_parallel_size=2", "server.tp"),
+        ("gpu_memory_utilization=1", "server.extra_args=[--mem-fraction-static,'0.8']"),
     ],
 )
 def test_unknown_override_names_the_nearest_key(wrong: str, right: str) -> None:
@@ -145,7 +160,37 @@ def test_unknown_yaml_key_names_the_nearest_key(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "y.yaml", "actor.path: m\n")
     assert "nest the key" in problems(yaml=path)[0]
-    assert problems("model.path=m") == ["model.path: unknown key of this recipe; recipe=sft has it"]
+    assert problems("stop_at_exact_match=1") == [
+        "stop_at_exact_match: unknown key of this recipe; recipe=sft has it"
+    ]
+
+
+def test_names_of_another_recipe_are_answered_with_both() -> None:
+    (problem,) = problems("kl_ctl=0.1")
+    assert problem == "kl_ctl: unknown key; did you mean actor.kl_coef? (recipe=ppo has it)"
+    (problem,) = problems("recipe=sft", "rollout.n=4")
+    assert problem == "rollout.n: unknown key of this recipe; recipe=grpo has gconfig.n_samples"
+    (problem,) = problems("recipe=sft", "optimizer.lr=1")
+    assert problem.endswith("did you mean model.optimizer.lr?")
+    (problem,) = problems("recipe=ppo", "critic.learning_rate=1")
+    assert problem.endswith("did you mean critic.optimizer.lr?")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_alias_leads_to_a_key(recipe: str) -> None:
+    """A value that comes with a key is one that it takes."""
+    table = key_table(RECIPES[recipe])
+    found = {alias: aliased(table, alias) for alias in ALIASES if alias not in table}
+    said = {
+        p.partition(":")[0]: p for p in problems(f"recipe={recipe}", *(f"{a}=1" for a in found))
+    }
+    for alias, target in found.items():
+        if target is None:
+            assert "unknown key of this recipe; recipe=" in said[alias]
+        else:
+            assert target.partition("=")[0] in table
+            assert f"{alias}: unknown key; did you mean {target}?" in said[alias]
+    load_config(None, [f"recipe={recipe}", *{t for t in found.values() if t and "=" in t}])
 
 
 def test_plus_adds_only_to_free_form_dicts() -> None:

@@ -11,7 +11,14 @@ from transformers import AutoTokenizer
 
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data import build_dataloader, build_dataset, check_context, collate_sft, dataset
+from megarl.data import (
+    build_dataloader,
+    build_dataset,
+    check_context,
+    collate_sft,
+    dataset,
+    load_problems,
+)
 from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -148,11 +155,21 @@ def test_too_few_problems_of_a_level_is_an_error(tokenizer):
         ({"level": 0}, "level=0"),
         ({"ops": "%"}, "ops='%'"),
         ({"careless": 2.0}, "careless=2.0"),
+        ({"count": 0}, "count=0: must be > 0"),
+        ({"demos": "two"}, "options.demos='two': not of type int"),
+        ({"level": [2, "x"]}, r"options.level=\[2, 'x'\]: not of type int"),
+        ({"system": 7}, "options.system=7: not text"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x': not keys and values"),
     ],
 )
 def test_bad_options_are_named(tokenizer, options, match):
     with pytest.raises(ValueError, match=match):
         sums(tokenizer, options=options)
+
+
+def test_more_sums_than_there_can_be_are_not_searched_for(tokenizer):
+    with pytest.raises(ValueError, match=r"has only about 100 .*1000000000 wanted"):
+        sums(tokenizer, options={"level": 1}, size=10**9)
 
 
 # rows
@@ -272,23 +289,71 @@ def test_gsm8k_sft_writes_what_the_reward_accepts(tokenizer, gsm8k_file):
     assert get_reward_fn("gsm8k")("", text, [], [], answer="1001") == 1.0
 
 
+ROW = json.dumps(GSM8K[0]).encode()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("x.jsonl", ROW + b"\n{\n", r"x\.jsonl line 2: not valid JSON: .* \(.*column \d+\)"),
+        ("x.jsonl", ROW + b"\n\n" + ROW[:-1], r"x\.jsonl line 3: not valid JSON"),
+        ("x.jsonl", b"[1, 2]\n", r"x\.jsonl line 1: \[1, 2\] is not an object"),
+        ("x.jsonl", ROW + '\n{"question": "Wie groß"}'.encode("latin-1"),
+         r"x\.jsonl line 2: not UTF-8 \(byte 22 is 0xdf\); convert the file"),
+        ("x.jsonl", ROW.decode().encode("utf-16"), r"x\.jsonl line 1: not UTF-8"),
+        ("x.jsonl", b'{"question": null, "answer": "#### 1"}', r"line 1: the question is null"),
+        ("x.jsonl", b'{"question": 7, "answer": "#### 1"}', r"line 1: the question is 7, not text"),
+        ("x.jsonl", ROW + b'\n{"question": "?", "answer": 42}',
+         r"x\.jsonl line 2: the answer is 42, not text; write \"answer\": \"...\""),
+        ("x.jsonl", b'{"question": "?", "answer": null}', r"line 1: the answer is null; fill"),
+        ("x.jsonl", b'{"question": "?"}', r"line 1 lacks the columns \['answer'\]"),
+        ("x.jsonl", b'{"question": "?", "answer": "4"}', r"line 1: the answer has no '####'"),
+        ("x.jsonl", b'{"question": "?", "answer": "4 ####  "}', r"line 1: nothing follows"),
+        ("x.jsonl", b'{"question": "\\ud800", "answer": "#### 1"}',
+         r"line 1: the question holds half a character \(\\ud800\)"),
+        ("x.jsonl", b'{"question": ' + b"1" * 5000 + b"}", r"line 1: not valid JSON: Exceeds"),
+        ("x.jsonl", b"[" * 200_000, r"line 1: not valid JSON: "),
+        ("x.jsonl", b"", r"x\.jsonl\), split train, is empty: its source has 0 rows"),
+        ("x.json", b"[" + ROW + b", 3]", r"x\.json row 1: 3 is not an object"),
+        ("x.json", b"[" + ROW + b",\n" + ROW, r"x\.json: not valid JSON: .*\(line 2, column"),
+        ("x.parquet", b"PAR1 no", r"x\.parquet: unreadable: .*[Pp]arquet"),
+        ("x.csv", b"a,b", r"x\.csv: use one of"),
+    ],
+)  # fmt: skip
+def test_gsm8k_names_file_and_line(tokenizer, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        gsm8k(tokenizer, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
 def test_gsm8k_bad_sources_are_named(tokenizer, gsm8k_file, tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.parquet does not exist"):
         gsm8k(tokenizer, tmp_path / "nothing.parquet")
-    with pytest.raises(ValueError, match=r"train.*0 rows"):
-        gsm8k(tokenizer, gsm8k_file("jsonl", "empty.jsonl", []))
     Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"none.parquet, split train: .*0 rows"):
+    with pytest.raises(ValueError, match=r"none.parquet\), split train, is empty: .*0 rows"):
         gsm8k(tokenizer, tmp_path / "none.parquet")
-    (tmp_path / "broken.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"broken.jsonl, split train: unreadable"):
-        gsm8k(tokenizer, tmp_path / "broken.jsonl")
-    with pytest.raises(ValueError, match=r"lacks the columns.*answer"):
-        gsm8k(tokenizer, gsm8k_file("jsonl", "wrong.jsonl", [{"question": "?"}]))
-    with pytest.raises(ValueError, match="row 0: the answer has no '####'"):
-        gsm8k(tokenizer, gsm8k_file("jsonl", "bad.jsonl", [{"question": "?", "answer": "4"}]))
+    rows = [*GSM8K, {"question": None, "answer": "#### 1"}]
+    with pytest.raises(ValueError, match=r"null\.parquet row 5: the question is null"):
+        gsm8k(tokenizer, gsm8k_file("parquet", "null.parquet", rows))
+    with pytest.raises(ValueError, match=r"size=6, but .*five.jsonl, .* has 5 rows; lower size"):
+        gsm8k(tokenizer, gsm8k_file("jsonl", "five.jsonl"), size=6)
     with pytest.raises(ValueError, match=r"has no test\*"):
         gsm8k(tokenizer, tmp_path, split="test")
+
+
+def test_gsm8k_json_may_be_a_list_or_lines_with_a_mark(tokenizer, tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(GSM8K))
+    lines = "\n\n".join(json.dumps(r) for r in GSM8K)
+    (tmp_path / "lines.json").write_bytes(lines.encode("utf-8-sig"))  # as Windows writes it
+    for name in ("list.json", "lines.json"):
+        assert len(gsm8k(tokenizer, tmp_path / name)) == len(GSM8K)
+
+
+def test_rewards_get_the_rows_keys_by_name(tokenizer):
+    problem = load_problems(DatasetConfig(size=1, batch_size=1), seed=1)[0]
+    row = sums(tokenizer, size=1)[0]
+    assert set(row) == {*problem.row_keys, "prompt", "prompt_ids"}
 
 
 # reasoning_gym

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import importlib.util
+import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,12 @@ from examples.two_turn import Transcript, TwoTurnWorkflow
 from megarl.config.dataset import DatasetConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES, GRPOConfig
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
-from megarl.data import build_dataset, dataset
+from megarl.data import build_dataset, sources
 from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
+from megarl.rollout.server_process import server_command
+from tests.sglang import servers as sglang
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.rollout_fakes import FakeServer
 
@@ -98,7 +103,8 @@ def test_commands_are_accepted(page: Path) -> None:
             assert (ROOT / script).is_file(), command
         if "--config" in words:
             config = words[words.index("--config") + 1]
-            overrides = [w for w in words if re.match(r"\+?[\w.]+=", w)]
+            after = words[words.index("--config") :]  # variables stand in front of the command
+            overrides = [w for w in after if re.match(r"\+?[\w.]+=", w)]
             placeholder = config == "X.yaml"
             load_config(*([None] if placeholder else [ROOT / config, overrides]))
 
@@ -110,6 +116,27 @@ def commands(page: Path) -> Iterator[str]:
             if command := line.partition("#")[0].strip():
                 yield command
     yield from [s for s in spans(page) if s.startswith("make ")]
+
+
+def test_sglangs_command_for_a_cpu_is_the_tests() -> None:
+    """docs/sglang.md starts SGLang with the environment and the flags of tests/sglang."""
+    launched, alone = [
+        shlex.split(c.replace("\\\n", " "))
+        for c in blocks(ROOT / "docs" / "sglang.md", "bash")
+        if "SGLANG_USE_CPU_ENGINE" in c
+    ]
+    for words in (launched, alone):
+        env = dict(w.split("=", 1) for w in itertools.takewhile(lambda w: "=" in w, words))
+        assert {k: v for k, v in env.items() if not k.startswith("MEGARL_")} == sglang.ENV
+    cfg = load_config(None, [w for w in launched if w.startswith("server.")])
+    assert isinstance(cfg, GRPOConfig)
+    tested = ServerConfig(type="sglang", python="", extra_args=sglang.FLAGS, **sglang.SIZES)
+    assert dataclasses.replace(cfg.server, python="") == tested
+    command = server_command(
+        dataclasses.replace(tested, python=".venv-sglang/bin/python"),
+        model_path="MODEL", dtype="float32", host="127.0.0.1", port=30000,
+    )  # fmt: skip
+    assert alone[alone.index(".venv-sglang/bin/python") :] == command
 
 
 def test_key_and_value_in_code_spans_are_accepted() -> None:
@@ -310,7 +337,7 @@ def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None
     space: dict[str, Any] = {"__name__": "capitals_loader"}
     (code,) = blocks(ROOT / "docs" / "data.md", "python")
     exec(compile(code, "docs/data.md", "exec"), space)
-    monkeypatch.setitem(dataset._SOURCES, "capitals", space["capitals"])
+    monkeypatch.setitem(sources.SOURCES, "capitals", space["capitals"])
     rows = {
         split: build_dataset(
             DatasetConfig(type="capitals", split=split, options={"polite": True}),

@@ -136,7 +136,7 @@ def sft(path: Path, *overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.lora.r=0", "model.lora.r=0: the adapters' rank, must be > 0"),
+        ("model.lora.r=0", "model.lora.r=0: must be > 0"),
         ("model.lora.alpha=0", "model.lora.alpha=0"),
         ("model.lora.target_modules=[]", "use [all-linear]"),
         ("model.lora.target_modules=[all-linear,q_proj]", "all-linear stands alone"),

@@ -267,3 +267,34 @@ def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=words):
             tool.main(wrong.split())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *((f"deepseek-v3 --{name} {value}", f"--{name}: '{value}': must be a whole number > 0")
+          for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "server-tp", "batch-tokens",
+                       "micro-batch-tokens", "sequence", "bucket-mb", "senders", "top")
+          for value in ("0", "two")),
+        ("deepseek-v3 --nic-gbps nan", "--nic-gbps: 'nan': must be a number > 0"),
+        ("deepseek-v3 --nic-gbps 0", "--nic-gbps: '0': must be a number > 0"),
+        ("deepseek-v3 --server-memory 5", "'5': must be a fraction above 0, at most 1"),
+        ("deepseek-v3 --train 0x8", "--train 0x8: give nodes and GPUs of a node"),
+        ("deepseek-v3 --train 8x8 --pp 3", "3 does not divide the world size 64"),
+        ("deepseek-v4", "no config.json at 'deepseek-v4'; give a directory, a file or one of"),
+        ("EMPTY", "no config.json at"),
+        ("EMPTY/bad.json", "bad.json is not a JSON file: Expecting"),
+        ("EMPTY/latin.json", "latin.json is not a JSON file: 'utf-8' codec"),
+        ("EMPTY/list.json", "list.json is not a model's config.json: it holds a list"),
+    ],
+)  # fmt: skip
+def test_the_tool_refuses_nonsense_in_words(
+    wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text("{no")
+    (tmp_path / "latin.json").write_bytes('{"a": "ß"}'.encode("latin-1"))
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(SystemExit) as caught:
+        tool.main(wrong.replace("EMPTY", str(tmp_path)).split())
+    said = capsys.readouterr().err if caught.value.code == 2 else str(caught.value.code)
+    assert words in said

@@ -62,12 +62,24 @@ def test_grpo_needs_servers(
 
 
 def test_check_runs_nothing(ran: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself it is for the fewest processes that fit; torchrun's number is checked against."""
     model = write_stub(tmp_path / "m")
     args = ["--check", "recipe=sft", f"model.path={model}", "model.optimizer.lr=1"]
-    assert main(args) == 0 and not ran
-    assert capsys.readouterr().out == "the configuration is sound\n"
-    assert main([*args, "model.parallel.tp=2"]) == 2
+    args += [f"fileroot={tmp_path / 'runs'}"]
+    assert main([*args, "model.parallel.tp=2"]) == 0 and not ran
+    said = "the configuration is sound, for 2 trainer process(es)\n"
+    assert capsys.readouterr().out == said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "1")
+        assert main([*args, "model.parallel.tp=2"]) == 2
     assert "world size 1" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_check_of_rl_needs_no_server(ran: list, tmp_path: Path) -> None:
+    """Which the launcher would start."""
+    args = [f"actor.path={write_stub(tmp_path / 'm')}", "actor.optimizer.lr=1"]
+    assert main([*args, "gconfig.n_samples=2", "--check"]) == 0 and not ran
 
 
 def test_servers_get_only_what_differs(environ: dict[str, str]) -> None:

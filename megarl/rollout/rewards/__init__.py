@@ -24,6 +24,11 @@ _REWARDS = {
 }
 
 
+def is_registered(name: str) -> bool:
+    """Whether `name` is short for a reward of megarl's own."""
+    return name in _REWARDS
+
+
 def get_reward_fn(name: str) -> RewardFn:
     """A reward by its registered name or by "package.module:function"."""
     target = _REWARDS.get(name, name)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megarl.config.base import MAX_TIMEOUT
+from megarl.config.bounds import TIMEOUT
 
 
 @dataclass(kw_only=True)
@@ -32,10 +32,9 @@ class ServerArgs:
         for name in ("max_running_requests", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
-        if not 0 < self.dist_timeout <= MAX_TIMEOUT:
+        if not TIMEOUT.allow(self.dist_timeout):
             raise ValueError(
-                f"--dist-timeout={self.dist_timeout}: seconds, must be > 0 and at most "
-                f"{MAX_TIMEOUT} (30 days)"
+                f"--dist-timeout={self.dist_timeout}: must be {TIMEOUT} ({TIMEOUT.note})"
             )
         if self.context_length is not None and self.context_length < 2:
             raise ValueError(f"--context-length={self.context_length}: at least 2")

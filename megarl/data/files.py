@@ -1,0 +1,92 @@
+"""Rows of local files, each with the place a message can name: file and line, or file and row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+FORMATS = (".parquet", ".jsonl", ".json")
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every row. Raises ValueError naming the place that cannot be read."""
+    if file.suffix not in FORMATS:
+        raise ValueError(f"{file}: use one of {sorted(FORMATS)}")
+    try:
+        yield from _parquet(file) if file.suffix == ".parquet" else _json(file)
+    except OSError as e:
+        raise ValueError(f"{file} cannot be read: {e.strerror or e}") from e
+
+
+def _json(file: Path) -> Iterator[tuple[str, Row]]:
+    """One object a line, or (.json) one list of objects."""
+    if file.suffix == ".json":
+        data = file.read_bytes()
+        if data.lstrip()[:1] == b"[":
+            for i, row in enumerate(_parse(data, str(file))):
+                yield f"{file} row {i}", _object(row, f"{file} row {i}")
+            return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                place = f"{file} line {number}"
+                yield place, _object(_parse(line, place), place)
+
+
+def _parse(data: bytes, place: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        raise ValueError(
+            f"{place}: not UTF-8 (byte {e.start + 1} is 0x{data[e.start]:02x}); convert the file "
+            "with iconv -t UTF-8"
+        ) from e
+    except json.JSONDecodeError as e:
+        where = f"line {e.lineno}, " if e.lineno > 1 else ""
+        raise ValueError(f"{place}: not valid JSON: {e.msg} ({where}column {e.colno})") from e
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, or deep nesting
+        raise ValueError(f"{place}: not valid JSON: {e}") from e
+
+
+def _object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: {shown(row)} is not an object of names and values")
+    return row
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
+    import pyarrow.parquet
+    from pyarrow.lib import ArrowException
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{file} row {number}", row
+                number += 1
+    except (ArrowException, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: unreadable: {' '.join(str(e).split())}") from e
+
+
+def text(row: Row, name: str, place: str) -> str:
+    """The text in `row[name]`. Raises ValueError for null, a number or anything else."""
+    value = row[name]
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as e:
+            half = f"\\u{ord(value[e.start]):04x}"
+            raise ValueError(f"{place}: the {name} holds half a character ({half})") from e
+        return value
+    what = "null" if value is None else f"{shown(value)}, not text"
+    fix = "" if value is None else f'; write "{name}": "..."'
+    raise ValueError(f"{place}: the {name} is {what}{fix or '; fill it in, or leave the row out'}")
+
+
+def shown(value: Any) -> str:
+    """A value as JSON has it, cut short."""
+    out = json.dumps(value, ensure_ascii=False, default=str)
+    return out if len(out) <= 60 else out[:57] + "..."

@@ -1,0 +1,36 @@
+"""A call in a process of its own, for code that may do anything: hang, exit, crash."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
+    """fn(*args) in a fresh interpreter with this one's import path. Raises TimeoutError after
+    `timeout` seconds, and ChildProcessError where the process ends without an answer.
+    """
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, fn, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise TimeoutError(f"no answer within {timeout:g} s")
+        return ours.recv()
+    except EOFError as e:
+        process.join(timeout)
+        raise ChildProcessError(f"the process ended with status {process.exitcode}") from e
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _answer(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    pipe.send(fn(*args))

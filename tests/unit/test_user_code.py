@@ -1,0 +1,186 @@
+"""--check, and the same checks of a start: the data and the code that a configuration names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.launcher import local
+from megarl.run import main
+from megarl.utils.isolated import call_isolated
+from tests.hf_stub import write_stub
+
+ROOT = Path(__file__).parents[2]
+MODULE = """
+import asyncio
+TABLE = {}
+async def slow(prompt, completion, prompt_ids, completion_ids, **row): return 1.0
+def good(prompt, completion, prompt_ids, completion_ids, *, answer, **row): return 1.0
+def short(prompt, completion): return 1.0
+def closed(prompt, completion, prompt_ids, completion_ids, answer): return 1.0
+def wants(prompt, completion, prompt_ids, completion_ids, *, entry, **row): return 1.0
+other = lambda prompt, completion, prompt_ids, completion_ids, **row: 1.0
+class Flow:
+    def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool): pass
+    async def arun_episode(self, engine, data): return None
+class NoPool(Flow):
+    def __init__(self, reward_fn, gconfig, tokenizer): pass
+class Plain(Flow):
+    def arun_episode(self, engine, data): return None
+class Alone(Flow):
+    async def arun_episode(self, data): return None
+class Empty:
+    def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool): pass
+"""
+CALLED = (
+    r"called as \(prompt, completion, prompt_ids, completion_ids, row_id=, .*answer=.*\*\*row\)"
+)
+CASES = {
+    "train_dataset.reward=mine:good": None,
+    "train_dataset.reward=mine:short": rf"short\(prompt, completion\): too many .*{CALLED}",
+    "train_dataset.reward=mine:closed": rf"unexpected keyword argument 'row_id'.*{CALLED}",
+    "train_dataset.reward=mine:wants": rf"missing a required.*'entry'; it is {CALLED}",
+    "train_dataset.reward=mine:slow": r"an async function, .*expected reward\(prompt, ",
+    "train_dataset.reward=mine:other": r"cannot be sent to a worker process",
+    "train_dataset.reward=mine:TABLE": r"a dict, not a function; expected reward\(",
+    "train_dataset.reward=mine:Flow": r"a type, not a function",
+    "train_dataset.reward=mine:goood": r"mine has no goood; did you mean good\?",
+    "train_dataset.reward=mine.py:good": r"name the module without \.py: mine$",
+    "train_dataset.reward=./mine.py:good": r"use 'package\.module:name'",
+    "train_dataset.reward=yours:good": r"no module yours; it must be in the working directory \(/",
+    "train_dataset.reward=broken:good": r"NameError: .*nonsense.*broken\.py, line 2\)$",
+    "train_dataset.reward=syntax:good": r"SyntaxError: .*syntax\.py, line 1\)$",
+    "train_dataset.reward=leaves:good": r"SystemExit: 3 \(.*leaves\.py, line 1\)$",
+    "train_dataset.reward=imports:good": r"No module named 'nothing_there'.*imports\.py, line 1\)$",
+    "train_dataset.reward=gsm9k": r"unknown reward 'gsm9k': use one of",
+    "rollout.workflow=mine:Flow": None,
+    "rollout.workflow=mine:NoPool": r"'reward_pool'.*expected Workflow\(reward_fn, gconfig",
+    "rollout.workflow=mine:Plain": r"arun_episode is not async; expected async def arun_episode",
+    "rollout.workflow=mine:Alone": r"too many positional arguments; expected async def arun_epis",
+    "rollout.workflow=mine:Empty": r"has no method arun_episode",
+    "rollout.workflow=Flow": r"rollout\.workflow: workflow 'Flow': use 'package\.module:name'",
+    "+train_dataset.options.levle=2": r"unknown options \['levle'\]",
+    "+train_dataset.options.level=two": r"options\.level='two': not of type int",
+    "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
+    "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": r"bad\.jsonl line 2: the answer is 42",
+    "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset.type=gsm8k",
+    "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
+    "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: token ids start at 0",
+    "gconfig.stop_token_ids=[130]": r"stop_token_ids=\[130\]: the model's vocab_size is 130",
+    "gconfig.stop=['']": r"an empty text would end every answer",
+    "tokenizer_path=./empty": r"tokenizer_path=empty: has no tokenizer \(tokenizer\.json",
+    "fileroot=bad.jsonl": r"run directory /.*/bad\.jsonl/.* cannot be made: .*set another fileroot",
+    "trial_name=" + 300 * "x": r"one path component, .*at most 255 bytes",
+    "train_dataset.batch_size=2000": r"1000 rows do not fill one batch of batch_size=2000",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules and data, which is nowhere on the import path."""
+    write_stub(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("import os\nnonsense\n")
+    (tmp_path / "syntax.py").write_text("def good(\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "imports.py").write_text("import nothing_there\n")
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    good, bad = '{"question": "?", "answer": "#### 1"}', '{"question": "?", "answer": 42}'
+    (tmp_path / "bad.jsonl").write_text(f"{good}\n{bad}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path
+    for name in ("mine", "broken", "syntax", "leaves", "imports"):
+        sys.modules.pop(name, None)
+
+
+def arguments(*more: str) -> list[str]:
+    base = ["actor.path=model", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2"]
+    return [*base, "fileroot=runs", *more]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistakes_in_data_and_code_are_one_line(
+    home: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, message = main([*arguments(*case.split()), "--check"]), CASES[case]
+    out, err = capsys.readouterr()
+    if message is None:
+        assert (status, err) == (0, "") and out.startswith("the configuration is sound")
+        return
+    assert status == 2 and err.count("\n") == 1, err
+    keys = [word.lstrip("+").partition(".")[0].partition("=")[0] for word in case.split()]
+    assert err.startswith(tuple(f"config error: {key}" for key in (*keys, "actor", "the run")))
+    assert re.search(message, err.strip()), err
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("check", [local.main, main])
+def test_a_start_makes_the_same_checks(
+    home: Path, check: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before servers, process groups and the run directory."""
+    for name in ("launch", "run"):
+        module = local if name == "launch" else sys.modules["megarl.run"]
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
+    more = ["rollout.addresses=[127.0.0.1:1]"]
+    assert check(arguments(*more, "train_dataset.reward=mine:closed")) == 2
+    assert "unexpected keyword argument 'row_id'" in capsys.readouterr().err
+    assert check(arguments(*more, "+train_dataset.options.count=4")) == 2
+    assert "do not fill one batch" in capsys.readouterr().err
+    assert not (home / "runs").exists()
+
+
+def test_code_that_ends_the_process_does_not_end_the_launcher(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments("train_dataset.reward=dies:good", "--check")
+    assert local.main(args) == 2
+    assert capsys.readouterr().err == (
+        "config error: train_dataset.reward=dies:good: cannot be imported: the process ended with "
+        "status 7\n"
+    )
+
+
+def test_code_that_never_returns_is_given_up() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        call_isolated(time.sleep, 300, timeout=0.2)
+
+
+def test_the_launchers_check_starts_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("--check", "actor.parallel.tp=2", "train_dataset.reward=mine:good")
+    assert local.main(args) == 0
+    assert capsys.readouterr().out == "the configuration is sound, for 2 trainer process(es)\n"
+    assert local.main([*args, "--nproc", "3"]) == 2
+    assert "world size 3" in capsys.readouterr().err
+    assert {p.name for p in home.iterdir() if p.is_dir()} - {"__pycache__"} == {"empty", "model"}
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "megarl.launcher.local"], [str(ROOT / "megarl" / "run.py")]]
+)
+def test_the_working_directory_is_on_the_path(home: Path, command: list[str]) -> None:
+    """As a module and as a file, which torchrun and the launcher start."""
+    answer = subprocess.run(
+        [sys.executable, *command, "--check", *arguments("train_dataset.reward=mine:good")],
+        capture_output=True, text=True, timeout=120, cwd=home,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_trainers_have_the_working_directory_on_their_path(home: Path) -> None:
+    command = local.parse_command_line(arguments(), options=("config", "nproc"))
+    env = local.trainer_env(local.plan(command), rank=0, port=1, addresses=[])
+    assert env["PYTHONPATH"].split(os.pathsep)[-1] == str(home)
