@@ -6,12 +6,16 @@ import math
 
 from torch import Tensor
 
+from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss, token_weight
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
+from megarl.observability.logging import get_logger, warn_once_per_world
 
 Batch = dict[str, Tensor]
+
+log = get_logger(__name__)
 
 
 class SFT(Role):
@@ -40,8 +44,10 @@ class SFT(Role):
 
 
 def _inputs(batch: Batch) -> Batch:
-    if not batch["loss_mask"].any():
-        raise ValueError("SFT batch: loss_mask marks no token, there is nothing to train on")
+    if finding := no_trained_token(batch["loss_mask"], "SFT batch"):
+        if not batch["loss_mask"].any():
+            raise ValueError(f"{finding}: there is nothing to train on")
+        warn_once_per_world(log, "%s: nothing is learned from them", finding)
     return {k: batch[k] for k in ("input_ids", "attention_mask", "loss_mask")}
 
 
