@@ -343,6 +343,7 @@ def test_a_row_without_a_trained_token_changes_nothing_in_sft_and_is_named(warni
     figures = both.train(batch)
     assert figures == alone.train({k: v[:1] for k, v in batch.items()})
     assert all(math.isfinite(v) for v in figures.values())
+    both.train(batch)
     assert warnings == [
         "SFT batch: loss_mask marks no token in 1 of 2 rows (1): nothing is learned from them"
     ]

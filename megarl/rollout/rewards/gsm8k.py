@@ -23,6 +23,7 @@ _SYMBOLS = str.maketrans({"−": "-", "–": "-", "—": "-", "×": "*", "·": "
 _BOLD = re.compile(r"(?<![\d)])\*\*|\*\*(?![\d(-])")  # not the power in 2**3
 # after a number math-verify would take it for a decimal point, or not see where the number ends
 _SENTENCE_END = re.compile(r"(?<=[\d)])[.!?;](?=\s|$)")
+_ENDING = re.compile(r"####\s*([^\n#]+)\s*\Z")  # of GSM8K's own solutions
 _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # sympy would not read them
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
@@ -53,13 +54,15 @@ def check_row(*, answer: str, **row: Any) -> None:
 
 def final_answer(text: str) -> Any:
     """The sympy value of what stands in the last \\boxed{...}; without one, of what math-verify
-    finds, else of the last number. A number counts only where it is one of its own, never as part
-    of an expression or a range. None without any.
+    finds (after a closing ####, if there is one), else of the last number. A number counts only
+    where it is one of its own, never as part of an expression or a range. None without any.
     """
     start = text.rfind("\\boxed{")
     if start >= 0:
         inside = _braced(text[start + len("\\boxed{") :])
         return None if inside is None else _parse(f"\\boxed{{{inside}}}")
+    if ending := _ENDING.search(text):
+        text = ending[1]
     text = _SENTENCE_END.sub(",", _BOLD.sub("", text.translate(_SYMBOLS)))
     found = _parse(text)
     numbers = list(_NUMBER.finditer(text))
