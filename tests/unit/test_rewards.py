@@ -158,9 +158,21 @@ NUMBERS = [
     ("no idea", "42", 0),
     ("", "42", 0),
 ]
+ENDLESS = [  # they would take hours to compute, or to read
+    ("9^9^9", "9", 0),
+    ("9**9**9**9", "9", 0),
+    ("$9^{9^9}$", "9", 0),
+    (r"\boxed{9^{9^{9^9}}}", "9", 0),
+    ("2^100000000", "2", 0),
+    ("$(10^9)!$", "9", 0),
+    (r"$\binom{100000000}{5000000}$", "9", 0),
+    ("1" * 5000, "1", 0),
+    ("2^(1/2)", r"\sqrt{2}", 1),
+    ("$5!$", "120", 1),
+]
 
 
-@pytest.mark.parametrize("table", [BOXED, EXPRESSIONS, RANGES, NUMBERS], ids=len)
+@pytest.mark.parametrize("table", [BOXED, EXPRESSIONS, RANGES, NUMBERS, ENDLESS], ids=len)
 def test_gsm8k_takes_the_box_or_the_value_of_the_answer(table):
     wrong = [case for case in table if score("gsm8k", case[0], answer=case[1]) != case[2]]
     assert wrong == []

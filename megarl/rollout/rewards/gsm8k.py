@@ -8,16 +8,18 @@ from typing import Any
 
 from math_verify import parse as math_verify_parse
 from math_verify import verify
-from sympy import Number, UnevaluatedExpr
+from sympy import Number, Pow, UnevaluatedExpr, factorial
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?(?<!\d)\.\d+")
+MAX_DIGITS, MAX_OPERAND = 300, 1000
+_LARGE_BINOMIAL = re.compile(r"binom\s*\{\s*\d{4}")  # math-verify computes it as it reads
 # what makes a number part of something larger: an expression, a range, a date, a name
 _BEFORE = re.compile(
-    r"[\w.]$|\w\($|\d[,:]$|\w\s*[+^]\s*\$?$|[\d)%xyzn]\s*[-*/]\s*\$?$"
+    r"[\w.]$|\w\($|\d[,:]$|\w\s*[+^]\s*\$?$|[\d)%xyzn]\s*[-*/]+\s*\$?$"
     r"|\d[$%]?\s*to\s*\$?$|between\s+\S+\s+and\s+\$?$"
 )
 _AFTER = re.compile(
-    r"%?\s*[-*/]\s*\$?[\d(]|\s*[+^]|[⁰¹²³⁴-⁹]|[,:.]\d|e\d|[xyzn]\b|[$%]?\s*to\s+\$?-?\d", re.ASCII
+    r"%?\s*[-*/]+\s*\$?[\d(]|\s*[+^]|[⁰¹²³⁴-⁹]|[,:.]\d|e\d|[xyzn]\b|[$%]?\s*to\s+\$?-?\d", re.ASCII
 )
 _SYMBOLS = str.maketrans({"−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "÷": "/"})
 _BOLD = re.compile(r"(?<![\d)])\*\*|\*\*(?![\d(-])")  # not the power in 2**3
@@ -85,7 +87,9 @@ def _stands_alone(number: re.Match[str]) -> bool:
 
 
 def _value(number: re.Match[str]) -> Any:
-    return Number(_LEADING_ZEROS.sub("", number.group().replace(",", "")))
+    """None for one that is too long to be an answer (int() refuses 4300 digits)."""
+    text = _LEADING_ZEROS.sub("", number.group().replace(",", ""))
+    return Number(text) if len(text) <= MAX_DIGITS else None
 
 
 def _gold(answer: str) -> Any:
@@ -100,8 +104,23 @@ def _gold(answer: str) -> Any:
 
 def _parse(text: str) -> Any:
     """The sympy value of what math-verify extracts; None if there is nothing it can read."""
+    if _LARGE_BINOMIAL.search(text):
+        return None
     found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
-    return found[0] if found else None
+    return found[0] if found and _computable(found[0]) else None
+
+
+def _computable(value: Any) -> bool:
+    """Whether comparing it takes little time: not where a power or a large number is an exponent,
+    or has its factorial taken (9^9^9 would run into reward_timeout, though it is merely wrong).
+    """
+    operands = [p.exp for p in value.atoms(Pow)] + [f.args[0] for f in value.atoms(factorial)]
+    return not any(
+        any(p.exp != -1 for p in operand.atoms(Pow))
+        or any(abs(n) > MAX_OPERAND for n in operand.atoms(Number))
+        for operand in operands
+        if operand.is_number
+    )
 
 
 def _braced(text: str) -> str | None:
