@@ -51,12 +51,13 @@ class Actor(Role):
         config: PPOActorConfig,
         engine: TrainEngine,
         *,
-        temperature: float = 1.0,
+        temperature: float,
         seed: int = 0,
         decode: Decode = spell_ids,
     ) -> None:
-        """temperature: the sampling temperature; seed: of the order of mini-batches; decode: token
-        ids to text, for warnings that show tokens.
+        """temperature: that of generation (gconfig.temperature), without a default: at another one
+        the ratio would start from the logprobs of a different policy. seed: of the order of
+        mini-batches; decode: token ids to text, for warnings that show tokens.
         """
         super().__init__(engine)
         _check(config, temperature)

@@ -196,6 +196,67 @@ def take_rows(stats: dict[str, float]) -> dict[str, Tensor]:
     }
 
 
+# ---- nothing to learn from ---------------------------------------------------------------------
+
+PATIENCE = 3  # steps in a row
+
+
+def untrained_rows(loss_mask: Tensor) -> list[int]:
+    """The rows of [B,S] that mark no token."""
+    return (~loss_mask.bool().any(1)).nonzero().flatten().tolist()
+
+
+def no_trained_token(loss_mask: Tensor, what: str) -> Finding | None:
+    """Whether [B,S] marks no token in some rows of `what`."""
+    if not (rows := untrained_rows(loss_mask)):
+        return None
+    return Finding(
+        f"{what}: loss_mask marks no token in {len(rows)} of {len(loss_mask)} rows ({some(rows)})"
+    )
+
+
+class Streaks:
+    """Tells of rewards that teach nothing, once they have done so for PATIENCE steps in a row, and
+    again only after a step that was different.
+    """
+
+    def __init__(self, *, compares_groups: bool) -> None:
+        """compares_groups: advantages are differences within a group, so that equal rewards of a
+        group give no gradient.
+        """
+        self._compares_groups = compares_groups
+        self._zero = self._tied = 0
+
+    def step(self, figures: dict[str, float]) -> Finding | None:
+        """figures: those of one step's batch (reward/mean, reward/std, reward/groups_all_equal)."""
+        zero = figures["reward/mean"] == figures["reward/std"] == 0
+        tied = self._compares_groups and figures["reward/groups_all_equal"] == 1
+        self._zero = self._zero + 1 if zero else 0
+        self._tied = self._tied + 1 if tied else 0
+        if self._zero == PATIENCE:
+            return Finding(
+                f"every reward was 0 for {PATIENCE} steps in a row, so there is nothing to learn",
+                (
+                    "read some completions (samples.jsonl, the report): does the answer's format "
+                    "fit what the reward looks for (train_dataset.reward)?",
+                    "response_len/truncated near 1: raise gconfig.max_new_tokens",
+                    "else the task is too hard: easier prompts, partial credit, or SFT first",
+                ),
+            )
+        if self._tied == PATIENCE > self._zero:
+            return Finding(
+                f"in all groups all rewards were equal for {PATIENCE} steps in a row, so there is "
+                f"no gradient (reward/mean is {figures['reward/mean']:g})",
+                (
+                    "every answer to a prompt scores alike: the prompts are too easy or too hard, "
+                    "or gconfig (temperature, top_p, top_k) makes the answers alike",
+                    "raise gconfig.n_samples, take other prompts, or give partial credit; "
+                    "actor.dynamic_sampling=true replaces such groups",
+                ),
+            )
+        return None
+
+
 # ---- NaN and Inf -------------------------------------------------------------------------------
 
 
@@ -211,7 +272,7 @@ def nonfinite_inputs(batch: Batch) -> Finding | None:
             places = bad.nonzero()
             first = places[0].tolist()
             details.append(
-                f"{name}: {len(places)} numbers in rows {_some(places[:, 0].unique().tolist())}, "
+                f"{name}: {len(places)} numbers in rows {some(places[:, 0].unique().tolist())}, "
                 f"the first at {first}: {value[tuple(first)].item()}"
             )
     if not details:
@@ -238,10 +299,11 @@ def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_i
     length = int(batch["attention_mask"][bad[0]].sum())
     text = decode(batch["input_ids"][bad[0], :length].tolist())
     return (
-        f"the loss is not finite in {len(bad)} of {len(row_loss)} sequences, rows {_some(bad)}; "
+        f"the loss is not finite in {len(bad)} of {len(row_loss)} sequences, rows {some(bad)}; "
         f"row {bad[0]} ends in {text[-80:]!r}"
     )
 
 
-def _some(rows: list[int], show: int = 8) -> str:
+def some(rows: list[int], show: int = 8) -> str:
+    """The first `show` of them, as text."""
     return ", ".join(map(str, rows[:show])) + (" ..." if len(rows) > show else "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from megarl.algos.checks import some, untrained_rows
 from megarl.utils.batch import select
 
 Batch = dict[str, Tensor]
@@ -43,7 +44,10 @@ def minibatches(
             found = True
             yield minibatch
     if not found:
-        raise ValueError("ppo_update: loss_mask marks no token in the whole batch")
+        raise ValueError(
+            "ppo_update: loss_mask marks no token in the whole batch "
+            f"(rows {some(untrained_rows(batch['loss_mask']))})"
+        )
 
 
 def mean_figures(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -14,8 +14,9 @@ Batch = dict[str, Tensor]
 
 class Ref(Role):
     def __init__(
-        self, config: TrainEngineConfig, engine: TrainEngine, *, temperature: float = 1.0
+        self, config: TrainEngineConfig, engine: TrainEngine, *, temperature: float
     ) -> None:
+        """temperature: that of generation (gconfig.temperature), as the actor's."""
         super().__init__(engine)
         self.config = config
         self.temperature = temperature

@@ -6,12 +6,16 @@ import math
 
 from torch import Tensor
 
+from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss, token_weight
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
+from megarl.observability.logging import get_logger, warn_once_per_world
 
 Batch = dict[str, Tensor]
+
+log = get_logger(__name__)
 
 
 class SFT(Role):
@@ -20,12 +24,13 @@ class SFT(Role):
     def __init__(self, config: TrainEngineConfig, engine: TrainEngine) -> None:
         super().__init__(engine)
         self.config = config
+        self._told_of_untrained = False
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One optimizer step. The engine's figures (loss, grad_norm, lr), ppl and skipped_updates
         (1 if it was refused because something was not finite; then there is no ppl).
         """
-        stats = self.train_batch(_inputs(batch), sft_loss, token_weight)
+        stats = self.train_batch(self._inputs(batch), sft_loss, token_weight)
         if not stats["update_successful"]:
             return stats | {"skipped_updates": 1.0}
         return _with_ppl(stats) | {"skipped_updates": 0.0}
@@ -34,15 +39,19 @@ class SFT(Role):
         """loss, ppl, token_accuracy and exact_match (every trained token is the argmax)."""
         return _with_ppl(
             self.engine.eval_batch(
-                _inputs(batch), sft_loss, token_weight, outputs=("logprobs", "greedy_match")
+                self._inputs(batch), sft_loss, token_weight, outputs=("logprobs", "greedy_match")
             )
         )
 
-
-def _inputs(batch: Batch) -> Batch:
-    if not batch["loss_mask"].any():
-        raise ValueError("SFT batch: loss_mask marks no token, there is nothing to train on")
-    return {k: batch[k] for k in ("input_ids", "attention_mask", "loss_mask")}
+    def _inputs(self, batch: Batch) -> Batch:
+        """ValueError for a batch without a trained token; single rows without warn, once."""
+        if finding := no_trained_token(batch["loss_mask"], "SFT batch"):
+            if not batch["loss_mask"].any():
+                raise ValueError(f"{finding}: there is nothing to train on")
+            if not self._told_of_untrained:
+                self._told_of_untrained = True
+                warn_once_per_world(log, "%s: nothing is learned from them", finding)
+        return {k: batch[k] for k in ("input_ids", "attention_mask", "loss_mask")}
 
 
 def _with_ppl(stats: dict[str, float]) -> dict[str, float]:

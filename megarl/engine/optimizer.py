@@ -151,8 +151,9 @@ def build_schedule(
 ) -> OptimizerParamScheduler:
     """The schedule of n = ft_spec.total_train_steps steps, standing at the first.
 
-    Step k (from 0) has lr * (k+1)/w during the w warm-up steps, so that none is wasted at 0; then
-    it falls towards the minimum, which would be reached at step n, one after the last.
+    Step k (from 0) has lr * (k+1)/w during the w warm-up steps, so that none is wasted at 0 and the
+    last of them has lr. Then it falls towards the minimum, which would be reached at step n, one
+    after the last. Without warm-up the first step has lr, just as with a warm-up of one step.
     """
     if ft_spec is None:
         if cfg.lr_scheduler_type != "constant":
@@ -160,10 +161,10 @@ def build_schedule(
                 f"optimizer.lr_scheduler_type={cfg.lr_scheduler_type!r} needs to know the run's "
                 "length: pass ft_spec to initialize(), or use 'constant'"
             )
-        steps, warmup = _ENDLESS, 0
+        steps, warmup = _ENDLESS, 1
     else:
         steps = max(1, ft_spec.total_train_steps)
-        warmup = math.ceil(cfg.warmup_steps_proportion * steps - 1e-9)  # 0.1 * 30 is above 3
+        warmup = max(1, math.ceil(cfg.warmup_steps_proportion * steps - 1e-9))  # 0.1 * 30 > 3
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -18,6 +18,7 @@ _HOME = {
     "RLVRWorkflow": "workflows.rlvr",
     "RewardPool": "rewards",
     "RewardError": "rewards",
+    "check_rows": "rewards",
     "get_reward_fn": "rewards",
 }
 __all__ = sorted(_HOME)

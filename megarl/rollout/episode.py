@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.rollout.episode_check import check_episode
 from megarl.utils.batch import concat_padded
 
 
@@ -19,7 +20,7 @@ class Episode:
     """Ends with `batch` (accepted), `error` (failed) or neither (rejected).
 
     number: place in the order of submission, unique in a run, also over resumes. drawn: the row
-    came from prepare_batch's dataloader.
+    came from prepare_batch's dataloader. drops: how often in a row its samples were too stale.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Episode:
     workflow: RolloutWorkflow
     should_accept: Callable[[Batch], bool] | None = None
     drawn: bool = False
+    drops: int = 0
     batch: Batch | None = None
     error: BaseException | None = None
     latency: float = 0.0
@@ -37,15 +39,17 @@ class Episode:
 
     def oldest_version(self) -> int | None:
         """The smallest version that wrote a trained token; None when there is none."""
-        if self.batch is None or "versions" not in self.batch:
+        if self.batch is None:
             return None
         trained = self.batch["versions"][self.batch["loss_mask"].bool()]
         return int(trained.min()) if trained.numel() else None
 
 
-async def run_episode(episode: Episode, engine: InferenceEngine, *, timeout: float) -> None:
-    """Runs the workflow and records its outcome in `episode`; only our own cancellation of its
-    task propagates.
+async def run_episode(
+    episode: Episode, engine: InferenceEngine, *, timeout: float, vocab_size: int | None = None
+) -> None:
+    """Runs the workflow, checks what it returns, and records the outcome in `episode`; only our own
+    cancellation of its task propagates. vocab_size: the model's, None where it is not known.
     """
     begun, task = time.monotonic(), asyncio.current_task()
     clock = asyncio.timeout(timeout)
@@ -54,7 +58,7 @@ async def run_episode(episode: Episode, engine: InferenceEngine, *, timeout: flo
             data = {**episode.row, "episode_id": episode.number}
             batch = await episode.workflow.arun_episode(engine, data)
         if batch is not None:
-            _check_batch(batch, episode)
+            _check(batch, episode, engine, vocab_size)
             if episode.should_accept is None or episode.should_accept(batch):
                 episode.batch = batch
     # handed to whoever waits for the episode, see RolloutExecutor.wait
@@ -73,13 +77,12 @@ async def run_episode(episode: Episode, engine: InferenceEngine, *, timeout: flo
     episode.latency = time.monotonic() - begun
 
 
-def _check_batch(batch: Any, episode: Episode) -> None:
-    name = type(episode.workflow).__name__
-    if not isinstance(batch, dict) or "input_ids" not in batch:
-        raise TypeError(f"{name} returned {type(batch).__name__}: use a padded batch [n,S] or None")
-    for key in ("attention_mask", "loss_mask"):
-        if key not in batch or batch[key].shape != batch["input_ids"].shape:
-            raise ValueError(f"{name} returned a batch without a {key} of input_ids' shape")
+def _check(batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None) -> None:
+    try:
+        check_episode(batch, version=engine.get_version(), vocab_size=vocab_size)
+    except (TypeError, ValueError) as e:
+        name = type(episode.workflow).__name__
+        raise type(e)(f"{name} returned for {episode.name}: {e}") from None
 
 
 def join_episodes(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> Batch:

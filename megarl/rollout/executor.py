@@ -16,7 +16,7 @@ import torch
 
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.episode import Episode, join_episodes, run_episode
+from megarl.rollout.episode import Episode, join_episodes
 from megarl.rollout.feeder import RowFeeder
 from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
@@ -32,7 +32,7 @@ class RolloutExecutor:
     """Runs episodes of `engine` in `loop`. Its methods are for other threads than the loop's."""
 
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
-        self.config, self._engine, self._loop = config, engine, loop
+        self.config, self._loop = config, loop
         self.pipeline = Pipeline(config, engine=engine, loop=loop)
         self.ledger = Ledger()  # for a consumer that reports to it
         self._feeder: RowFeeder | None = None
@@ -93,6 +93,12 @@ class RolloutExecutor:
                 pipe.check_not_stuck(count)
                 pipe.sleep(None, f"a batch of {count} episodes")
         return self._hand_out(episodes, begun)
+
+    def expect(self, batches: int) -> None:
+        """How many batches prepare_batch will be asked for from now on: no episode begins that none
+        of them can use. Without it there is no end to them.
+        """
+        self.pipeline.expect(batches)
 
     def rollout_batch(
         self,
@@ -195,7 +201,7 @@ class RolloutExecutor:
 
         async def one(episode: Episode) -> None:
             async with slots:
-                await run_episode(episode, self._engine, timeout=self.config.episode_timeout)
+                await self.pipeline.run(episode)
             if episode.error is not None and not self.pipeline.forgiven(episode.error):
                 raise episode.error
 

@@ -27,6 +27,7 @@ ShouldAccept = Callable[[Batch], bool]
 
 # episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
 DEFAULT_CONCURRENCY = 256
+MAX_DROPS = 8  # of one row in a row, as too stale: more is a workflow that returns old tokens
 GRACE = 30.0  # seconds beyond episode_timeout before a wait without any progress is an error
 
 
@@ -35,6 +36,7 @@ class Pipeline:
 
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._engine, self._loop = config, engine, loop
+        self.vocab_size: int | None = None  # the model's, where it is known
         self.staleness = StalenessManager(
             max_concurrent=config.max_concurrent_rollouts or DEFAULT_CONCURRENCY,
             max_head_offpolicyness=config.max_head_offpolicyness,
@@ -62,6 +64,7 @@ class Pipeline:
         should_accept: ShouldAccept | None,
         *,
         drawn: bool = False,
+        drops: int = 0,
     ) -> None:
         """Adds an episode at the end of the order of submission."""
         with self.changed:
@@ -71,6 +74,7 @@ class Pipeline:
                 workflow=workflow,
                 should_accept=should_accept,
                 drawn=drawn,
+                drops=drops,
             )
             self._next_number += 1
             self.live[episode.number] = episode
@@ -87,13 +91,20 @@ class Pipeline:
             if self.config.max_concurrent_rollouts is None:
                 self.staleness.max_concurrent = batch_size
 
+    def expect(self, batches: int) -> None:
+        """From now on the consumer takes this many batches, and no more."""
+        with self.changed:
+            self.staleness.batches_left = batches
+
     def wanted(self) -> int:
         """Episodes to submit: the staleness room, plus one batch in waiting when asynchronous, so
-        that the pipe refills while the trainer trains. *
+        that the pipe refills while the trainer trains; none that no batch will take. *
         """
         room = self.staleness.room(self._engine.get_version())
         if self.config.max_head_offpolicyness > 0:
             room += self.staleness.consumer_batch or 0
+        if (needed := self.staleness.needed()) is not None:
+            room = min(room, needed)
         return room - len(self.pending)
 
     def take(self, count: int) -> list[Episode] | None:
@@ -112,7 +123,7 @@ class Pipeline:
             if len(ready) == count or episode.batch is None:
                 break
             if self.staleness.is_stale(episode.oldest_version(), version):
-                self._drop(episode)
+                self._drop(episode, version)
             else:
                 ready.append(episode)
         if len(ready) < count:
@@ -172,6 +183,8 @@ class Pipeline:
         version = self._engine.get_version()
         if self._held and self.pending:
             raise RuntimeError("waiting for episodes while generation is paused: resume() first")
+        if self.staleness.batches_left == 0:
+            raise RuntimeError("no episode may start: all batches that expect() allows were taken")
         if self.staleness.capacity(version) <= 0:
             raise RuntimeError(
                 f"no episode may start: the batches that version {version} allows under "
@@ -206,13 +219,36 @@ class Pipeline:
             self.last_progress = time.monotonic()
         self.start_soon()
 
-    def _drop(self, episode: Episode) -> None:
+    def _drop(self, episode: Episode, version: int) -> None:
+        if episode.drops + 1 == MAX_DROPS:  # begun anew under newer weights every time
+            raise RuntimeError(
+                f"{episode.name} was dropped {MAX_DROPS} times in a row: at version {version} "
+                f"{type(episode.workflow).__name__} returned trained tokens of version "
+                f"{episode.oldest_version()}, which rollout.max_head_offpolicyness="
+                f"{self.config.max_head_offpolicyness} is too low for; give tokens the "
+                "output_versions of the response that brought them, or raise the bound"
+            )
         self.staleness.drop()
         del self.live[episode.number]
-        self.enqueue(episode.row, episode.workflow, episode.should_accept, drawn=episode.drawn)
+        self.enqueue(
+            episode.row,
+            episode.workflow,
+            episode.should_accept,
+            drawn=episode.drawn,
+            drops=episode.drops + 1,
+        )
         self.start_soon()
 
     # loop's side
+
+    async def run(self, episode: Episode) -> None:
+        """Runs one episode to its end, whatever that is; counts nothing."""
+        await run_episode(
+            episode,
+            self._engine,
+            timeout=self.config.episode_timeout,
+            vocab_size=self.vocab_size,
+        )
 
     def _pump(self) -> None:
         with self.changed:
@@ -229,7 +265,7 @@ class Pipeline:
                 task.add_done_callback(self._reap)
 
     async def _run(self, episode: Episode) -> None:
-        await run_episode(episode, self._engine, timeout=self.config.episode_timeout)
+        await self.run(episode)
         with self.changed:
             self._settle(episode)
             self.last_progress = time.monotonic()

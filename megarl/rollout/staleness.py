@@ -22,8 +22,9 @@ class StalenessManager:
     max_concurrent: episodes in flight at once. max_head_offpolicyness: eta. consumer_batch: B, None
     until a consumer is known (then only concurrency bounds admission). start_version,
     start_accepted: where admission began to count, so that a resumed run neither gets the whole
-    past as room nor is owed for batches of another size. handed_out: those of `accepted` that the
-    consumer has taken.
+    past as room nor is owed for batches of another size. batches_left: how many more the consumer
+    will take, None where it does not say. handed_out: those of `accepted` that the consumer has
+    taken.
     """
 
     max_concurrent: int
@@ -31,6 +32,7 @@ class StalenessManager:
     consumer_batch: int | None = None
     start_version: int = 0
     start_accepted: int = 0
+    batches_left: int | None = None
     submitted: int = 0
     running: int = 0
     accepted: int = 0
@@ -52,11 +54,22 @@ class StalenessManager:
         self.start_version, self.start_accepted = version, self.accepted
 
     def room(self, version: int) -> int:
-        """Episodes that may still begin under `version` by the staleness bound; may be negative."""
+        """Episodes that may still begin under `version`, by the staleness bound and by what the
+        consumer will still take; may be negative.
+        """
         if self.consumer_batch is None:
             return self.max_concurrent
         batches = self.max_head_offpolicyness + version - self.start_version + 1
-        return batches * self.consumer_batch - (self.accepted - self.start_accepted + self.running)
+        room = batches * self.consumer_batch - (self.accepted - self.start_accepted + self.running)
+        needed = self.needed()
+        return room if needed is None else min(room, needed)
+
+    def needed(self) -> int | None:
+        """Episodes to begin for all batches that are left; None where there is no end to them."""
+        if self.consumer_batch is None or self.batches_left is None:
+            return None
+        in_flight = self.running + self.accepted - self.handed_out
+        return self.batches_left * self.consumer_batch - in_flight
 
     def capacity(self, version: int) -> int:
         """Episodes that may begin now: the smaller of free slots and staleness room."""
@@ -91,7 +104,10 @@ class StalenessManager:
         self.dropped += 1
 
     def hand_out(self, count: int) -> None:
+        """One batch of `count` episodes."""
         self.handed_out += count
+        if self.batches_left is not None:
+            self.batches_left -= 1
 
     def _settle(self) -> None:
         assert self.running > 0, "an episode settled that was not running"

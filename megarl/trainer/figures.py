@@ -30,7 +30,7 @@ def rollout_figures(batch: Batch, *, version: int) -> dict[str, float]:
     } | batch_figures(batch)
     if "truncated" in batch:
         figures["response_len/truncated"] = batch["truncated"].float().mean().item()
-    if "versions" in batch:
+    if "versions" in batch and mask.any():
         staleness = (version - batch["versions"])[mask].float()
         figures |= {
             "staleness/mean": staleness.mean().item(),
@@ -74,14 +74,16 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
 
 
 def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record per row: prompt, completion, answer and reward of its first sample.
+    """One record per row that has samples: prompt, completion, answer and reward of its first.
 
-    `batch` holds the rows' samples in order, an equal number per row.
+    batch["group_ids"] [B] says of which of `rows` a sample is; a rejected row has none.
     """
-    per_row = len(batch["input_ids"]) // max(1, len(rows))
+    first: dict[int, int] = {}
+    for k, group in enumerate(batch["group_ids"].tolist()):
+        first.setdefault(group, k)
     records = []
-    for i, row in enumerate(rows):
-        k = i * per_row
+    for group, k in first.items():
+        row = rows[group]
         ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
         records.append(
             {

@@ -43,7 +43,9 @@ class PPOTrainer(rl.RLTrainer):
             if self.reward_model is not None:
                 with self.timers.phase("reward_model"):
                     batch["rewards"] = self.reward_model.compute_rewards(batch)
+            self.check.has_trained_tokens(batch)
             stats = rollout_figures(batch, version=self.actor.get_version())
+            self.check.rewards_differ(stats)
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)
             self.compare_with_ref(batch)

@@ -14,10 +14,11 @@ from megarl.config.check import engines, model_path, ref_is_below_adapters
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.data import build_dataloader, build_dataset, check_context
+from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
+from megarl.models import read_hf_config
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
-from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
+from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, get_reward_fn
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.figures import rollout_figures, update_speed
@@ -52,14 +53,14 @@ class Generation:
     """Rank 0's side of the run: data, the rollout client, the workflows."""
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any) -> None:
-        self.config = cfg.rollout
+        self.config, self.model = cfg.rollout, model_path(cfg, "actor")
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
         self.data_key = data_of(cfg, len(self.data))
         self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
         self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
-        self.workflow = self._workflow(cfg.train_dataset, cfg.gconfig, tokenizer)
+        self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig, tokenizer)
         self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
         self.evaluator = None
         if cfg.valid_dataset is not None:
@@ -68,23 +69,33 @@ class Generation:
             self.evaluator = Evaluator(
                 held_out,
                 self.client,
-                self._workflow(cfg.valid_dataset, cfg.eval_gconfig, tokenizer),
+                self._workflow(held_out, cfg.valid_dataset, cfg.eval_gconfig, tokenizer),
                 tokenizer,
                 config=cfg.evaluator,
                 seed=cfg.seed,
             )
 
     def _workflow(
-        self, data: DatasetConfig, gconfig: GenerationHyperparameters, tokenizer: Any
+        self,
+        rows: RowDataset,
+        data: DatasetConfig,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
     ) -> RolloutWorkflow:
         make = load_object(self.config.workflow, what="rollout.workflow")
         reward_fn = get_reward_fn(data.reward or data.type)
+        check_rows(reward_fn, (rows[i] for i in range(len(rows))))
         return make(reward_fn, gconfig, tokenizer, reward_pool=self.pool)
 
     def start(self) -> int:
         """Waits for the servers; the size of the training set."""
         self.client.initialize()
+        self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
         return len(self.data)
+
+    def expect(self, steps: int) -> None:
+        """How many more batches there will be, so that nothing is generated beyond them."""
+        self.client.executor.expect(steps)
 
     def next_batch(self) -> Batch:
         batch = self.client.prepare_batch(
@@ -201,6 +212,8 @@ class RLTrainer:
         over = step >= total or self._out_of_time()
         if self.recovery.ended_already(self.saver, total=total, over=over):
             return
+        if self.generation is not None:
+            self.generation.expect(total - step)
         # servers may hold anything: other weights, or those of an earlier run
         self.update_weights(self.actor.get_version())
         stats = self._evaluate("before") if self.cfg.evaluator.at_start and not step else {}
@@ -234,7 +247,9 @@ class RLTrainer:
         with self.timers.phase("step"):
             with self.timers.phase("rollout"):
                 batch = self.ctx.zero(self._next_batch)
+            self.check.has_trained_tokens(batch)
             stats = rollout_figures(batch, version=self.actor.get_version())
+            self.check.rewards_differ(stats)
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)
             self.compare_with_ref(batch)

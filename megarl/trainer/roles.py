@@ -22,7 +22,7 @@ class MegatronActor(Actor):
         self,
         config: PPOActorConfig,
         *,
-        temperature: float = 1.0,
+        temperature: float,
         seed: int = 1,
         decode: Decode = spell_ids,
     ) -> None:
@@ -58,9 +58,7 @@ class MegatronRef(Ref):
 
     engine: MegatronEngine
 
-    def __init__(
-        self, config: TrainEngineConfig, *, temperature: float = 1.0, seed: int = 1
-    ) -> None:
+    def __init__(self, config: TrainEngineConfig, *, temperature: float, seed: int = 1) -> None:
         super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
 
 

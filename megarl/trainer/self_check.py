@@ -3,6 +3,7 @@
 What it looks at (megarl/algos/checks.py says how):
 * at the first update after every start the training pass sees the policy compute_logp saw;
 * before any update, actor and reference agree where they were loaded from the same weights;
+* every batch has tokens to train on, and rewards that differ somewhere (a warning where not);
 * no update is made of anything that is not finite. The engine refuses such an update on all ranks
   (weights and optimizer state stay as they are, to the bit), the mini-batch goes to
   <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
@@ -26,7 +27,7 @@ from megarl.algos import checks
 from megarl.algos.checks import Batch, Finding
 from megarl.api.engine import LossFn
 from megarl.config.engine import TrainEngineConfig
-from megarl.config.recipes import BaseConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
@@ -55,6 +56,9 @@ class SelfCheck:
         self._zero, self._decode = ctx.zero, ctx.tokenizer.decode
         self._step = self._minibatch = self._skipped = self._saved = 0
         self._unchecked: str | None = None
+        compares = isinstance(cfg, GRPOConfig) and cfg.actor.adv_norm in ("group", "group_mean")
+        self._streaks = checks.Streaks(compares_groups=compares)
+        self._told_of_untrained = False
 
     def begin_step(self, step: int) -> None:
         """step: from 1, as the figures count."""
@@ -74,6 +78,26 @@ class SelfCheck:
         if first_ratio_to is not None and self.config.on_failure != "off":
             self._unchecked = first_ratio_to
         role.train_batch = partial(self._train_batch, role.engine)
+
+    # ---- every batch ---------------------------------------------------------------------------
+
+    def has_trained_tokens(self, batch: Batch) -> None:
+        """Raises SelfCheckError for a batch without any; the first time that single rows have none,
+        which only leaves them out, it warns.
+        """
+        finding = checks.no_trained_token(batch["loss_mask"], f"step {self._step}: rollout batch")
+        if finding is None:
+            return
+        if not batch["loss_mask"].any():
+            self._stop(finding, "there is nothing to train on: look at what rollout.workflow marks")
+        if not self._told_of_untrained:
+            self._told_of_untrained = True
+            warn_once_per_world(log, "%s: nothing is learned from them", finding)
+
+    def rewards_differ(self, figures: dict[str, float]) -> None:
+        """Warns, once per streak, where the rewards of several steps in a row teach nothing."""
+        if finding := self._streaks.step(figures):
+            warn_once_per_world(log, "step %d: %s", self._step, finding)
 
     # ---- the first step ------------------------------------------------------------------------
 

@@ -354,7 +354,7 @@ def test_learning_rate_schedules(world2, models):
     constant = world2.run(schedule_of, path, "constant", 10, 0.3)[0]
     assert constant == pytest.approx([1 / 3, 2 / 3] + [1.0] * 10)
     linear = world2.run(schedule_of, path, "linear", 10, 0.0)[0]
-    assert linear == pytest.approx([1 - 0.9 * k / 11 for k in range(1, 12)] + [0.1])
+    assert linear == pytest.approx([1 - 0.9 * k / 10 for k in range(11)] + [0.1])
     cosine = world2.run(schedule_of, path, "cosine", 10, 0.1)[0]
     assert cosine[0] == 1.0 and cosine[-1] == pytest.approx(0.1)
     assert all(a > b for a, b in pairwise(cosine[:-1]))

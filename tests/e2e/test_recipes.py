@@ -53,7 +53,8 @@ def check_books(run: Path, output: str, *, prompts: int, samples: int) -> None:
     counts, steps = summary["prompts"], summary["steps"]
     assert counts["submitted"] == sum(counts[n] for n in parts)
     assert summary["status"] == "finished" and summary["each_sample_trained_once"]
-    assert summary["prompts_trained"] == prompts * steps <= counts["accepted"]
+    assert summary["prompts_trained"] == prompts * steps == counts["accepted"]
+    assert counts["running"] == 0  # nothing was begun that no step was left for
     assert summary["samples_trained"] == prompts * samples * steps
     assert f"{counts['submitted']} submitted = {counts['running']} running" in output
     assert summary["paths"]["final model"] in output

@@ -26,6 +26,7 @@ from megarl.rollout.staleness import StalenessManager
 from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, trajectory
 
 SIZE = 23
+FIRST = 10  # version, so that there are older ones
 COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped", "handed_out",
             "trained", "trained_samples", "reward_errors")  # fmt: skip
 
@@ -69,13 +70,13 @@ class Rig:
         self.handed: list[int] = []  # row ids, one per prompt trained
         self.failed: list[int] = []
         self.ids: list[int] = []
-        self.version = 0
+        self.version = FIRST
         self._open()
 
     def _open(self):
         self.close()
         self.loop = LoopThread("test-accounting")
-        self.engine = FakeEngine(0)
+        self.engine = FakeEngine(FIRST)
         self.ex = RolloutExecutor(self.config, engine=self.engine, loop=self.loop)
         self.loader = self.new_loader()
 
@@ -252,7 +253,7 @@ def test_batch_size_may_change_over_a_resume(rig):
     r.step()
     assert len(r.handed) - before == 6
     staleness = r.ex.pipeline.staleness
-    assert staleness.room(3) + staleness.running + staleness.accepted == 12 + 12
+    assert staleness.room(FIRST + 3) + staleness.running + staleness.accepted == 12 + 12
     for _ in range(5):
         r.step()
     assert r.handed == r.stream(12 + 36)

@@ -69,7 +69,7 @@ class RoutingEngine(BigramEngine):
 
 def test_updates_replay_the_routing_of_the_logp_pass():
     config = PPOActorConfig(ppo_n_minibatches=2, moe=MoEConfig(router_replay=True))
-    actor: Any = Actor(config, RoutingEngine())
+    actor: Any = Actor(config, RoutingEngine(), temperature=1.0)
     batch = rollout(BigramEngine())
     actor.compute_advantages(batch)
     batch["prox_logp"] = batch["logprobs"]
@@ -110,7 +110,8 @@ def test_minibatch_without_a_trained_token_is_left_out():
     assert actor.ppo_update(batch)["n_updates"] == 15
     assert all(sequence_weight(c) == 1 for c in actor.engine.calls)
     batch["loss_mask"][:] = False
-    with pytest.raises(ValueError, match="no token in the whole batch"):
+    words = r"no token in the whole batch \(rows 0, 1, 2, 3, 4, 5, 6, 7 \.\.\.\)"
+    with pytest.raises(ValueError, match=words):
         actor.ppo_update(batch)
 
 
@@ -139,7 +140,7 @@ def test_ratio_starts_from_the_logprobs_the_docstring_names():
 
 def test_kl_to_the_reference_pulls_back():
     actor, batch = prepared(PPOActorConfig(kl_coef=1.0, kl_estimator="k2"))
-    ref = Ref(TrainEngineConfig(), BigramEngine())
+    ref = Ref(TrainEngineConfig(), BigramEngine(), temperature=1.0)
     with pytest.raises(ValueError, match=r"no 'ref_logp'.*ref.compute_logp"):
         actor.ppo_update(batch)
     with torch.no_grad():
@@ -167,18 +168,18 @@ def test_missing_prox_logp_says_what_to_call():
     del batch["prox_logp"]
     with pytest.raises(ValueError, match=r"compute_prox_logp"):
         actor.ppo_update(batch)
-    actor = Actor(PPOActorConfig(recompute_logprob=False), BigramEngine())
+    actor = Actor(PPOActorConfig(recompute_logprob=False), BigramEngine(), temperature=1.0)
     actor.compute_prox_logp(batch)
     assert "prox_logp" not in batch
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    """Text of what the actor's logger says at WARNING."""
+def warnings():
+    """Text of what the algorithms' loggers say at WARNING."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megarl.algos.actor")
+    logger = logging.getLogger("megarl.algos")
     logger.addHandler(handler)
     yield said
     logger.removeHandler(handler)
@@ -271,7 +272,13 @@ def test_logp_gap_by_hand():
 )
 def test_bad_config_names_value_and_fix(config, message):
     with pytest.raises(ValueError, match=message):
-        Actor(PPOActorConfig(**config), BigramEngine())
+        Actor(PPOActorConfig(**config), BigramEngine(), temperature=1.0)
+
+
+@pytest.mark.parametrize("role", (Actor, Ref))
+def test_a_role_made_by_hand_must_be_told_the_temperature(role):
+    with pytest.raises(TypeError, match="temperature"):
+        role(PPOActorConfig(), BigramEngine())
 
 
 def test_temperature_must_be_positive():
@@ -280,7 +287,7 @@ def test_temperature_must_be_positive():
 
 
 def test_engine_verbs_pass_through():
-    actor: Any = Actor(PPOActorConfig(), BigramEngine())
+    actor: Any = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
     save = SaveLoadMeta(path="x")
     upload = WeightUpdateMeta(type="distributed", version=3)
     actor.initialize("addr", None)
@@ -322,5 +329,21 @@ def test_sft_learns_and_reports_exact_match():
     after = model.evaluate(batch)
     assert after["exact_match"] == after["token_accuracy"] == 1.0
     assert after["loss"] < 0.1
-    with pytest.raises(ValueError, match="loss_mask marks no token"):
+    words = r"SFT batch: loss_mask marks no token in 3 of 3 rows \(0, 1, 2\): there is nothing"
+    with pytest.raises(ValueError, match=words):
         model.train(batch | {"loss_mask": torch.zeros_like(loss_mask)})
+
+
+def test_a_row_without_a_trained_token_changes_nothing_in_sft_and_is_named(warnings):
+    ids = torch.tensor([[1, 2, 3], [6, 7, 8]])
+    full = torch.ones(2, 3).bool()
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    batch = {"input_ids": ids, "attention_mask": full, "loss_mask": mask}
+    both, alone = (SFT(TrainEngineConfig(), BigramEngine(lr=20.0)) for _ in range(2))
+    figures = both.train(batch)
+    assert figures == alone.train({k: v[:1] for k, v in batch.items()})
+    assert all(math.isfinite(v) for v in figures.values())
+    both.train(batch)
+    assert warnings == [
+        "SFT batch: loss_mask marks no token in 1 of 2 rows (1): nothing is learned from them"
+    ]

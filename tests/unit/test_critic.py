@@ -199,7 +199,7 @@ def ready(norm: str = "none", **kw: Any) -> dict[str, torch.Tensor]:
     b["truncated"] = torch.arange(ROWS) % 2 == 0
     b["prox_logp"], b["ref_logp"] = -torch.rand(ROWS, WIDTH), -torch.rand(ROWS, WIDTH)
     Critic(PPOCriticConfig(), ValueEngine()).compute_values(b)
-    actor = Actor(PPOActorConfig(adv_norm=norm), BigramEngine())
+    actor = Actor(PPOActorConfig(adv_norm=norm), BigramEngine(), temperature=1.0)
     actor.compute_gae(
         b, **{"discount": 1.0, "gae_lambda": 0.9, "kl_ctl": 0.0, "bootstrap": False, **kw}
     )
@@ -220,7 +220,7 @@ def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
     white = ready("batch")["advantages"]
     torch.testing.assert_close(white, whiten(plain["advantages"], mask))
     with pytest.raises(ValueError, match=r"compute_gae: the batch has no 'values': call critic"):
-        actor = Actor(PPOActorConfig(), BigramEngine())
+        actor = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
         b = {k: v for k, v in plain.items() if k != "values"}
         actor.compute_gae(b, discount=1.0, gae_lambda=1.0, kl_ctl=0.0, bootstrap=False)
 

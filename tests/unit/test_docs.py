@@ -269,7 +269,7 @@ def test_example_workflow(tokenizer: Any) -> None:
     engine = RemoteSGLangEngine(RolloutConfig(addresses=[server.address]))
     try:
         engine.initialize()
-        engine.set_version(4)
+        engine.set_version(5)
         server.versions = ["4", "5"]  # of the first and of the second answers
         with RewardPool(1, timeout=30.0) as pool:
             flow = TwoTurnWorkflow(close_reward, gconfig, tokenizer, reward_pool=pool)

@@ -9,8 +9,9 @@ import pytest
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.pipeline import MAX_DROPS
 from megarl.rollout.rewards import RewardError
-from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, rows
+from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, rows, trajectory
 
 
 class Loader:
@@ -52,7 +53,7 @@ def settle(executor, timeout=5.0):
     pipe = executor.pipeline
     while time.monotonic() < deadline:
         with pipe.changed:
-            version = executor._engine.get_version()
+            version = pipe._engine.get_version()
             startable = pipe.pending and pipe.staleness.capacity(version) > 0
             if not pipe.staleness.running and not startable:
                 return
@@ -148,16 +149,36 @@ def test_a_workflows_own_timeout_is_not_taken_for_the_episodes(make):
         ex.wait(1, timeout=10)
 
 
+class Wrong(Scripted):
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
+
+    async def arun_episode(self, engine, data):
+        return self.returned
+
+
 @pytest.mark.parametrize("returned", [[1], {"rewards": 1}])
 def test_a_result_that_is_no_batch_is_an_error(make, returned):
-    class Wrong(Scripted):
-        async def arun_episode(self, engine, data):
-            return returned
-
     ex = make()
-    ex.submit({"row_id": 0}, Wrong())
-    with pytest.raises(TypeError, match="Wrong returned"):
+    ex.submit({"row_id": 0}, Wrong(returned))
+    with pytest.raises(TypeError, match="Wrong returned for row 0: "):
         ex.wait(1, timeout=10)
+
+
+def test_a_batch_that_breaks_a_rule_is_an_error_that_names_workflow_and_row(make):
+    """A trained token that no weights wrote would be redrawn for ever."""
+    ex, bad = make(), trajectory([1, 2], version=0, n=2)
+    bad["versions"][1, 2] = -1
+    words = r"Wrong returned for row 4: versions of sample 1, position 2 is -1: loss_mask marks"
+    with pytest.raises(ValueError, match=words):
+        ex.prepare_batch(Loader(rows(6)[4:], 2), Wrong(bad))
+    with pytest.raises(ValueError, match=words.replace("row 4", "row 9")):
+        make().rollout_batch([{"row_id": 9}], Wrong(bad))
+    ex = make()
+    ex.pipeline.vocab_size = 9
+    with pytest.raises(ValueError, match=r"input_ids of sample 0, position 0 is 9: .*9 tokens"):
+        ex.rollout_batch(rows(1), Scripted())
 
 
 def test_wait_times_out_and_keeps_what_is_there(make):
@@ -239,6 +260,49 @@ def test_what_is_too_stale_is_dropped_and_its_row_comes_again(make):
         batch = ex.prepare_batch(loader, flow)
     assert row_ids(batch) == [9, 10, 11, 1]
     assert int(7 - batch["versions"][batch["loss_mask"]].min()) <= 1
+
+
+@pytest.mark.parametrize("drawn", (True, False))
+def test_a_row_that_is_always_too_stale_is_an_error(make, drawn):
+    class Replayed(Scripted):
+        async def arun_episode(self, engine, data):
+            self.started.append((data["row_id"], engine.get_version(), data["episode_id"]))
+            return trajectory([1], version=2)
+
+    ex, flow = make(version=5, max_head_offpolicyness=1), Replayed()
+    words = (
+        rf"row 0 was dropped {MAX_DROPS} times in a row: at version 5 Replayed returned trained "
+        "tokens of version 2, which rollout.max_head_offpolicyness=1 is too low for"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        if drawn:
+            ex.prepare_batch(Loader(rows(400), 2), flow)
+        else:
+            ex.submit({"row_id": 0}, flow)
+            ex.wait(1, timeout=10)
+    assert sum(row == 0 for row, _, _ in flow.started) == MAX_DROPS
+
+
+@pytest.mark.parametrize("eta", (0, 1, 3))
+def test_nothing_is_started_that_no_batch_will_take(make, eta):
+    """Five batches of 4, two rejected rows and one dropped one, which are replaced."""
+    ex, flow = make(version=7, max_head_offpolicyness=eta, max_concurrent_rollouts=64), Scripted()
+    special = dict(r2={"reject": True}, r17={"reject": True}, r5={"age": 5})
+    loader = Loader(rows(400, **special), 4)
+    ex.expect(5)
+    for version in range(7, 12):
+        ex.prepare_batch(loader, flow)
+        settle(ex)
+        ex.bump(version + 1)
+    settle(ex)
+    stats = ex.stats()
+    assert (stats["rejected"], stats["dropped"]) == (2, 1)
+    assert stats["submitted"] == len(flow.started) == 5 * 4 + 3
+    assert stats["running"] == stats["pending"] == 0 and stats["handed_out"] == 20
+    with pytest.raises(RuntimeError, match=r"all batches that expect\(\) allows were taken"):
+        ex.prepare_batch(loader, flow)
+    ex.expect(1)
+    ex.prepare_batch(loader, flow)
 
 
 def test_rejected_groups_are_replaced_by_new_prompts(make):

@@ -8,12 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
+import math_verify
 import pytest
 import reasoning_gym
+from packaging.requirements import Requirement
 
-from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_reward_fn
+from megarl.rollout.rewards import (
+    RewardError,
+    RewardPool,
+    RewardTimeout,
+    check_rows,
+    get_reward_fn,
+)
 
 
 def score(name, completion, **row):
@@ -28,26 +38,176 @@ def test_arithmetic_is_an_exact_match(completion, reward):
     assert score("arithmetic", completion, answer="579", task="arithmetic") == reward
 
 
+BOXED = [
+    (r"so we get \boxed{42}", "42", 1),
+    (r"\boxed{41} no, \boxed{42}.", "42", 1),
+    (r"\boxed{41} no, \boxed{42}.", "41", 0),
+    (r"\boxed{42} out of 100", "42", 1),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1),
+    (r"\boxed{\dfrac{10}{\sqrt{4}}}", "5", 1),
+    (r"\boxed{42.0}", "42", 1),
+    (r"\boxed{50\%}", "50", 1),
+    (r"\boxed{50\%}", "0.5", 1),
+    (r"\boxed{x = 5}", "5", 1),
+    (r"\boxed{42", "42", 0),
+    (r"7 \boxed{}", "7", 0),
+]
+EXPRESSIONS = [  # their value counts, and none of their parts
+    (r"The answer is $\frac{5}{6}$.", "5/6", 1),
+    (r"The answer is $\frac{5}{6}$.", "6", 0),
+    (r"$\sqrt{16}$", "4", 1),
+    (r"$\sqrt{16}$", "16", 0),
+    ("$10^3$", "1000", 1),
+    ("$10^3$", "3", 0),
+    ("The answer is 10^3", "1000", 1),
+    ("The answer is 10^3", "3", 0),
+    ("2**3", "8", 1),
+    ("3+2", "5", 1),
+    ("3+2", "2", 0),
+    ("3 × 4", "12", 1),
+    ("3 × 4", "4", 0),
+    ("18 / 3", "6", 1),
+    ("18 / 3", "3", 0),
+    ("5/6", "5/6", 1),
+    ("The answer is 5/6.", "5/6", 1),
+    ("The answer is 5/6.", "6", 0),
+    ("**5/6**", "5/6", 1),
+    ("1/2 cup", "1/2", 1),
+    ("1/2 cup", "2", 0),
+    ("2 1/2", "1", 0),
+    ("x + 5", "5", 0),
+    ("5x", "5", 0),
+    ("x^2", "2", 0),
+    ("10³", "10", 0),
+    ("f(3)", "3", 0),
+    ("3 apples + 2 apples", "2", 0),
+    ("5 -3", "-3", 0),
+    ("1e3", "1", 0),
+    ("1e3", "3", 0),
+]
+RANGES = [  # and other things that only hold numbers
+    ("3-5", "-5", 0),
+    ("3-5", "5", 0),
+    ("3-5", "3", 0),
+    ("3–5 apples", "5", 0),
+    ("3–5 apples", "3", 0),
+    ("10-20%", "10", 0),
+    ("10-20%", "20", 0),
+    ("10%-20%", "10", 0),
+    ("10% to 20%", "20", 0),
+    ("$5-$10", "5", 0),
+    ("$5-$10", "10", 0),
+    ("3 to 5 apples", "5", 0),
+    ("3 to 5 apples", "3", 0),
+    ("$3$ to $5$", "5", 0),
+    ("between 3 and 5", "5", 0),
+    ("2024-01-05", "2024", 0),
+    ("2024-01-05", "5", 0),
+    ("5:30", "5", 0),
+    ("5:30", "30", 0),
+    ("(1,2)", "2", 0),
+    ("COVID-19", "19", 0),
+    ("v2.0.1", "1", 0),
+    ("log2", "2", 0),
+]
+NUMBERS = [
+    ("7 + 7 = 14", "14", 1),
+    ("7 + 7 = 14", "7", 0),
+    ("48/2 = 24, 24 + 18 = 42", "42", 1),
+    ("He pays 3 * 4 = 12.", "12", 1),
+    ("She earns $9 * 2 = $18 every day", "18", 1),
+    ("#### 1,234", "1234", 1),
+    ("#### 1,234", "234", 0),
+    ("The answer: 9 * 2 = $<<9*2=18>>18 a day, so 7 * 18 =\n#### 126\n", "126", 1),
+    ("#### Step 2\nThe answer is 5.", "5", 1),
+    ("The answer is 1,234 dollars.", "1234", 1),
+    ("$1,000,000", "1000000", 1),
+    ("-1,234.50", "-1234.5", 1),
+    ("$18", "18", 1),
+    ("$18.", "18", 1),
+    (r"\$18", "18", 1),
+    ("18 dollars", "18", 1),
+    ("so $18/day", "18", 1),
+    ("12 eggs/day", "12", 1),
+    ("20km", "20", 1),
+    ("50%", "50", 1),
+    (r"$50\%$", "50", 1),
+    ("it is -3", "-3", 1),
+    ("it is −3", "-3", 1),
+    ("it is 3", "-3", 0),
+    ("18.00", "18", 1),
+    (".5", "0.5", 1),
+    (".5", "5", 0),
+    ("3.14", "3.14", 1),
+    ("3.14", "14", 0),
+    ("0.5", "1/2", 1),
+    ("**42**", "42", 1),
+    ("The answer is **42**.", "42", 1),
+    (r"\(18\)", "18", 1),
+    (r"$$18$$", "18", 1),
+    ("$x = 5$", "5", 1),
+    ("(3)", "3", 1),
+    ("item #5", "5", 1),
+    ("Step 2: 18", "18", 1),
+    ("* 18", "18", 1),
+    ("It is 5!", "5", 1),
+    ("He has 5. 300 apples remain.", "300", 1),
+    ("He has 5. 300 apples remain.", "5300", 0),
+    ("It is $18, not $20.", "20", 1),
+    ("42 is what I had, but 43", "42", 0),
+    ("no idea", "42", 0),
+    ("", "42", 0),
+]
+ENDLESS = [  # they would take hours to compute, or to read
+    ("9^9^9", "9", 0),
+    ("9**9**9**9", "9", 0),
+    ("$9^{9^9}$", "9", 0),
+    (r"\boxed{9^{9^{9^9}}}", "9", 0),
+    ("2^100000000", "2", 0),
+    ("$(10^9)!$", "9", 0),
+    (r"$\binom{100000000}{5000000}$", "9", 0),
+    ("1" * 5000, "1", 0),
+    ("2^(1/2)", r"\sqrt{2}", 1),
+    ("$5!$", "120", 1),
+]
+
+
+@pytest.mark.parametrize("table", [BOXED, EXPRESSIONS, RANGES, NUMBERS, ENDLESS], ids=len)
+def test_gsm8k_takes_the_box_or_the_value_of_the_answer(table):
+    wrong = [case for case in table if score("gsm8k", case[0], answer=case[1]) != case[2]]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        ("so we get \\boxed{42}", "42", 1.0),
-        ("\\boxed{41} no, \\boxed{42}.", "42", 1.0),
-        ("\\boxed{42} out of 100", "42", 1.0),
-        ("48/2 = 24, 24 + 18 = 42", "42", 1.0),
-        ("The answer is 1,234 dollars.", "1234", 1.0),
-        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("\\boxed{42.0}", "42", 1.0),
-        ("it is -3", "-3", 1.0),
-        ("it is 3", "-3", 0.0),
-        ("42 is what I had, but 43", "42", 0.0),
-        ("\\boxed{42", "42", 0.0),
-        ("no idea", "42", 0.0),
-        ("", "42", 0.0),
-    ],
+    "answer", ["5", "1,234", "-3.5", "5/6", r"\frac{\pi}{2}", "x+1", "xy^2", r"2\sin(x)", "(1,2)"]
 )
-def test_gsm8k_takes_the_boxed_or_last_number(completion, answer, reward):
-    assert score("gsm8k", completion, answer=answer) == reward
+def test_gold_answers_that_can_be_compared_with(answer):
+    check_rows(get_reward_fn("gsm8k"), [{"row_id": 0, "answer": answer, "task": "gsm8k"}])
+
+
+@pytest.mark.parametrize("answer", ["", "?", "Monday", "no idea", "18 dollars", r"\text{yes}"])
+def test_a_gold_answer_that_is_no_number_is_an_error_that_names_the_row(answer):
+    data = [{"row_id": 6, "answer": "7"}, {"row_id": 7, "answer": answer}]
+    with pytest.raises(ValueError, match=r"row 7: the answer .* is neither a number nor an expr"):
+        check_rows(get_reward_fn("gsm8k"), data)
+    with pytest.raises(ValueError, match=r"row 8: .*answer"):
+        check_rows(get_reward_fn("gsm8k"), [{"row_id": 8, "task": "gsm8k"}])
+    check_rows(get_reward_fn("arithmetic"), data)  # that reward compares any text
+
+
+def test_the_installed_antlr_is_the_one_that_was_tested():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    required = {r.name: r for r in map(Requirement, project["dependencies"])}
+    for name in ("antlr4-python3-runtime", "math-verify"):
+        assert required[name].specifier.contains(version(name))
+
+
+def test_a_grader_that_cannot_read_latex_is_an_error_at_the_import(monkeypatch):
+    """With antlr4 4.9 and 4.11 a percentage in a box is not read, and was graded 0."""
+    monkeypatch.setattr(math_verify, "parse", lambda *_, **__: [])
+    monkeypatch.delitem(sys.modules, "megarl.rollout.rewards.gsm8k")
+    with pytest.raises(ValueError, match=r"reward .* cannot be loaded: math-verify reads .*antlr4"):
+        get_reward_fn("gsm8k")
 
 
 def test_reasoning_gym_uses_the_librarys_scorer():

@@ -15,11 +15,12 @@ from megarl.algos.checks import ROUNDING, nonfinite_inputs, row_gaps, same_polic
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.trainer import self_check
 from megarl.trainer.rl import RLTrainer
+from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
 from tests.unit.bigram import BigramEngine, rollout
 
@@ -202,7 +203,7 @@ def test_a_reference_that_differs_at_the_start_stops_the_run(tmp_path, said):
     ) -> Any:
         check = a_check(tmp_path)
         actor, batch = watched(check, BigramEngine(), path="m")
-        ref: Any = Ref(TrainEngineConfig(path=path, **ref_config), BigramEngine())
+        ref: Any = Ref(TrainEngineConfig(path=path, **ref_config), BigramEngine(), temperature=1.0)
         batch["ref_logp"] = ref.compute_logp(batch)
         batch["ref_logp"][row, 5] += change
         actor.set_version(version)
@@ -413,3 +414,77 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
     assert verified("sample", 0) == verified("sample", 7) == ["full", "sample", "sample"]
     assert verified("full", 7) == ["full"] * 3
     assert verified("off", 0) == ["off"] * 3
+
+
+# ---- batches that teach nothing --------------------------------------------------------------
+
+
+def figures(mean: float, *, tied: float = 1.0, std: float = 0.0) -> dict[str, float]:
+    return {"reward/mean": mean, "reward/std": std, "reward/groups_all_equal": tied}
+
+
+ZERO, TIED, MIXED = figures(0.0), figures(0.5, std=0.5), figures(0.5, std=0.5, tied=0.9)
+
+
+@pytest.mark.parametrize(
+    "steps, warnings",
+    [
+        ([ZERO, ZERO], []),
+        ([ZERO, ZERO, ZERO], [(2, "every reward was 0")]),
+        ([ZERO] * 8, [(2, "every reward was 0")]),
+        ([ZERO, ZERO, MIXED, ZERO, ZERO], []),
+        ([ZERO] * 3 + [MIXED] + [ZERO] * 3, [(2, "every reward"), (6, "every reward")]),
+        ([TIED] * 5, [(2, "in all groups all rewards were equal")]),
+        ([TIED, ZERO, TIED], [(2, "in all groups")]),
+        ([figures(1.0)] * 4, [(2, "in all groups")]),
+        ([figures(0.0, std=1.0, tied=0.0)] * 4, []),  # rewards around 0
+    ],
+)
+def test_rewards_that_teach_nothing_warn_once_per_streak(tmp_path, said, steps, warnings):
+    check, found = a_check(tmp_path), []
+    for step, row in enumerate(steps):
+        check.begin_step(step)
+        check.rewards_differ(row)
+        found += [(step, text) for _, text in said]
+        said.clear()
+    assert [step for step, _ in found] == [step for step, _ in warnings]
+    for (step, text), (_, words) in zip(found, warnings):
+        assert f"step {step}: {words}" in text and "3 steps in a row" in text
+
+
+def test_ties_mean_nothing_where_no_groups_are_compared(tmp_path, said):
+    cfg = PPOConfig()  # one sample per prompt: every group is equal
+    ctx: Any = SimpleNamespace(
+        run_dir=tmp_path, zero=Zero(), tokenizer=SimpleNamespace(decode=decode)
+    )
+    check = SelfCheck(cfg, ctx)
+    for _ in range(5):
+        check.rewards_differ(TIED)
+    assert said == []
+    for _ in range(3):
+        check.rewards_differ(ZERO)
+    assert len(said) == 1
+
+
+def test_a_batch_without_trained_tokens_stops_and_single_rows_warn_once(tmp_path, said):
+    check, batch = a_check(tmp_path), rollout(BigramEngine())
+    check.has_trained_tokens(batch)
+    assert said == []
+    batch["loss_mask"] = batch["loss_mask"].clone()
+    batch["loss_mask"][3] = batch["loss_mask"][5] = False
+    for _ in range(3):
+        check.has_trained_tokens(batch)
+    assert [text for _, text in said] == [
+        "step 12: rollout batch: loss_mask marks no token in 2 of 16 rows (3, 5): nothing is "
+        "learned from them"
+    ]
+    batch["loss_mask"][:] = False
+    words = r"step 12: rollout batch: .* in 16 of 16 rows \(0, 1, .*\)\n  there is nothing to train"
+    with pytest.raises(SelfCheckError, match=words):
+        check.has_trained_tokens(batch)
+
+
+def test_the_trainer_s_roles_must_be_told_the_temperature():
+    for role in (MegatronActor, MegatronRef):
+        with pytest.raises(TypeError, match="temperature"):
+            role(PPOActorConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -62,10 +63,24 @@ def test_rollout_figures():
 def test_completions_are_the_first_sample_of_each_row():
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     rows = [{"prompt": "p", "answer": 12}, {"prompt": "q", "answer": 34}]
-    assert completions(a_batch(), tokenizer, rows) == [
+    batch = a_batch() | {"group_ids": torch.tensor([0, 0, 1, 1])}
+    assert completions(batch, tokenizer, rows) == [
         {"prompt": "p", "completion": "1 2", "answer": "12", "reward": 0.0},
         {"prompt": "q", "completion": "3 4", "answer": "34", "reward": 1.0},
     ]
+    # row 0 was rejected, and row 1 has one sample more than row 2
+    batch["group_ids"] = torch.tensor([1, 1, 1, 2])
+    rejected = [{"prompt": "r", "answer": 0}, *rows]
+    assert completions(batch, tokenizer, rejected) == [
+        {"prompt": "p", "completion": "1 2", "answer": "12", "reward": 0.0},
+        {"prompt": "q", "completion": "5 6", "answer": "34", "reward": 0.0},
+    ]
+
+
+def test_figures_of_a_batch_without_a_trained_token_are_numbers():
+    figures = rollout_figures(a_batch() | {"loss_mask": torch.zeros(4, 3).bool()}, version=6)
+    assert all(math.isfinite(v) for v in figures.values())
+    assert figures["tokens/trained"] == 0
 
 
 class Recorder:

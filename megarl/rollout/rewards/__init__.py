@@ -5,15 +5,22 @@
 
 To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
 "package.module:function" to `get_reward_fn`. The module's imports happen before the clock starts,
-so heavy ones belong at its top.
+so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in the same
+module, is called with every row before the run begins: it raises ValueError for a row whose gold
+answer the reward cannot compare with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from megarl.rollout.rewards.pool import RewardError, RewardPool, RewardTimeout
 from megarl.utils.importing import load_object
+
+# a module with rewards may have a function of this name, called with every row at the start
+CHECK = "check_row"
 
 RewardFn = Callable[..., float]
 
@@ -39,4 +46,18 @@ def get_reward_fn(name: str) -> RewardFn:
     return load_object(target, what="reward")
 
 
-__all__ = ["RewardError", "RewardFn", "RewardPool", "RewardTimeout", "get_reward_fn"]
+def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
+    """Has the `check_row` of the reward's module, if there is one, look at every row. ValueError
+    names the first row it refuses.
+    """
+    check = getattr(inspect.getmodule(reward_fn), CHECK, None)
+    if check is None:
+        return
+    for row in rows:
+        try:
+            check(**row)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"row {row.get('row_id', '?')}: {e}") from e
+
+
+__all__ = ["RewardError", "RewardFn", "RewardPool", "RewardTimeout", "check_rows", "get_reward_fn"]

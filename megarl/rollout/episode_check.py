@@ -1,0 +1,100 @@
+"""What a workflow may return: every rule that a training batch must keep, checked in one place.
+
+A workflow is other people's code. A batch that breaks a rule here would train wrong numbers, or
+fail far away in words that nobody can trace to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# key -> what it holds; the contract's dtypes are int64, bool, float32 and int32
+_PER_TOKEN = {
+    "input_ids": "integers",
+    "attention_mask": "booleans",
+    "loss_mask": "booleans",
+    "logprobs": "floating-point numbers",
+    "versions": "integers",
+}
+_KINDS = {
+    "integers": (torch.int64, torch.int32, torch.int16),
+    "booleans": (torch.bool,),
+    "floating-point numbers": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+}
+ROUNDING = 1e-3  # a logprob of 0 may come out this much above
+_NOT_WRITTEN = (
+    "loss_mask marks a token that no weights wrote; mark only tokens of a response, and give them "
+    "its output_versions"
+)
+
+
+def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) -> None:
+    """Raises TypeError for what is no batch and ValueError for one that breaks a rule: right-padded
+    input_ids, attention_mask, loss_mask, logprobs and versions, all [n,S] with n >= 1, rewards [n],
+    and whatever else of n rows. `version` is the newest weights'; `vocab_size` the model's, if
+    known.
+    """
+    if not isinstance(batch, dict) or not all(isinstance(v, Tensor) for v in batch.values()):
+        raise TypeError(f"{_what(batch)}: use a padded batch [n,S] of tensors, or None")
+    _check_shapes(batch)
+    mask, trained = batch["attention_mask"], batch["loss_mask"]
+    ids, logprobs, versions = (batch[k] for k in ("input_ids", "logprobs", "versions"))
+    rules = [
+        ("attention_mask", ~mask[:, :1], "a sample begins with a real token"),
+        ("attention_mask", _after_padding(mask), "a real token stands after padding; pad right"),
+        ("input_ids", mask & (ids < 0), "no token has such an id"),
+        ("loss_mask", trained & ~mask, "only padding stands there (attention_mask)"),
+        ("loss_mask", trained & _first(mask), "nothing comes before it, so it has no logprob"),
+        ("logprobs", ~logprobs.isfinite(), "must be a finite number"),
+        ("logprobs", trained & (logprobs > ROUNDING), "must not be above 0"),
+        ("versions", trained & (versions < 0), _NOT_WRITTEN),
+        ("versions", versions > version, f"the newest weights are version {version}"),
+        ("rewards", ~batch["rewards"].isfinite(), "must be a finite number"),
+    ]
+    if vocab_size is not None:
+        bad = mask & (ids >= vocab_size)
+        rules.append(("input_ids", bad, f"the model's vocabulary has {vocab_size} tokens"))
+    for key, bad, why in rules:
+        if bad.any():
+            place = bad.nonzero()[0].tolist()
+            where = ", ".join(f"{name} {i}" for name, i in zip(("sample", "position"), place))
+            raise ValueError(f"{key} of {where} is {batch[key][tuple(place)].item()}: {why}")
+
+
+def _check_shapes(batch: dict[str, Tensor]) -> None:
+    if missing := [key for key in (*_PER_TOKEN, "rewards") if key not in batch]:
+        raise ValueError(f"a batch without {missing[0]!r} (it has {', '.join(batch) or 'nothing'})")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"input_ids of shape {shape}: use [n,S], one sample and token at least")
+    for key, value in batch.items():
+        kind, found = _PER_TOKEN.get(key), tuple(value.shape)
+        if kind is not None and value.dtype not in _KINDS[kind]:
+            raise ValueError(f"{key} of dtype {value.dtype}: it must hold {kind}")
+        if kind is not None and found != shape:
+            raise ValueError(f"{key} of shape {found}: input_ids has {shape}, make both [n,S]")
+        if found[:1] != shape[:1]:
+            raise ValueError(f"{key} of shape {found}: its first dimension is n={shape[0]} samples")
+    if batch["rewards"].ndim != 1:
+        found = tuple(batch["rewards"].shape)
+        raise ValueError(f"rewards of shape {found}: use [n], one number for each sample")
+
+
+def _first(mask: Tensor) -> Tensor:
+    """True at the first position, [n,S]."""
+    return torch.arange(mask.shape[1]).expand_as(mask) == 0
+
+
+def _after_padding(mask: Tensor) -> Tensor:
+    """True where a real token follows a padded one, [n,S]."""
+    return mask & ((~mask).cumsum(1) > 0)
+
+
+def _what(batch: Any) -> str:
+    if not isinstance(batch, dict):
+        return type(batch).__name__
+    key = next(k for k, v in batch.items() if not isinstance(v, Tensor))
+    return f"a dict whose {key!r} is a {type(batch[key]).__name__}"
