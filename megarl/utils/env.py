@@ -37,8 +37,8 @@ def attention_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def set_nccl_default(env: MutableMapping[str, str]) -> None:
-    """Turns NCCL's cuMem off where it is unset, for trainers and servers alike, as SGLang does. By
-    itself NCCL has it on, and two processes of one host that differ in it cannot open each other's
+    """Turns NCCL's cuMem off, for trainers and servers alike, as SGLang does where it is unset.
+    NCCL by itself has it on, and two processes of one host that differ cannot open each other's
     buffers.
     """
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
