@@ -18,7 +18,8 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data import check_batches, load_problems
-from megarl.rollout.rewards import is_registered
+from megarl.data.problem import Problem
+from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
 from megarl.trainer.user_code import Named, code_problems
 from megarl.utils.isolated import call_isolated
 
@@ -71,11 +72,25 @@ def check_data(cfg: BaseConfig) -> dict[str, tuple[str, ...]]:
             rows = load_problems(data, seed=cfg.seed)
             if key == "train_dataset":  # the other is not cut into batches
                 check_batches(len(rows), data)
+            _check_answers(cfg, data, rows)
             row_keys[key] = rows[0].row_keys
         except ValueError as e:
             problems.append(f"{key}: {e}")
     raise_if_any(problems)
     return row_keys
+
+
+def _check_answers(cfg: BaseConfig, data: DatasetConfig, problems: Sequence[Problem]) -> None:
+    """Has a reward of megarl's own look at every row. Others are checked when the run begins, for
+    their code is not imported here.
+    """
+    name = data.reward or data.type
+    if isinstance(cfg, GRPOConfig) and is_registered(name):
+        rows = (
+            {"row_id": i, "answer": p.answer, "task": p.task, **p.extra}
+            for i, p in enumerate(problems)
+        )
+        check_rows(get_reward_fn(name), rows)
 
 
 def check_code(

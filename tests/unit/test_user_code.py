@@ -70,6 +70,9 @@ CASES = {
     "+train_dataset.options.level=two": r"options\.level='two': not of type int",
     "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
     "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": r"bad\.jsonl line 2: the answer is 42",
+    "train_dataset.type=gsm8k train_dataset.path=words.jsonl train_dataset.batch_size=2": (
+        r"train_dataset: row 1: the answer 'six apples' is neither a number nor an expression"
+    ),
     "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset.type=gsm8k",
     "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
     "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: token ids start at 0",
@@ -95,6 +98,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
     good, bad = '{"question": "?", "answer": "#### 1"}', '{"question": "?", "answer": 42}'
     (tmp_path / "bad.jsonl").write_text(f"{good}\n{bad}\n")
+    words = good.replace("#### 1", "#### six apples")
+    (tmp_path / "words.jsonl").write_text(f"{good}\n{words}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     for name in ("WORLD_SIZE", "RANK"):
