@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megarl.ckpt.agree import failures_named, from_zero, removed_on_failure, staged, together
 from megarl.ckpt.background import Background, to_host, writers_group
 from megarl.models.hf_config import ModelConfig
-from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel import mcore
 from megarl.utils.staging import put_in_place
 
 from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
@@ -272,5 +273,8 @@ def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict
     with failures_named(f"loading {path}"):
         reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)
         shared: dict[str, Any] = mcore_ckpt.load(state.shared, str(path), reader)
-        own: dict[Any, Any] = plain.load(state.own, Path(path)) if state.own else {}
+        # a rank may have nothing of its own where others have: reading is collective all the same
+        some = torch.tensor([len(state.own)], device=mcore.device())
+        dist.all_reduce(some)
+        own: dict[Any, Any] = plain.load(state.own, Path(path)) if some.item() else {}
     return shared, own

@@ -149,6 +149,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
     "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
+    "pp2-dense-first": (2, dict(pp=2), ZERO, "qwen3_moe-dense-first", False),
 }
 
 
@@ -225,6 +226,9 @@ MOVES: dict[str, tuple[str, dict[str, Any], bool, Place, Place]] = {
         "qwen3", ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1])),
     ),
     "pp2vpp2-tp2sp-plain": ("qwen3", PLAIN, False, (2, dict(pp=2, vpp=2)), (2, SP2)),
+    "pp2-ep2-dense-first": (
+        "deepseek_v3-dense-first", ZERO, False, (2, dict(pp=2)), (2, dict(ep=2)),
+    ),
 }  # fmt: skip
 
 
@@ -244,6 +248,27 @@ def test_another_layout_continues_with_the_same_state(world2, world4, models, tm
 )
 def test_experts_move(world2, models, tmp_path, before, after, over):
     check_move(world2, world2, models, tmp_path, over, False, before, after, kind="qwen3_moe")
+
+
+STAGES: list[Parallel] = [dict(pp=2), dict(pp=2, pipeline_split=[1, 3]), dict(pp=2, vpp=2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN, BF16], ids=["zero", "plain", "bf16"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("parallel", STAGES, ids=str)
+def test_resume_with_stages_without_experts(world2, models, tmp_path, parallel, kind, over):
+    path = save_model(models, f"{kind}-dense-first", False)
+    check_resume(world2, tmp_path / "ck", path, parallel, over)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("after", [dict(), SP2, dict(ep=2), dict(pp=2, vpp=2)], ids=str)
+def test_experts_move_from_stages_without_them(world2, models, tmp_path, after, kind, over):
+    kind = f"{kind}-dense-first"
+    check_move(world2, world2, models, tmp_path, over, False, dict(pp=2), after, kind=kind)
 
 
 @pytest.mark.full
