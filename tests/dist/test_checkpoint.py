@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
+from megarl.ckpt.marker import write_marker
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
 
@@ -549,20 +551,43 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
         assert r["left"] == ["ck", "ck-2"] and r["older"] == []
 
 
+class Hostile:
+    """Unpickled without care, it makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def flip_bytes(path: Path, count: int = 64) -> None:
+    content = bytearray(path.read_bytes())
+    for i in range(0, len(content), max(1, len(content) // count)):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+
+
 def bad_loads(path: str, other: str, root: str) -> dict[str, str]:
-    good, weights, cut, bare = (Path(root) / n for n in ("good", "weights", "cut", "bare"))
+    names = ("good", "weights", "cut", "bare", "flipped", "object", "common")
+    good, weights, cut, bare, flipped, hostile, common = (Path(root) / n for n in names)
     engine = engine_for(path, dict(tp=2), ZERO)
     before = state(engine)
     errors = {}
-    for target, with_optim in ((good, True), (weights, False), (cut, True), (bare, True)):
-        engine.save(dist_meta(target, with_optim))
+    for target in (good, weights, cut, bare, flipped, common):
+        engine.save(dist_meta(target, with_optim=target != weights))
+    with patch("megarl.engine.checkpoint.rng_state", lambda: Hostile(f"{root}/ran")):
+        engine.save(dist_meta(hostile))
     if dist.get_rank() == 0:
         with (cut / "__1_0.distcp").open("r+b") as f:
             f.truncate(100)
         (bare / "megarl.json").unlink()
         (Path(root) / "file").write_text("")
+        flip_bytes(flipped / "__1_0.distcp")
+        torch.save({"evil": Hostile(f"{root}/ran")}, common / "common.pt")
+        write_marker(common, json.loads((common / "megarl.json").read_text())["info"])
     dist.barrier()
-    for name in ("missing", "cut", "bare", "file"):
+    for name in ("missing", "cut", "bare", "file", "flipped", "object", "common"):
         errors[name] = error_of(engine.load, dist_meta(f"{root}/{name}"))
     errors["weights"] = error_of(engine.load, dist_meta(weights))
     errors["occupied"] = error_of(engine.save, dist_meta(bare))
@@ -595,17 +620,22 @@ def test_what_cannot_be_loaded_is_named(world2, models, tmp_path):
         "plain": ("optimizer='distributed'", "'plain'", "optimizer.distributed"),
         "model": ("tie_word_embeddings=False", "True", "path"),
         "no optimizer": ("has no optimizer", "with_optim=False"),
+        "flipped": ("__1_0.distcp is damaged", "checksum"),
+        "object": ("failed on rank 0", "mkdir"),
+        "common": ("mkdir",),
     }
+    assert not (tmp_path / "ran").exists()
     for errors in results:
         assert set(errors) == set(parts)
         for name, texts in parts.items():
             assert all(t in errors[name] for t in texts), (name, errors[name])
     for name, error in results[0].items():
-        assert error.startswith("ValueError"), (name, error)
+        assert error.startswith("ValueError") or name in ("object", "common"), (name, error)
+    assert results[0]["flipped"] == results[1]["flipped"]
 
 
 def test_the_marker_tells_what_is_inside(world1, models, tmp_path):
-    from megarl.ckpt.dist import read_info
+    from megarl.ckpt.marker import read_info
 
     world1.run(train_and_save, save_model(models, "llama", True), str(tmp_path / "ck"), {}, ZERO)
     info = read_info(tmp_path / "ck")
@@ -614,6 +644,7 @@ def test_the_marker_tells_what_is_inside(world1, models, tmp_path):
     assert info["dtype"] == "float32" and info["versions"]["megatron-core"]
     marker = json.loads((tmp_path / "ck" / "megarl.json").read_text())
     marker["format"] = 99
+    del marker["checksum"]
     (tmp_path / "ck" / "megarl.json").write_text(json.dumps(marker))
     with pytest.raises(ValueError, match="format 99"):
         read_info(tmp_path / "ck")

@@ -17,8 +17,8 @@ import torch
 
 from megarl import run as entry
 from megarl.ckpt import background
-from megarl.ckpt.dist import FORMAT
-from megarl.ckpt.dist import MARKER as ENGINE_MARKER
+from megarl.ckpt.marker import FORMAT
+from megarl.ckpt.marker import MARKER as ENGINE_MARKER
 from megarl.config.check import check_config, trained_engines
 from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError
