@@ -182,6 +182,8 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
         )
     if cfg.recover.keep_last < 1:
         yield f"recover.keep_last={cfg.recover.keep_last}: must be > 0 (mode=disabled keeps none)"
+    if not 0 < cfg.recover.grace < math.inf:
+        yield f"recover.grace={cfg.recover.grace}: a number of seconds above 0"
     if cfg.recover.restarts < 0:
         yield f"recover.restarts={cfg.recover.restarts}: must be >= 0 (0 never starts again)"
     if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":

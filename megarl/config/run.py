@@ -36,11 +36,20 @@ class RecoverConfig(FrequencyConfig):
         choices=("auto", "disabled"),
     )
     freq_secs: float | None = arg(1800.0, help="checkpoint every n seconds")
-    keep_last: int = arg(1, help="keep this many newest checkpoints, at least 1")
+    keep_last: int = arg(
+        2,
+        help="keep this many newest checkpoints, at least 1; with 2 a damaged one costs the steps "
+        "since the one before",
+    )
     async_save: bool = arg(
         True,
         help="a step waits only for the copy of the state to host memory; a thread writes it while "
         "the next steps run",
+    )
+    grace: float = arg(
+        30.0,
+        help="seconds the local launcher gives the trainers after SIGINT or SIGTERM to finish the "
+        "step, save a checkpoint and end",
     )
     restarts: int = arg(
         0, help="the local launcher starts a run that failed again this many times, to continue"

@@ -22,7 +22,7 @@ class DiskFull(RuntimeError):
 def check_room(what: str, directory: Path, needed: int) -> None:
     """DiskFull unless `directory` has `needed` bytes left."""
     if needed > shutil.disk_usage(directory).free:
-        raise _disk_full(what, directory, needed, "the disk is too full")
+        raise _disk_full(f"{what}: the disk is too full", directory, needed)
 
 
 @contextmanager
@@ -32,9 +32,10 @@ def full_disk_named(what: str, directory: Path, needed: int | None = None) -> It
     try:
         yield
     except Exception as e:
-        if why := _want_of_room(e):
-            raise _disk_full(what, directory, needed, why) from e
-        raise
+        if isinstance(e, DiskFull) or not (why := _want_of_room(e)):
+            raise
+        begin = str(e) if str(e).startswith(what) else f"{what}: {why}"  # the former names a rank
+        raise _disk_full(begin, directory, needed) from e
 
 
 def _want_of_room(error: BaseException | None) -> str | None:
@@ -48,13 +49,13 @@ def _want_of_room(error: BaseException | None) -> str | None:
     return None
 
 
-def _disk_full(what: str, directory: Path, needed: int | None, why: str) -> DiskFull:
+def _disk_full(begin: str, directory: Path, needed: int | None) -> DiskFull:
     while not directory.exists():
         directory = directory.parent
     amount = "" if needed is None else f"{human(needed)} are needed, "
     free = human(shutil.disk_usage(directory).free)
     return DiskFull(
-        f"{what}: {why}: {amount}{directory} has {free} free (a quota may leave less); make room "
+        f"{begin}: {amount}{directory} has {free} free (a quota may leave less); make room "
         "there, or set another fileroot. Earlier checkpoints are as they were"
     )
 

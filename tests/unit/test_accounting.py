@@ -299,13 +299,28 @@ def test_ledger_names_the_episode_at_fault():
         ledger.receive(ids(1, 1))
 
 
+def test_samples_whose_update_was_skipped_are_not_trained():
+    ledger = Ledger()
+    ledger.receive(ids(0, 0, 1, 1))
+    ledger.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
+    ledger.check()
+    assert (ledger.episodes, ledger.samples) == (1, 1)
+    assert (ledger.skipped_episodes, ledger.skipped_samples) == (1, 3)
+    again = Ledger()
+    again.load_state_dict(ledger.state_dict())
+    assert again.state_dict() == ledger.state_dict()
+    again.load_state_dict({"mark": 1, "episodes": 2, "samples": 4})  # from before they were counted
+    assert again.skipped_samples == 0
+
+
 def test_ledger_stays_small_and_survives_a_resume():
     ledger = Ledger()
     for i in range(1000):
         ledger.receive(ids(2 * i, 2 * i))
         ledger.train(ids(2 * i, 2 * i))
     state = ledger.state_dict()
-    assert state == {"mark": 1998, "episodes": 1000, "samples": 2000} and not ledger._untrained
+    want = {"mark": 1998, "episodes": 1000, "samples": 2000}
+    assert state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not ledger._untrained
     again = Ledger()
     again.load_state_dict(state)
     with pytest.raises(AccountingError, match="episode 1998 was trained twice"):

@@ -372,8 +372,8 @@ def test_flipped_bytes_are_seen_in_every_file(tmp_path: Path) -> None:
         at = len(content) // 3
         file.write_bytes(content[:at] + bytes(b ^ 0x11 for b in content[at : at + 64])
                          + content[at + 64 :])  # fmt: skip
-        assert "no" == inspect(ck)["complete"][:2], file
-        with pytest.raises(ValueError, match="megarl.json|damaged"):
+        assert inspect(ck)["complete"][:2] == "no", file
+        with pytest.raises(ValueError, match=r"megarl\.json|damaged"):
             dist2hf(ck, tmp_path / "b", **QUIET)
         file.write_bytes(content)
     assert inspect(ck)["complete"] == "yes"
