@@ -35,7 +35,7 @@ from megarl.ckpt.marker import (
     share_of_files,
     write_marker,
 )
-from megarl.ckpt.restricted import restricted_reading
+from megarl.ckpt.restricted import check_common, restricted_reading
 from megarl.ckpt.writer import Writer
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
@@ -307,6 +307,7 @@ def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict
     exchanged. Tensors are filled in place: after a failure (a disk error, say) they hold nothing
     useful.
     """
+    together(f"loading {path}", lambda: check_common(Path(path)))
     plain = mcore_torch.TorchDistLoadShardedStrategy()
     with restricted_reading(), failures_named(f"loading {path}"):
         reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)

@@ -74,6 +74,17 @@ def load_metadata(file: IO[bytes]) -> Metadata:
     return found
 
 
+def check_common(path: Path) -> None:
+    """ValueError unless common.pt in directory `path` is plain data. megatron-core reads it by
+    torch.load, where an environment variable can allow more."""
+    try:
+        torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        lines = [line for line in str(e).splitlines() if "unsupported" in line.lower()]
+        why = lines[0] if lines else "it is damaged"
+        raise ValueError(f"{path}/common.pt is not read: {why}; load another checkpoint") from e
+
+
 class _Reader(CachedMetadataFileSystemReader):
     _cached_metadata: Metadata | None
 

@@ -131,14 +131,16 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and, in `rows`, prompts in flight in order of submission. Those are submitted
-        again after a resume, so they count as not submitted yet; so do failures nobody has been
-        told of. *
+        again after a resume, under the numbers they had, so they count as not submitted yet; so do
+        failures nobody has been told of. *
         """
         self.check()
-        again = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
+        in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
+        again = [e for e in in_flight if e.drawn]
         return {
-            "rows": [e.row for e in again if e.drawn],
-            "next_number": self._next_number,
+            "rows": [e.row for e in again],
+            # episodes are handed out in order: no number from this one on has been
+            "next_number": again[0].number if again else self._next_number,
             "reward_errors": self.reward_errors,
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }

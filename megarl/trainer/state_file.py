@@ -41,13 +41,13 @@ def read_state(checkpoint: Checkpoint) -> State:
     try:
         found: State = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's archives fail in many ways
-        if isinstance(e, pickle.UnpicklingError) and "Unsupported" in str(e):
+        if isinstance(e, pickle.UnpicklingError) and "unsupported global" in str(e).lower():
             raise RuntimeError(
                 f"{path} holds more than plain data ({_named(e)}) and is not read: whoever wrote "
                 "it could make this process run anything. Remove the checkpoint to continue from "
                 "the one before, or set another trial_name"
             ) from e
-        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {_named(e)}") from e
     return found
 
 
@@ -64,5 +64,5 @@ def check_state(checkpoint: Checkpoint) -> None:
 
 def _named(error: Exception) -> str:
     """The line of torch's long message that says what."""
-    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line]
+    lines = [line.strip() for line in str(error).splitlines() if "unsupported" in line.lower()]
     return (lines or [str(error)])[0]

@@ -63,7 +63,12 @@ class Run:
         return self.root / "e" / "t"
 
     def start(
-        self, *more: str, kill: str = "", everything: bool = True, nproc: int = 0, rows: str = "",
+        self,
+        *more: str,
+        kill: str = "",
+        everything: bool = True,
+        nproc: int = 0,
+        rows: str = "",
         number: int = 0,
     ) -> tuple[int, str]:
         """Runs to the end, or until it is killed at `kill`, where with `number` the launcher gets

@@ -23,6 +23,8 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.staleness import StalenessManager
+from megarl.utils import stopping
+from megarl.utils.stopping import StopRequested
 from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, trajectory
 
 SIZE = 23
@@ -192,6 +194,20 @@ def test_random_runs_with_kills_balance_at_every_step(rig, seed):
             r.kill_and_resume(saved)
         check_books(r)
     assert len(r.handed) > 30 and r.failed and r.ex.stats()["rejected"] > 0
+
+
+def test_a_wait_that_a_signal_ends_leaves_nothing_half_done(rig, monkeypatch):
+    """A checkpoint taken then continues with all rows, the first batch's first."""
+    r = rig()
+    r.step()
+    with monkeypatch.context() as m, pytest.raises(StopRequested):
+        m.setattr(stopping, "wish", lambda: 15)
+        r.ex.prepare_batch(r.loader, r.flow)
+    r.check()
+    r.kill_and_resume(r.checkpoint())
+    while len(r.handed) < SIZE:
+        r.step()
+    assert sorted(r.handed[:SIZE]) == list(range(SIZE))
 
 
 @pytest.mark.parametrize("eta", [0, 2])

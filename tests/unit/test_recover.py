@@ -381,7 +381,7 @@ def test_flipped_bytes_fall_back_to_the_checkpoint_before(
     check_run_dir(cfg)  # every rank's and the launcher's first look
     start = Start(cfg)
     assert (start.step, start.weights.value, start.state) == (3, 3, {"place": 3})
-    assert any("step_000004 is not whole" in m and "damaged" in m for m in caplog.messages)
+    assert any("step_000004 is not whole" in m for m in caplog.messages)
     start.train(1)
     assert Start(cfg).step == 4
 
