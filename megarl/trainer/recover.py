@@ -133,7 +133,7 @@ class Recovery:
             model.begin_save(_engine_meta(staging, name)) for name, model in self._models.items()
         ]
         clocks = {name: clock.state_dict() for name, clock in self._clocks.items()}
-        info = {
+        info: State = {
             "step": step,
             "epoch": epoch,
             "version": self._first.get_version(),

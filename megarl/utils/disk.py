@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# torch's writer of archives drops the error of the write that came out short
+# torch's writer of archives drops the error of the write that came out short; safetensors, and a
+# rank that tells of another's error, have its text only
 _SHORT_WRITE = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing")
+_TEXT = re.compile(r"No space left on device|Disk quota exceeded|File too large")
 
 
 class DiskFull(RuntimeError):
@@ -45,6 +47,8 @@ def _want_of_room(error: BaseException | None) -> str | None:
             return error.strerror
         if isinstance(error, RuntimeError) and _SHORT_WRITE.search(str(error)):
             return "a write came out short"
+        if found := _TEXT.search(str(error)):
+            return found[0]
         error = error.__cause__ or error.__context__
     return None
 
