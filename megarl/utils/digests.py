@@ -30,7 +30,8 @@ def file_digest(path: Path) -> str:
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     """`content` with a checksum of its own as another entry, for a json file."""
-    return {**content, _SEAL: _of_json(content)}
+    as_read = json.loads(json.dumps(content))  # keys are text there
+    return {**as_read, _SEAL: _of_json(as_read)}
 
 
 def broken_seal(content: Any) -> str | None:
