@@ -99,6 +99,9 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
     """Takes over what was loaded."""
     known = (group.get("step") for group in _saved_groups(shared))
     _give_step(shared, {int(step) for step in known if step is not None})
+    if kind(optimizer) == "plain":
+        for part in shared.values() if len(parts(optimizer)) > 1 else [shared]:
+            _restore_empty(part)
     optimizer.load_state_dict(shared)
     for group in optimizer.param_groups:
         if not group["params"]:  # as in training, where nothing of it is counted
@@ -110,6 +113,15 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
             part._set_main_param_and_optimizer_states(param, flat)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _restore_empty(part: dict[str, Any]) -> None:
+    """What megatron-core's loader leaves out where it is empty: the state of experts on a stage
+    that has none."""
+    if "optimizer" in part:  # of 16-bit weights
+        part.setdefault("fp32_from_fp16_params", [])
+        part = part["optimizer"]
+    part.setdefault("state", {})
 
 
 def _common(part: Any) -> dict[str, Any]:

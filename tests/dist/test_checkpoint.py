@@ -232,6 +232,9 @@ MOVES: dict[str, tuple[str, dict[str, Any], bool, Place, Place]] = {
     "pp2-ep2-dense-first": (
         "deepseek_v3-dense-first", ZERO, False, (2, dict(pp=2)), (2, dict(ep=2)),
     ),
+    "pp2-ep2-dense-first-plain": (
+        "qwen2_moe-dense-first", PLAIN, False, (2, dict(pp=2)), (2, dict(ep=2)),
+    ),
 }  # fmt: skip
 
 
