@@ -31,8 +31,11 @@ from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
+from megarl.utils import stopping
+from megarl.utils.disk import DiskFull
 from megarl.utils.importing import add_working_directory
 
+FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
 
 
@@ -63,12 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _rank() == 0:  # the others would read and import the same
             check_named(cfg, writes=not only)
     except ConfigError as e:
-        return _refuse(e)
+        return _refuse(e.report(), EXIT_CODE)
     if only:
         _say(f"the configuration is sound, for {world_size} trainer process(es)")
         return 0
-    run(cfg)
-    return 0
+    with stopping.listening(spokesman=_rank() == 0):
+        try:
+            run(cfg)
+        except DiskFull as e:  # every rank's, in the words of one
+            return _refuse(str(e), FAILED)
+    return stopping.status()
 
 
 def help_text(recipe: str | None) -> str:
@@ -172,13 +179,13 @@ def _say(text: str) -> None:
         print(text)
 
 
-def _refuse(error: ConfigError) -> int:
+def _refuse(report: str, status: int) -> int:
     """One report for all ranks: torchrun ends every rank as soon as one has failed."""
     if _rank() == 0:
-        print(error.report(), file=sys.stderr, flush=True)
+        print(report, file=sys.stderr, flush=True)
     else:
         time.sleep(OTHERS_WAIT)
-    return EXIT_CODE
+    return status
 
 
 if __name__ == "__main__":

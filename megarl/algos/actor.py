@@ -19,7 +19,7 @@ from megarl.algos.advantages import (
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
 from megarl.algos.metrics import Decode, logp_gap_stats, spell_ids, worst_logp_gaps
-from megarl.algos.minibatches import mean_figures, minibatches
+from megarl.algos.minibatches import mean_figures, minibatches, skipped_figures
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
@@ -154,8 +154,9 @@ class Actor(Role):
 
         Beside the loss's figures: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
         where the weights are still the old ones: 0 up to rounding), n_updates, skipped_updates
-        (refused because something was not finite; they enter no mean), and the trainer/server
-        logprob gap.
+        (refused because something was not finite; they enter no mean), skipped_sequences and
+        skipped_tokens (theirs), and the trainer/server logprob gap. Adds batch["skipped"] [B], true
+        where a sequence's update was skipped.
         """
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", "advantages"]
         keys += ["prox_logp"] if self._old == "prox_logp" else []
@@ -165,19 +166,21 @@ class Actor(Role):
         gap = self._logp_gap(batch)
         mine = {k: batch[k] for k in keys}
         seed = self.seed * 1_000_003 + self.engine.get_version()
-        updates = [
-            self.train_batch(
+        updates = []
+        batch["skipped"] = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
+        for rows, minibatch in minibatches(
+            mine, self.config.ppo_n_minibatches, self._weight, seed=seed
+        ):
+            update = self.train_batch(
                 minibatch,
                 self._loss,
                 self._weight,
                 outputs=("logprobs", "entropy"),
                 temperature=self.temperature,
             )
-            for minibatch in minibatches(
-                mine, self.config.ppo_n_minibatches, self._weight, seed=seed
-            )
-        ]
-        return _merge(updates) | gap
+            batch["skipped"][rows] = not update["update_successful"]
+            updates.append(update)
+        return _merge(updates) | gap | skipped_figures(batch, batch["skipped"])
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
         """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.

@@ -50,7 +50,7 @@ class Critic(Role):
         seed = self.seed * 1_000_003 + self.engine.get_version()
         updates = [
             self.train_batch(minibatch, self._loss, self._weight, outputs=("values",))
-            for minibatch in minibatches(
+            for _, minibatch in minibatches(
                 {key: batch[key] for key in INPUTS},
                 self.config.ppo_n_minibatches,
                 self._weight,

@@ -33,21 +33,29 @@ def minibatch_rows(batch_size: int, n: int, *, seed: int) -> list[list[int]]:
 
 def minibatches(
     batch: Batch, n: int, weight: Callable[[Batch], float], *, seed: int
-) -> Iterator[Batch]:
-    """The parts of `batch` that have something to train on: elsewhere the gradient is zero, and so
-    is its denominator. ValueError if none has.
+) -> Iterator[tuple[list[int], Batch]]:
+    """(rows, part) for the parts of `batch` that have something to train on: elsewhere the gradient
+    is zero, and so is its denominator. ValueError if none has.
     """
     found = False
     for rows in minibatch_rows(len(batch["input_ids"]), n, seed=seed):
         minibatch = select(batch, rows)
         if weight(minibatch) > 0:
             found = True
-            yield minibatch
+            yield rows, minibatch
     if not found:
         raise ValueError(
             "ppo_update: loss_mask marks no token in the whole batch "
             f"(rows {some(untrained_rows(batch['loss_mask']))})"
         )
+
+
+def skipped_figures(batch: Batch, skipped: Tensor) -> dict[str, float]:
+    """What of `batch` was not trained on: rows under `skipped` [B] bool, and their tokens."""
+    return {
+        "skipped_sequences": float(skipped.sum()),
+        "skipped_tokens": float(batch["loss_mask"][skipped].sum()),
+    }
 
 
 def mean_figures(updates: list[dict[str, float]]) -> dict[str, float]:

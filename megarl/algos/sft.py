@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss, token_weight
+from megarl.algos.minibatches import skipped_figures
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
@@ -28,12 +30,14 @@ class SFT(Role):
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One optimizer step. The engine's figures (loss, grad_norm, lr), ppl and skipped_updates
-        (1 if it was refused because something was not finite; then there is no ppl).
+        (1 if it was refused because something was not finite; then there is no ppl), with
+        skipped_sequences and skipped_tokens.
         """
         stats = self.train_batch(self._inputs(batch), sft_loss, token_weight)
-        if not stats["update_successful"]:
-            return stats | {"skipped_updates": 1.0}
-        return _with_ppl(stats) | {"skipped_updates": 0.0}
+        done = bool(stats["update_successful"])
+        skipped = torch.full((len(batch["input_ids"]),), not done)
+        counts = {"skipped_updates": float(not done)} | skipped_figures(batch, skipped)
+        return (_with_ppl(stats) if done else stats) | counts
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """loss, ppl, token_accuracy and exact_match (every trained token is the argmax)."""

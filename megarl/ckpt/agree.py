@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.utils.disk import DiskFull
 from megarl.utils.staging import stage
 
 T = TypeVar("T")
@@ -20,23 +21,26 @@ def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = N
     """`fn()` on every rank of `group` (None: of the world); if it fails on one, all raise.
     Collective.
 
-    A rank raises its own error if it has one, else a RuntimeError that names the first rank that
-    failed. Collectives inside `fn` come before anything that can fail on one rank alone.
+    A rank raises its own error if it has one, else a RuntimeError (DiskFull where that is it) that
+    names the first rank that failed. Collectives inside `fn` come before anything that can fail on
+    one rank alone.
     """
     error: Exception | None = None
     try:
         result = fn()
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    said = f"{type(error).__name__}: {error}" if error else None
-    dist.all_gather_object(messages, said, group=group)
+    said: list[tuple[str, bool] | None] = [None] * dist.get_world_size(group)
+    mine = (f"{type(error).__name__}: {error}", isinstance(error, DiskFull)) if error else None
+    dist.all_gather_object(said, mine, group=group)
     if error is not None:
         error.add_note(f"({what}, rank {dist.get_rank(group)})")
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"{what} failed on rank {rank}: {message}")
+    for rank, failure in enumerate(said):
+        if failure is not None:
+            message, disk_full = failure
+            text = f"{what} failed on rank {rank}: {message}"
+            raise DiskFull(text) if disk_full else RuntimeError(text)
     return result
 
 
@@ -84,4 +88,4 @@ def failures_named(what: str) -> Iterator[None]:
     except CheckpointException as e:
         rank, (cause, _) = min(e.failures.items())
         text = f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}"
-        raise RuntimeError(text) from e
+        raise RuntimeError(text) from cause

@@ -10,8 +10,9 @@ import torch
 
 from megarl.ckpt.convert_files import matrix
 from megarl.ckpt.convert_source import HF, Source, main_dtype, open_source
-from megarl.ckpt.convert_work import Buffer, Progress, chunk_bytes, human
-from megarl.ckpt.dist import MARKER, read_info
+from megarl.ckpt.convert_work import Buffer, Progress, chunk_bytes
+from megarl.ckpt.marker import MARKER, read_info
+from megarl.utils.disk import human
 
 _BITS = {2: torch.int16, 4: torch.int32}
 

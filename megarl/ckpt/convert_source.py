@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,10 @@ from megarl.ckpt.convert_files import (
     safetensors_blocks,
     saved_tensor,
 )
-from megarl.ckpt.dist import MARKER, describe_model, read_info
+from megarl.ckpt.dist import describe_model
 from megarl.ckpt.hf import check_tensors
+from megarl.ckpt.marker import MARKER, check_contents, read_info
+from megarl.ckpt.restricted import read_metadata
 from megarl.ckpt.safetensors_files import SafetensorsDir
 from megarl.models.hf_config import ModelConfig, parse_hf_config, read_hf_config
 from megarl.models.names import checkpoint_keys
@@ -131,6 +132,7 @@ class DistSource(Source):
 
     def __init__(self, path: Path, base: Path | None = None) -> None:
         info = read_info(path)
+        check_contents(path)
         super().__init__(path, _model_of(path, info, base))
         self.info = info
         self.companions = base or path / COMPANIONS
@@ -149,7 +151,7 @@ class DistSource(Source):
 
     def _find_blocks(self) -> dict[str, list[Block]]:
         """Parameter -> where its rows are. ValueError if the checkpoint is of another shape."""
-        metadata = read_metadata(self.path)
+        metadata: Any = read_metadata(self.path)
         wanted = {p.name: checkpoint_keys(p.name) for p in self.table.params}
         stored = {
             name: next((k for k in keys if k in metadata.state_dict_metadata), keys[0])
@@ -224,15 +226,6 @@ def _check_shape(
         f"{path}: tensor {key} {what}, the config asks for {list(p.shape)}; the checkpoint is of "
         "another model than its config"
     )
-
-
-def read_metadata(path: Path) -> Any:
-    """What torch.distributed.checkpoint says is where."""
-    try:
-        with (path / ".metadata").open("rb") as f:
-            return pickle.load(f)
-    except (OSError, pickle.UnpicklingError, EOFError) as e:
-        raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
 
 
 def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelConfig:

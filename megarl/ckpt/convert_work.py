@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.utils.disk import human
 from megarl.utils.staging import clean_up, put_in_place, sync, write_whole
 
 log = logging.getLogger(__name__)
@@ -68,14 +69,6 @@ class Progress:
         bar = ("#" * int(24 * share)).ljust(24, ".")
         text = f"{bar} {share:4.0%}  {human(self.done)} of {human(self.total)}  {human(rate)}/s"
         print(f"{start}{text} ", end=end, file=sys.stderr, flush=True)
-
-
-def human(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 class Buffer:

@@ -15,20 +15,31 @@ torch's own dcp.async_save cannot copy megatron-core's wrappers of tensors.
 from __future__ import annotations
 
 import json
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megarl.ckpt.agree import failures_named, from_zero, removed_on_failure, staged, together
 from megarl.ckpt.background import Background, to_host, writers_group
+from megarl.ckpt.marker import (
+    MARKER,
+    check_contents,
+    read_info,
+    read_marker,
+    share_of_files,
+    write_marker,
+)
+from megarl.ckpt.restricted import check_common, restricted_reading
+from megarl.ckpt.writer import Writer
 from megarl.models.hf_config import ModelConfig
-from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel import mcore
+from megarl.utils.disk import check_room, full_disk_named
 from megarl.utils.staging import put_in_place
 
 from megatron.core import dist_checkpointing as mcore_ckpt  # isort: skip
@@ -48,8 +59,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isor
 # megatron-core 0.16 calls torch's older name
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", module="megatron")
 
-MARKER = "megarl.json"
-FORMAT = 1
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
@@ -77,15 +86,25 @@ def save_sharded(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> N
     behind.
     """
     with staged(Path(path), _check_target) as staging:
-        _write(path, staging, _share_out(path, state, staging))
-        together(f"saving {path}", lambda: _finish(staging, info, Path(path)))
+        mine = _share_out(path, state, staging)
+        checksums = _write(path, staging, mine)
+        together(f"saving {path}", lambda: _finish(staging, info, checksums, Path(path)))
 
 
 class PendingSave:
     """`begin_save`'s: the files are being written, and `finish` puts them in place."""
 
-    def __init__(self, path: str | Path, staging: Path, info: Mapping[str, Any], job: Background):
-        self.path, self._staging, self._info, self._job = Path(path), staging, info, job
+    def __init__(
+        self,
+        path: str | Path,
+        staging: Path,
+        info: Mapping[str, Any],
+        write: Callable[[], dict[str, str]],
+    ) -> None:
+        """`write` is done in a thread; it answers `_finish`'s checksums."""
+        self.path, self._staging, self._info = Path(path), staging, info
+        self._checksums: dict[str, str] = {}
+        self._job = Background(f"saving {path}", lambda: self._checksums.update(write()))
 
     def is_done(self) -> bool:
         """Whether `finish` would not have to wait. Collective."""
@@ -97,7 +116,7 @@ class PendingSave:
         with removed_on_failure(self._staging):
             self._job.wait()
             what = f"saving {self.path}"
-            together(what, lambda: _finish(self._staging, self._info, self.path))
+            together(what, lambda: _finish(self._staging, self._info, self._checksums, self.path))
 
 
 def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> PendingSave:
@@ -107,8 +126,7 @@ def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> Pen
     with staged(Path(path), _check_target) as staging:
         mine = _share_out(path, state, staging, copy=True)
         group = writers_group()
-    job = Background(f"saving {path}", lambda: _write(path, staging, mine, group))
-    return PendingSave(path, staging, info, job)
+    return PendingSave(path, staging, info, lambda: _write(path, staging, mine, group))
 
 
 def _check_target(target: Path) -> None:
@@ -122,76 +140,99 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _share_out(
-    path: str | Path, state: Sharded, staging: Path, *, copy: bool = False
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Share:
+    """What a rank shall write, by torch's names; `nbytes` is what all ranks together shall."""
+
+    state: dict[str, Any]
+    nbytes: int
+
+
+def _share_out(path: str | Path, state: Sharded, staging: Path, *, copy: bool = False) -> _Share:
     """What this rank shall write of the tensors, as copies in host memory if `copy`; rank 0 has
-    written what is not sharded (common.pt)."""
+    written what is not sharded (common.pt), and found room for all."""
     what = f"saving {path}"
     shared, common = together(
         what, lambda: save_preprocess(state.shared, validate_access_integrity=False)
     )
 
-    def plan() -> dict[str, Any]:
+    def plan() -> tuple[dict[str, Any], int]:
         sharing = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), state.replicas
         )
         sharing.apply_saving_parallelization(shared)  # checks too that all is saved exactly once
-        get_default_save_common_strategy().save_common(common, str(staging))
+        with full_disk_named(what, staging):
+            get_default_save_common_strategy().save_common(common, str(staging))
         mine, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(
             {"shared": shared, "own": state.own}, keep_only_main_replica=True
         )
+        tensors = [t for parts in mine.values() for t in parts if isinstance(t, ShardedTensor)]
+        nbytes = sum(t.data.nbytes for t in tensors)
         if copy:
-            tensors = [t for parts in mine.values() for t in parts if isinstance(t, ShardedTensor)]
             for tensor, host in zip(tensors, to_host(t.data for t in tensors), strict=True):
                 tensor.data = host
-        return dict(mcore_torch.mcore_to_pyt_state_dict(mine))
+        return dict(mcore_torch.mcore_to_pyt_state_dict(mine)), nbytes
 
-    return together(what, plan)
+    mine, nbytes = together(what, plan)
+    total = torch.tensor([nbytes], device=mcore.device())
+    dist.all_reduce(total)
+    needed = int(total.item())
+
+    def look() -> None:
+        if dist.get_rank() == 0:
+            check_room(what, staging, needed)
+
+    together(what, look)
+    return _Share(mine, needed)
 
 
 def _write(
-    path: str | Path, staging: Path, mine: dict[str, Any], group: dist.ProcessGroup | None = None
-) -> None:
-    """This rank's files, synced to disk; rank 0 also says which there are. Collective over `group`,
-    which is that of the writing threads where what is written is in host memory.
+    path: str | Path, staging: Path, mine: _Share, group: dist.ProcessGroup | None = None
+) -> dict[str, str]:
+    """This rank's files, synced to disk; rank 0 also says which there are. The checksums of all
+    ranks' files. Collective over `group`, which is that of the writing threads where what is
+    written is in host memory.
 
     torch's part: a rank that fails makes all of them raise.
     """
     # a writer that looks ahead on the device's stream would wait there for the training's kernels,
     # and in a thread the current device is the first one
-    ahead = 0 if group is not None else 10_000_000  # bytes; the latter is torch's
-    with failures_named(f"saving {path}"):
+    writer = Writer(
+        staging, copy_ahead=0 if group is not None else 10_000_000
+    )  # the latter: torch's
+    what = f"saving {path}"
+    with full_disk_named(what, staging, mine.nbytes), failures_named(what):
         dcp.save(
-            mine,
-            storage_writer=dcp.FileSystemWriter(
-                staging, thread_count=1, per_thread_copy_ahead=ahead
-            ),
+            mine.state,
+            storage_writer=writer,
             planner=mcore_torch.MCoreSavePlanner(
                 dedup_replicated_tensors=False, flatten_state_dict=False
             ),
             process_group=group,
         )
+    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(found, writer.checksums, group=group)
+    return {name: digest for checksums in found for name, digest in checksums.items()}
 
 
-def _finish(staging: Path, info: Mapping[str, Any], target: Path) -> None:
+def _finish(
+    staging: Path, info: Mapping[str, Any], checksums: Mapping[str, str], target: Path
+) -> None:
     """Rank 0 completes the directory and puts it in place."""
     if dist.get_rank() != 0:
         return
-    complete(staging, info)
-    put_in_place(staging, target)
+    with full_disk_named(f"saving {target}", staging):
+        complete(staging, info, checksums)
+        put_in_place(staging, target)
 
 
-def complete(staging: Path, info: Mapping[str, Any]) -> None:
-    """Writes what says that the directory's files are a whole checkpoint, and which."""
+def complete(
+    staging: Path, info: Mapping[str, Any], checksums: Mapping[str, str] | None = None
+) -> None:
+    """Writes what says that the directory's files are a whole checkpoint, and which. `checksums`:
+    by name, those that are known already."""
     save_config(CheckpointingConfig("torch_dist", 1), str(staging))
-    files = {
-        f.relative_to(staging).as_posix(): f.stat().st_size
-        for f in sorted(staging.rglob("*"))
-        if f.is_file() and f.name != MARKER
-    }
-    marker = {"format": FORMAT, "id": uuid.uuid4().hex, "info": dict(info), "files": files}
-    (staging / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+    write_marker(staging, info, checksums)
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
@@ -202,49 +243,19 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     return found | {"hf_config": dict(model.raw)}
 
 
-def read_info(path: str | Path) -> dict[str, Any]:
-    """The `info` of the whole checkpoint at `path`; ValueError if it is none. Not collective."""
-    marker = _read_marker(Path(path))
-    for name, size in marker["files"].items():
-        file = Path(path) / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise ValueError(
-                f"{file} has {found} bytes, {MARKER} says {size}: the checkpoint is damaged or "
-                "was copied in part; load another one"
-            )
-    info: dict[str, Any] = marker["info"]
-    return info
-
-
-def _read_marker(path: Path) -> dict[str, Any]:
-    try:
-        marker: dict[str, Any] = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError) as e:
-        raise ValueError(
-            f"{path} holds no whole checkpoint ({MARKER}: {e}); give the directory of one saved "
-            "with weight_format='dist', on storage that every rank sees"
-        ) from e
-    if marker.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: checkpoint format {marker.get('format')!r}, this version reads {FORMAT}; "
-            "load it with the version that wrote it"
-        )
-    return marker
-
-
 def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """`read_info`, the same on every rank; `check(info)` may refuse it. Collective.
+    """`read_info`, the same on every rank; `check(info)` may refuse it, and a file whose content
+    is damaged is a ValueError. Collective.
 
     Every rank looks itself: one without access to the storage would fail later, where the others
-    wait for it.
+    wait for it. The files to check are divided over the ranks.
     """
     what, first = f"loading {path}", dist.get_rank() == 0
 
     def look() -> dict[str, Any]:
         if first:
             read_info(path)  # one rank looks at all the files
-        marker = _read_marker(Path(path))
+        marker = read_marker(Path(path))
         check(marker["info"])
         return marker
 
@@ -256,8 +267,36 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
             raise ValueError(f"{path} is another checkpoint on rank 0: give all ranks one storage")
 
     together(what, compare)
+    if marker["id"] not in _sound and (damage := find_damage(path)):
+        raise ValueError(damage)
+    _sound.discard(marker["id"])
     info: dict[str, Any] = marker["info"]
     return info
+
+
+# of checkpoints that `find_damage` has read and nobody has opened since; alike on every rank
+_sound: set[str] = set()
+
+
+def find_damage(path: str | Path) -> str | None:
+    """What is wrong with the content of the files at `path`, the same on every rank; None if
+    nothing is. Collective: every rank reads its share of the files. `open_checkpoint` does not
+    read them again."""
+    path = Path(path)
+
+    def look() -> str | None:
+        try:
+            check_contents(path, share_of_files(path, dist.get_rank(), dist.get_world_size()))
+        except ValueError as e:
+            return str(e)
+        return None
+
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, together(f"loading {path}", look))
+    if damages := [damage for damage in found if damage]:
+        return damages[0]
+    _sound.add(read_marker(path)["id"])
+    return None
 
 
 def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -268,9 +307,13 @@ def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict
     exchanged. Tensors are filled in place: after a failure (a disk error, say) they hold nothing
     useful.
     """
+    together(f"loading {path}", lambda: check_common(Path(path)))
     plain = mcore_torch.TorchDistLoadShardedStrategy()
-    with failures_named(f"loading {path}"):
+    with restricted_reading(), failures_named(f"loading {path}"):
         reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)
         shared: dict[str, Any] = mcore_ckpt.load(state.shared, str(path), reader)
-        own: dict[Any, Any] = plain.load(state.own, Path(path)) if state.own else {}
+        # a rank may have nothing of its own where others have: reading is collective all the same
+        some = torch.tensor([len(state.own)], device=mcore.device())
+        dist.all_reduce(some)
+        own: dict[Any, Any] = plain.load(state.own, Path(path)) if some.item() else {}
     return shared, own

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.ckpt.agree import from_zero, together
-from megarl.ckpt.convert_source import read_metadata
+from megarl.ckpt.restricted import read_metadata
 from megarl.models.names import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore  # noqa: F401  before megatron

@@ -25,6 +25,7 @@ from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import MASK, masked
+from megarl.utils.digests import broken_seal
 
 STATS_FILE, CONFIG_FILE = "stats.jsonl", "config.yaml"
 RECOVER_DIR, MARKER = "recover", "trainer.json"
@@ -37,7 +38,8 @@ _PER_START = ("rollout.addresses",)
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`info` is trainer.json: version, epoch, elapsed_s, models (the config.json of each)."""
+    """`info` is trainer.json: version, epoch, elapsed_s, models (the config.json of each), and the
+    checksum of trainer.pt."""
 
     path: Path
     step: int
@@ -52,9 +54,13 @@ def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
             continue
         try:
             info = json.loads((path / MARKER).read_text(encoding="utf-8"))
-            whole.append(Checkpoint(path=path, step=int(match[1]), info=info))
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (FileNotFoundError, ValueError):
             broken.append(path)
+            continue
+        if broken_seal(info):
+            broken.append(path)
+        else:
+            whole.append(Checkpoint(path=path, step=int(match[1]), info=info))
     return sorted(whole, key=lambda c: c.step), sorted(broken)
 
 

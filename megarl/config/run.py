@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 
 @dataclass(kw_only=True)
@@ -44,14 +44,21 @@ class RecoverConfig(FrequencyConfig):
     )
     freq_secs: float | None = arg(1800.0, bounds=POSITIVE, help="checkpoint every n seconds")
     keep_last: int = arg(
-        1,
+        2,
         bounds=Bounds(gt=0, note="mode=disabled keeps none"),
-        help="keep this many newest checkpoints, at least 1",
+        help="keep this many newest checkpoints, at least 1; with 2 a damaged one costs the steps "
+        "since the one before",
     )
     async_save: bool = arg(
         True,
         help="a step waits only for the copy of the state to host memory; a thread writes it while "
         "the next steps run",
+    )
+    grace: float = arg(
+        30.0,
+        bounds=TIMEOUT,
+        help="seconds the local launcher gives the trainers after SIGINT or SIGTERM to finish the "
+        "step, save a checkpoint and end",
     )
     restarts: int = arg(
         0,

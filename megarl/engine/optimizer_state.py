@@ -9,10 +9,11 @@ Here every rank writes its range of each parameter as boxes (ckpt/boxes.py) and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ckpt.boxes import cut
@@ -36,26 +37,75 @@ def sharded_state(
     optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> tuple[dict[Any, Any], Own]:
     """(what the ranks share, what is this rank's own) for ckpt.dist.Sharded. `model_state` says how
-    parameters are cut; what is loaded goes to `load_state`."""
+    parameters are cut; what is loaded goes to `load_state`. Collective."""
     if kind(optimizer) == "plain":
         found = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        if not loading:
+            _give_step(found, _steps_of_all_ranks(optimizer))
         return found, {}
     chained = parts(optimizer)
     if loading:  # makes what is not there yet
         for part in chained:
             part.load_state_dict(part.state_dict())
-    elif len(chained) > 1:
-        optimizer._synchronize_steps()
     common = {i: _common(part) for i, part in enumerate(chained)}
+    shared = common if len(chained) > 1 else common[0]
+    if not loading:
+        _give_step(shared, _steps_of_all_ranks(optimizer))
     places = _places(model_state)
     own = {i: _boxes(part, places, loading=loading) for i, part in enumerate(chained)}
-    return common if len(chained) > 1 else common[0], own
+    return shared, {i: boxes for i, boxes in own.items() if boxes}
+
+
+def _steps_of_all_ranks(optimizer: Any) -> set[int]:
+    """The counts of steps of groups that have parameters here or on another rank. Collective.
+
+    Every rank updates all it has, or nothing, so there is one count at most. A group without
+    parameters (the experts' on a stage that has none) does not count.
+    """
+    mine = {
+        int(group["step"])
+        for part in parts(optimizer)
+        for group in part.optimizer.param_groups
+        if group["params"] and group.get("step") is not None
+    }
+    found: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    return set().union(*found)
+
+
+def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:
+    """All parameter groups of `shared` get the one count of `steps`, if there is one: rank 0's are
+    saved for every rank, and it may hold no parameters of a group that others have."""
+    (step,) = set(steps) or (None,)
+    if step is None:
+        return
+    for group in _saved_groups(shared):
+        group["step"] = step
+
+
+def _saved_groups(shared: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups in an optimizer's state, of one part or of several."""
+    if "param_groups" in shared:
+        yield from shared["param_groups"]
+    elif "optimizer" in shared:
+        yield from _saved_groups(shared["optimizer"])
+    else:
+        for part in shared.values():
+            yield from _saved_groups(part)
 
 
 @torch.no_grad()
 def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
     """Takes over what was loaded."""
+    known = (group.get("step") for group in _saved_groups(shared))
+    _give_step(shared, {int(step) for step in known if step is not None})
+    if kind(optimizer) == "plain":
+        for part in shared.values() if len(parts(optimizer)) > 1 else [shared]:
+            _restore_empty(part)
     optimizer.load_state_dict(shared)
+    for group in optimizer.param_groups:
+        if not group["params"]:  # as in training, where nothing of it is counted
+            group.pop("step", None)
     for i, numbered in own.items():
         part = parts(optimizer)[i]
         for (param, _, _), states in zip(_ranges(part), numbered.values(), strict=True):
@@ -63,6 +113,15 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
             part._set_main_param_and_optimizer_states(param, flat)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _restore_empty(part: dict[str, Any]) -> None:
+    """What megatron-core's loader leaves out where it is empty: the state of experts on a stage
+    that has none."""
+    if "optimizer" in part:  # of 16-bit weights
+        part.setdefault("fp32_from_fp16_params", [])
+        part = part["optimizer"]
+    part.setdefault("state", {})
 
 
 def _common(part: Any) -> dict[str, Any]:

@@ -12,10 +12,11 @@ traceback, and the exit status is 2. Servers are started as `server.*` says, unl
 rollout.addresses already names some; their logs are <run>/server_<i>.log. They take control calls
 from this job alone, by the token MEGARL_JOB_TOKEN, which is made where there is none.
 
-SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have 30 s to end, and servers
-20 s more; a second signal ends all of them at once. A server or a trainer that fails ends
-everything, even where other servers are left; recover.restarts has it started again, to continue.
-(Servers named in rollout.addresses are not the launcher's: of several, a lost one is left out.)
+SIGINT, SIGTERM and SIGHUP are passed on to the trainers, which then have recover.grace seconds to
+save a checkpoint and end, and servers 20 s more; a second signal ends all of them at once. A server
+or a trainer that fails ends everything, even where other servers are left; recover.restarts has it
+started again, to continue. (Servers named in rollout.addresses are not the launcher's: of several,
+a lost one is left out.)
 Nothing that was started outlives the launcher. The exit status is the trainers'; --help of
 megarl.run lists the configuration keys.
 """
@@ -197,7 +198,7 @@ def run_once(job: Job, signals: Signals) -> int:
             if not wait_for_servers(servers, signals, timeout=_start_timeout(job.cfg)):
                 return 128 + signals.received[0]
             start_trainers(job, trainers, reaper, addresses=[s.address for s in servers])
-            return watch(trainers, servers, signals)
+            return watch(trainers, servers, signals, grace=job.cfg.recover.grace)
         except ServerFailed as e:
             log.error("%s", e)
             return SERVER_FAILED
@@ -215,7 +216,7 @@ def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reap
 
 
 def end_trainers(trainers: Sequence[Child], signals: Signals, reaper: Reaper) -> None:
-    stop_all(trainers, signals)
+    stop_all(trainers, signals, timeout=FAIL_GRACE)
     for trainer in trainers:
         reaper.forget(trainer.pid)
 
@@ -327,11 +328,18 @@ def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> 
 # watching
 
 
-def watch(trainers: Sequence[Child], servers: Sequence[ServerProcess], signals: Signals) -> int:
-    """Until the trainers are done, one of them fails, a server dies or a signal comes."""
+def watch(
+    trainers: Sequence[Child],
+    servers: Sequence[ServerProcess],
+    signals: Signals,
+    *,
+    grace: float,
+) -> int:
+    """Until the trainers are done, one of them fails, a server dies or a signal comes, after which
+    they have `grace` s to end."""
     while True:
         if signals.received:
-            return _interrupted(trainers, signals)
+            return _interrupted(trainers, signals, grace)
         states = [(t, t.poll()) for t in trainers]
         for trainer, status in states:
             if status:
@@ -348,11 +356,16 @@ def watch(trainers: Sequence[Child], servers: Sequence[ServerProcess], signals: 
         time.sleep(POLL_INTERVAL)
 
 
-def _interrupted(trainers: Sequence[Child], signals: Signals) -> int:
+def _interrupted(trainers: Sequence[Child], signals: Signals, grace: float) -> int:
     """Passes the signal on; 0 if every trainer then ends well, else 128 + its number."""
     number = signals.received[0]
-    log.warning("signal %d: ending %d trainer process(es)", number, len(trainers))
-    stop_all(trainers, signals, first=number)
+    log.warning(
+        "signal %d: %d trainer process(es) have %g s (recover.grace) to save a checkpoint and end",
+        number,
+        len(trainers),
+        grace,
+    )
+    stop_all(trainers, signals, first=number, timeout=grace)
     return 128 + number if any(t.poll() for t in trainers) else 0
 
 

@@ -89,8 +89,14 @@ class Signals:
         self.received.append(number)
 
 
-def stop_all(children: Sequence[Child], signals: Signals, *, first: int = signal.SIGTERM) -> None:
-    """Sends `first` to each, waits TERM_TIMEOUT for all, then kills what is left of the groups.
+def stop_all(
+    children: Sequence[Child],
+    signals: Signals,
+    *,
+    first: int = signal.SIGTERM,
+    timeout: float = TERM_TIMEOUT,
+) -> None:
+    """Sends `first` to each, waits `timeout` s for all, then kills what is left of the groups.
 
     One more signal from the user cuts the waiting short.
     """
@@ -99,7 +105,7 @@ def stop_all(children: Sequence[Child], signals: Signals, *, first: int = signal
     seen = len(signals.received)
     wait_until(
         lambda: len(signals.received) > seen or all(c.poll() is not None for c in children),
-        timeout=TERM_TIMEOUT,
+        timeout=timeout,
     )
     if all(c.poll() is not None for c in children):  # what they started gets a moment, too
         left = [c for c in children if signal_group(c.pid, signal.SIGTERM)]

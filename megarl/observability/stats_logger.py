@@ -48,6 +48,7 @@ class StatsLogger:
         """`from_step`: the step that a resumed run continues from."""
         self._run_dir = Path(run_dir)
         self._total_steps: int | None = None
+        self._committed = False
         self._report = config.report and env_rank() == 0
         self._sinks: list[Sink] = []
         if env_rank() != 0:
@@ -73,7 +74,7 @@ class StatsLogger:
         self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None
     ) -> None:
         """One step's figures; step 0 is what was measured before the first update."""
-        self._total_steps = total_steps
+        self._total_steps, self._committed = total_steps, True
         for sink in self._sinks:
             sink.write(step, stats, total_steps)
 
@@ -81,7 +82,8 @@ class StatsLogger:
         self, *, final: Mapping[str, float] | None = None, error: BaseException | None = None
     ) -> None:
         """Ends every sink, writes <run>/summary.json and, where configured, <run>/report.html, and
-        prints the summary. `final`: counters as the run ends; `error`: what ended it.
+        prints the summary. `final`: counters as the run ends; `error`: what ended it. A start that
+        logged no step (it was refused, or the run is over) leaves an earlier start's as they are.
         """
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
@@ -93,6 +95,8 @@ class StatsLogger:
         from megarl.observability.report import load_run, write_report
         from megarl.observability.report import summary as report
 
+        if not self._committed and (self._run_dir / report.SUMMARY_FILE).exists():
+            return
         run = load_run(self._run_dir)
         if not (run.rows or final):
             return  # it ended before it did anything

@@ -120,7 +120,9 @@ class RolloutExecutor:
         width = self.config.max_concurrent_rollouts or DEFAULT_CONCURRENCY
         waves = -(-len(data) // width)
         self._loop.run(
-            self._run_all(episodes, width), timeout=waves * self.config.episode_timeout + GRACE
+            self._run_all(episodes, width),
+            timeout=waves * self.config.episode_timeout + GRACE,
+            stoppable=True,
         )
         accepted = [e for e in episodes if e.batch is not None]
         if not accepted:
@@ -140,19 +142,25 @@ class RolloutExecutor:
                 "pending": len(pipe.pending),
                 "reward_errors": pipe.reward_errors,
             }
-        counters |= {"trained": self.ledger.episodes, "trained_samples": self.ledger.samples}
+        counters |= {
+            "trained": self.ledger.episodes,
+            "trained_samples": self.ledger.samples,
+            "skipped": self.ledger.skipped_episodes,
+            "skipped_samples": self.ledger.skipped_samples,
+        }
         return {k: float(v) for k, v in counters.items()} | self._batch_stats
 
-    def trained(self, episode_ids: torch.Tensor) -> None:
-        """Reports to the ledger that the samples [B] of these episodes were trained on; then all
-        that was ever handed out must have been.
+    def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+        """Reports to the ledger that the samples [B] of these episodes were trained on, but those
+        under `skipped` [B] bool; then all that was ever handed out must have been one or the other.
         """
-        self.ledger.train(episode_ids)
+        self.ledger.train(episode_ids, skipped)
         self.ledger.check()
-        if self.ledger.episodes != self.pipeline.staleness.handed_out:
+        done = self.ledger.episodes + self.ledger.skipped_episodes
+        if done != self.pipeline.staleness.handed_out:
             raise AccountingError(
                 f"{self.pipeline.staleness.handed_out} episodes were handed out, but "
-                f"{self.ledger.episodes} trained"
+                f"{self.ledger.episodes} trained and {self.ledger.skipped_episodes} skipped"
             )
 
     def state_dict(self) -> dict[str, Any]:

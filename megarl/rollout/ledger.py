@@ -1,4 +1,4 @@
-"""Ledger: every sample that was handed out is trained, and trained once."""
+"""Ledger: every sample that was handed out is trained once, or its update was skipped."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ class Ledger:
     beside it only the episodes of the batch being trained are held. The consumer reports both ends:
 
         ledger.receive(batch["episode_ids"])   # on getting a batch, [B], one id per sample
-        ledger.train(batch["episode_ids"])     # after the update
+        ledger.train(batch["episode_ids"], batch["skipped"])     # after the update
     """
 
     def __init__(self) -> None:
         self.mark = -1  # the highest id received
         self.episodes = 0  # trained
         self.samples = 0
+        self.skipped_episodes = 0  # none of whose samples were trained
+        self.skipped_samples = 0
         self._untrained: dict[int, int] = {}  # id -> samples
 
     def receive(self, episode_ids: Tensor) -> None:
@@ -32,7 +34,9 @@ class Ledger:
             self.mark = episode
             self._untrained[episode] = count
 
-    def train(self, episode_ids: Tensor) -> None:
+    def train(self, episode_ids: Tensor, skipped: Tensor | None = None) -> None:
+        """`skipped` [B] bool: samples whose update was skipped."""
+        left_out = Counter([] if skipped is None else episode_ids[skipped].tolist())
         for episode, count in Counter(episode_ids.tolist()).items():
             if episode not in self._untrained:
                 what = "trained twice" if episode <= self.mark else "trained, but never handed out"
@@ -40,11 +44,15 @@ class Ledger:
             due = self._untrained.pop(episode)
             if count != due:
                 raise AccountingError(f"episode {episode}: {count} samples trained, it has {due}")
-            self.episodes += 1
-            self.samples += count
+            self.skipped_samples += left_out[episode]
+            self.samples += count - left_out[episode]
+            if left_out[episode] == count:
+                self.skipped_episodes += 1
+            else:
+                self.episodes += 1
 
     def check(self) -> None:
-        """Raises unless everything received was trained."""
+        """Raises unless everything received was trained, or skipped."""
         if self._untrained:
             names = ", ".join(map(str, self._untrained))
             raise AccountingError(f"episodes {names} were handed out, but never trained")
@@ -52,9 +60,12 @@ class Ledger:
     def state_dict(self) -> dict[str, int]:
         """What was handed out but not trained yet cannot be saved: check() comes first."""
         self.check()
-        return {"mark": self.mark, "episodes": self.episodes, "samples": self.samples}
+        names = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.mark, self.episodes, self.samples = (
             state[name] for name in ("mark", "episodes", "samples")
         )
+        self.skipped_episodes = state.get("skipped_episodes", 0)
+        self.skipped_samples = state.get("skipped_samples", 0)

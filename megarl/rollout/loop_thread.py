@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from megarl.observability.logging import get_logger
+from megarl.utils import stopping
 
 log = get_logger(__name__)
 
@@ -49,12 +50,21 @@ class LoopThread:
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
-    def run(self, coro: Coroutine[Any, Any, T], *, timeout: float) -> T:
-        """Runs `coro` in the loop and blocks the calling (other) thread for at most `timeout` s."""
+    def run(self, coro: Coroutine[Any, Any, T], *, timeout: float, stoppable: bool = False) -> T:
+        """Runs `coro` in the loop and blocks the calling (other) thread for at most `timeout` s;
+        with `stoppable`, a signal that asks the run to end cancels it (StopRequested).
+        """
         assert not self.inside(), "LoopThread.run would wait for itself"
         future = self.submit(coro)
+        deadline = time.monotonic() + timeout
+        while stoppable and time.monotonic() + BEAT < deadline:
+            if concurrent.futures.wait([future], BEAT).done:
+                break
+            if stopping.wish():
+                future.cancel()
+                raise stopping.StopRequested
         try:
-            return future.result(timeout)
+            return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if future.done():  # its own, not ours
                 raise

@@ -20,6 +20,7 @@ from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError
 from megarl.rollout.staleness import StalenessManager
+from megarl.utils import stopping
 
 log = get_logger(__name__)
 
@@ -28,6 +29,7 @@ ShouldAccept = Callable[[Batch], bool]
 # episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
 DEFAULT_CONCURRENCY = 256
 MAX_DROPS = 8  # of one row in a row, as too stale: more is a workflow that returns old tokens
+LOOK_AROUND = 1.0  # seconds at most until a waiting caller notices a signal
 GRACE = 30.0  # seconds beyond episode_timeout before a wait without any progress is an error
 
 
@@ -140,14 +142,16 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and, in `rows`, prompts in flight in order of submission. Those are submitted
-        again after a resume, so they count as not submitted yet; so do failures nobody has been
-        told of. *
+        again after a resume, under the numbers they had, so they count as not submitted yet; so do
+        failures nobody has been told of. *
         """
         self.check()
-        again = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
+        in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
+        again = [e for e in in_flight if e.drawn]
         return {
-            "rows": [e.row for e in again if e.drawn],
-            "next_number": self._next_number,
+            "rows": [e.row for e in again],
+            # episodes are handed out in order: no number from this one on has been
+            "next_number": again[0].number if again else self._next_number,
             "reward_errors": self.reward_errors,
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }
@@ -160,14 +164,19 @@ class Pipeline:
             self.staleness.begin(self._engine.get_version())
 
     def sleep(self, deadline: float | None, what: str) -> None:
-        """Waits for a change, until `deadline` or for episode_timeout without any. *
+        """Waits for a change, until `deadline` or for episode_timeout without any; it may return
+        without one. StopRequested where a signal asks for it: nothing is half done here. *
 
         An episode fails at episode_timeout by itself; this bound is for what else may hang.
         """
         quiet = self.last_progress + self.config.episode_timeout + GRACE
         until = quiet if deadline is None else min(deadline, quiet)
         left = until - time.monotonic()
-        if left <= 0 or not self.changed.wait(left):
+        if left > 0:
+            self.changed.wait(min(left, LOOK_AROUND))
+            if stopping.wish():
+                raise stopping.StopRequested
+        else:
             counters = ", ".join(f"{v} {k}" for k, v in self.staleness.counters().items())
             why = "" if until < quiet else f"; none ended for rollout.episode_timeout + {GRACE:g} s"
             raise TimeoutError(

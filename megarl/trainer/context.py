@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -19,8 +20,9 @@ from megarl.observability.logging import get_logger
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
 from megarl.parallel.groups import init_distributed, shutdown_distributed
-from megarl.trainer.run_dir import claim
+from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.spmd import RankZero
+from megarl.utils import stopping
 
 log = get_logger(__name__)
 
@@ -46,7 +48,8 @@ class RunContext:
         torch.manual_seed(self.cfg.seed)
         bounds = self._zero_timeouts
         self.zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
-        self.resumed = self.zero(self._claim)
+        self.zero(self._claim)
+        self.resumed = newest_checkpoint(self.cfg, self.zero)
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
@@ -60,9 +63,8 @@ class RunContext:
             )
         return self
 
-    def _claim(self) -> Checkpoint | None:
-        self._lock, newest = claim(self.cfg)
-        return newest
+    def _claim(self) -> None:
+        self._lock = claim(self.cfg)
 
     def __exit__(
         self,
@@ -89,6 +91,17 @@ class RunContext:
 
     def elapsed(self) -> float:
         return self.clock() - self.start
+
+    def wish_to_stop(self) -> bool:
+        """Whether a signal asks any rank to stop, the same on every rank. Collective, at the end of
+        a step: signals reach the ranks at different moments."""
+        return self.zero.highest(stopping.wish()) > 0
+
+    def stop(self, saved: Path | None, step: int) -> None:
+        """Says where the run ends because of a wish, and makes that its exit status."""
+        stopping.honour(self.zero.highest(stopping.wish()))
+        kept = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
+        log.warning("stopped by a signal after step %d: %s", step, kept)
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
         if self._logger is not None:

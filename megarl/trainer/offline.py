@@ -17,6 +17,7 @@ from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
+from megarl.utils import stopping
 from megarl.utils.batch import Batch
 
 log = get_logger(__name__)
@@ -81,6 +82,7 @@ class SFTTrainer:
             return
         if self.cfg.evaluator.at_start and not step:
             self.ctx.log_stats(0, self._evaluate(), total_steps=total)
+        stopping.work_begins()
         while not done:
             for rows in self.loader:
                 step += 1
@@ -88,6 +90,10 @@ class SFTTrainer:
                 with self.ctx.profiler.step(step):
                     stats = self._step(collate_sft(rows))
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
+                if self.ctx.wish_to_stop():
+                    self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+                    saved = self.recovery.save_now(self._state, step=step, epoch=epoch)
+                    return self.ctx.stop(saved, step)
                 done = step >= total or self._out_of_time()
                 due = self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended)
                 if due or (done and self.cfg.evaluator.at_end):

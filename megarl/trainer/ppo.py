@@ -39,7 +39,7 @@ class PPOTrainer(rl.RLTrainer):
         self.check.begin_step(step + 1)
         with self.timers.phase("step"):
             with self.timers.phase("rollout"):
-                batch = self.ctx.zero(self._next_batch)
+                batch = self.next_batch()
             if self.reward_model is not None:
                 with self.timers.phase("reward_model"):
                     batch["rewards"] = self.reward_model.compute_rewards(batch)

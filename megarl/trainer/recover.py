@@ -13,9 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
@@ -27,12 +25,12 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.saver import Saver
+from megarl.trainer.state_file import CHECKSUM, State, read_state, write_state
+from megarl.utils.digests import seal
+from megarl.utils.disk import full_disk_named
 from megarl.utils.staging import put_in_place, remove, stage
 
 log = get_logger(__name__)
-
-STATE_FILE = "trainer.pt"
-State = dict[str, Any]
 
 
 class Recovers(Protocol):
@@ -72,6 +70,7 @@ class Recovery:
         self._clocks = clocks | {"recover": self._freq}
         self._dir = ctx.run_dir / RECOVER_DIR
         self._pending: _Pending | None = None
+        self._newest = ctx.resumed.step if ctx.resumed else 0  # there is one of this step, or begun
 
     def restore(self, load_state: Callable[[State], None]) -> int:
         """The step to continue from, 0 for a run that begins. `load_state` gets, on every rank,
@@ -80,7 +79,7 @@ class Recovery:
         found = self._ctx.resumed
         if found is None:
             return 0
-        saved: State = self._ctx.zero(_read, found.path / STATE_FILE)
+        saved: State = self._ctx.zero(read_state, found)
         for name, model in self._models.items():
             model.load(_engine_meta(found.path, name))
             model.set_version(found.info["version"])
@@ -113,26 +112,43 @@ class Recovery:
             self._begin(state, step, epoch)
             self._finish(wait=last or not self._config.async_save)
 
+    def save_now(self, state: Callable[[], State], *, step: int, epoch: int) -> Path | None:
+        """Where the run ends early after `step` steps: their checkpoint, on disk when this returns,
+        if it is not there already. None where there is none to be."""
+        if self._config.mode == "disabled":
+            return None
+        self._finish(wait=True)
+        if step > self._newest:
+            self._begin(state, step, epoch)
+            self._finish(wait=True)
+        return self._path(step) if step else None
+
+    def _path(self, step: int) -> Path:
+        return self._dir / f"step_{step:06d}"
+
     def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
         """Everything as it is now; the engines' files may be written later."""
-        target = self._dir / f"step_{step:06d}"
+        target, self._newest = self._path(step), step
         staging = self._ctx.zero(stage, target)
         saves = [
             model.begin_save(_engine_meta(staging, name)) for name, model in self._models.items()
         ]
         clocks = {name: clock.state_dict() for name, clock in self._clocks.items()}
-        info = {
+        info: State = {
             "step": step,
             "epoch": epoch,
             "version": self._first.get_version(),
             "elapsed_s": self._ctx.elapsed(),
         }
-        self._ctx.zero(self._write_own, staging, clocks, state)
+        info[CHECKSUM] = self._ctx.zero(self._write_own, target, staging, clocks, state)
         self._pending = _Pending(target=target, staging=staging, info=info, saves=saves)
 
-    def _write_own(self, staging: Path, clocks: State, state: Callable[[], State]) -> None:
-        """Rank 0: the trainer's part."""
-        torch.save({"clocks": clocks, "state": state()}, staging / STATE_FILE)
+    def _write_own(
+        self, target: Path, staging: Path, clocks: State, state: Callable[[], State]
+    ) -> str:
+        """Rank 0: the trainer's part; its checksum."""
+        with full_disk_named(f"saving {target}", staging):
+            return write_state(staging, {"clocks": clocks, "state": state()})
 
     def _finish(self, *, wait: bool) -> None:
         """The checkpoint under way, if it is written on every rank or `wait`."""
@@ -150,9 +166,10 @@ class Recovery:
         cfg = self._ctx.cfg
         info = pending.info
         info["models"] = {name: architecture(model_path(cfg, name)) for name in self._models}
-        text = json.dumps(info, indent=2) + "\n"
-        (pending.staging / MARKER).write_text(text, encoding="utf-8")
-        put_in_place(pending.staging, pending.target)
+        text = json.dumps(seal(info), indent=2) + "\n"
+        with full_disk_named(f"saving {pending.target}", pending.staging):
+            (pending.staging / MARKER).write_text(text, encoding="utf-8")
+            put_in_place(pending.staging, pending.target)
         whole, _ = checkpoints(self._ctx.run_dir)
         for old in [c for c in whole if c.step <= info["step"]][: -self._config.keep_last]:
             remove(old.path)
@@ -178,11 +195,6 @@ class Recovery:
 
 def _engine_meta(path: Path, name: str) -> SaveLoadMeta:
     return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=True)
-
-
-def _read(path: Path) -> State:
-    # our own file, with rows of any dataset in it
-    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _is_newer(final: Path, marker: Path) -> bool:

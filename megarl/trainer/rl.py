@@ -27,7 +27,9 @@ from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronLoRARef, MegatronRef
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
+from megarl.utils import stopping
 from megarl.utils.importing import load_object
+from megarl.utils.stopping import StopRequested
 
 log = get_logger(__name__)
 
@@ -105,8 +107,9 @@ class Generation:
         return batch
 
     def account(self, batch: Batch) -> dict[str, float]:
-        """Books the batch as trained, which every sample must be exactly once; counters so far."""
-        self.client.executor.trained(batch["episode_ids"])
+        """Books the batch as trained, which every sample must be exactly once unless its update was
+        skipped; counters so far."""
+        self.client.executor.trained(batch["episode_ids"], batch.get("skipped"))
         return self.counters()
 
     def counters(self) -> dict[str, float]:
@@ -219,19 +222,27 @@ class RLTrainer:
         stats = self._evaluate("before") if self.cfg.evaluator.at_start and not step else {}
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total)
+        stopping.work_begins()
         while step < total and not self._out_of_time():
-            with self.ctx.profiler.step(step + 1):
-                stats = self.step(step)
+            try:
+                with self.ctx.profiler.step(step + 1):
+                    stats = self.step(step)
+            except StopRequested:  # on every rank, while the batch was waited for
+                return self._stop(step)
             step += 1
             epoch, ended = -(-step // per_epoch), step % per_epoch == 0
-            with self.timers.phase("save"):
-                self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
+            stop = self.ctx.wish_to_stop()
+            if not stop:
+                with self.timers.phase("save"):
+                    self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
             last = step == total or self._out_of_time()
-            if last and self.cfg.evaluator.at_end:
+            if last and self.cfg.evaluator.at_end and not stop:
                 stats |= self._evaluate("after")
-            elif self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
+            elif not stop and self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
                 stats |= self._evaluate(None)
             self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+            if stop:
+                return self._stop(step)
             with self.timers.phase("recover"):
                 self.recovery.maybe_save(
                     self._state, step=step, epoch=epoch, epoch_ended=ended, last=last
@@ -241,12 +252,25 @@ class RLTrainer:
         if total:
             self.saver.save_final()
 
+    def _stop(self, step: int) -> None:
+        """Ends after `step` steps because of a signal, with a checkpoint of them."""
+        epoch = -(-step // self.spec.steps_per_epoch)
+        self.ctx.stop(self.recovery.save_now(self._state, step=step, epoch=epoch), step)
+
+    def next_batch(self) -> Batch:
+        """Rank 0's next batch, on every rank; StopRequested where a signal came while rank 0 waited
+        for it."""
+        batch: Batch | None = self.ctx.zero(self._next_batch)
+        if batch is None:
+            raise StopRequested
+        return batch
+
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""
         self.check.begin_step(step + 1)
         with self.timers.phase("step"):
             with self.timers.phase("rollout"):
-                batch = self.ctx.zero(self._next_batch)
+                batch = self.next_batch()
             self.check.has_trained_tokens(batch)
             stats = rollout_figures(batch, version=self.actor.get_version())
             self.check.rewards_differ(stats)
@@ -335,9 +359,12 @@ class RLTrainer:
         self.actor.destroy()
 
     # rank 0 only, called through ctx.zero
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> Batch | None:
         assert self.generation is not None
-        return self.generation.next_batch()
+        try:
+            return None if stopping.wish() else self.generation.next_batch()
+        except StopRequested:
+            return None
 
     def _account(self, batch: Batch) -> dict[str, float]:
         assert self.generation is not None
@@ -376,7 +403,10 @@ class RLTrainer:
         assert self.generation is not None
         if self.generation.evaluator is None:
             return {}
-        return self.generation.evaluator.evaluate(self.ctx.run_dir / "samples.jsonl", when)
+        try:
+            return self.generation.evaluator.evaluate(self.ctx.run_dir / "samples.jsonl", when)
+        except StopRequested:  # the loop looks for itself, where all ranks agree
+            return {}
 
     def _out_of_time(self) -> bool:
         bound = self.cfg.max_train_seconds

@@ -6,10 +6,12 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from megarl.ckpt.dist import read_info
+from megarl.ckpt.dist import find_damage
+from megarl.ckpt.marker import read_info
 from megarl.config.check import trained_engines
 from megarl.config.earlier_run import (
     CONFIG_FILE,
@@ -25,6 +27,7 @@ from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
+from megarl.trainer.state_file import check_state
 from megarl.utils.staging import clean_up, remove
 
 log = get_logger(__name__)
@@ -33,10 +36,12 @@ LOCK_FILE = ".lock"
 LOCK_TIMEOUT = 60.0  # seconds; the processes of a run that was killed may take a while to end
 LOCK_POLL = 2.0
 
+Zero = Callable[..., Any]  # a RankZero: calls a function on rank 0, and answers on every rank
 
-def claim(cfg: BaseConfig) -> tuple[TextIO, Checkpoint | None]:
-    """The lock, held until it is closed or the process ends, and the newest whole checkpoint, None
-    to begin at the start. Rank 0 only. Raises ConfigError where `cfg` may not use the directory.
+
+def claim(cfg: BaseConfig) -> TextIO:
+    """The lock, held until it is closed or the process ends. Rank 0 only. Raises ConfigError where
+    `cfg` may not use the directory.
     """
     directory = run_dir(cfg)
     directory.mkdir(parents=True, exist_ok=True)
@@ -47,12 +52,41 @@ def claim(cfg: BaseConfig) -> tuple[TextIO, Checkpoint | None]:
     for place in (*homes, *(h / "hf" for h in homes), *(directory / name for name in places)):
         for path in clean_up(place):
             log.info("%s: left by a process that was killed, cleaned up", path)
-    newest = _newest(directory) if cfg.recover.mode == "auto" else None
-    if newest is None:
+    return lock
+
+
+def newest_checkpoint(
+    cfg: BaseConfig, zero: Zero, find_damage: Callable[[Path], str | None] = find_damage
+) -> Checkpoint | None:
+    """The newest whole checkpoint of a claimed directory, None to begin at the start. Collective.
+
+    Rank 0 looks at names, sizes and the trainer's own state; the ranks read the engines' files
+    together, once (`find_damage`). A checkpoint that is damaged is set aside, and the one before
+    comes next.
+    """
+    directory = run_dir(cfg)
+    newest: Checkpoint | None = None
+    while cfg.recover.mode == "auto" and (newest := zero(_newest, directory)) is not None:
+        engines = (newest.path / name for name in newest.info["models"])
+        damage = next((why for engine in engines if (why := find_damage(engine))), None)
+        if damage is None:
+            break
+        zero(_set_aside, newest.path, damage)
+    zero(_begin, cfg, directory, newest is None)
+    return newest
+
+
+def _begin(cfg: BaseConfig, directory: Path, anew: bool) -> None:
+    if anew:
         for name in ("samples.jsonl", EVAL_REWARDS_FILE):
             supersede(directory / name, lambda row: False)
+    if anew and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
+        log.warning(
+            "%s holds a run but no whole checkpoint of it: starting from the beginning, its "
+            "figures are moved to *.superseded.jsonl",
+            directory,
+        )
     _update_config(cfg, directory)
-    return lock, newest
 
 
 def _lock(directory: Path) -> TextIO:
@@ -82,22 +116,18 @@ def _lock(directory: Path) -> TextIO:
 
 
 def _newest(directory: Path) -> Checkpoint | None:
+    """By what is quickly seen."""
     whole, broken = checkpoints(directory)
     for path in broken:
-        _set_aside(path, "its marker is missing")
+        _set_aside(path, "its marker is missing or damaged")
     for checkpoint in reversed(whole):
         try:
             for name in checkpoint.info["models"]:
                 read_info(checkpoint.path / name)
+            check_state(checkpoint)
             return checkpoint
         except ValueError as e:
             _set_aside(checkpoint.path, str(e))
-    if (directory / STATS_FILE).exists():
-        log.warning(
-            "%s holds a run but no whole checkpoint of it: starting from the beginning, its "
-            "figures are moved to *.superseded.jsonl",
-            directory,
-        )
     return None
 
 

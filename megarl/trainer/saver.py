@@ -15,6 +15,7 @@ from megarl.config.engine import LoRAConfig
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import get_logger
 from megarl.trainer.frequency import Frequency
+from megarl.utils.disk import full_disk_named
 from megarl.utils.staging import remove
 
 log = get_logger(__name__)
@@ -96,7 +97,8 @@ class Saver:
             weight_format=saved.weight_format,
             base_model_path=saved.base_model_path,
         )
-        saved.model.save(meta)
+        with full_disk_named(f"saving {path}", path.parent):
+            saved.model.save(meta)
         log.info("saved %s", path)
 
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from megarl.utils.disk import DiskFull
 
 T = TypeVar("T")
 
@@ -45,12 +48,23 @@ class RankZero:
             return self._lead(name, fn, *args, **kw)
         return self._follow(name)
 
+    def highest(self, value: int) -> int:
+        """The largest `value` of all ranks. Collective."""
+        if self._group is None:
+            return value
+        box = torch.tensor([value])
+        dist.all_reduce(box, dist.ReduceOp.MAX, self._group)
+        return int(box.item())
+
     def _lead(self, name: str, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
         try:
             result = fn(*args, **kw)
         except BaseException as e:
             with contextlib.suppress(RuntimeError):  # who is gone need not hear of it
-                self._tell("error", f"{type(e).__name__}: {e}")
+                if isinstance(e, DiskFull):
+                    self._tell("disk full", str(e))
+                else:
+                    self._tell("error", f"{type(e).__name__}: {e}")
             raise
         try:
             self._tell("ok", result)
@@ -74,6 +88,8 @@ class RankZero:
                 f"longer than {self._bound}: its log has the first error. Cause: {e}"
             ) from e
         status, value = box[0]
+        if status == "disk full":
+            raise DiskFull(value)
         if status == "error":
             raise RuntimeError(f"rank 0 failed in {name}: {value}")
         return value

@@ -60,8 +60,18 @@ def state(engine: Any, **kw: Any) -> Tensors:
     return {n: t.clone() for n, t in engine.hf_state(**kw)}
 
 
+# the first half of the layers is dense: with pp=2 the first stage has no experts
+DENSE_FIRST: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(mlp_only_layers=[0, 1]),
+    "qwen2_moe": dict(mlp_only_layers=[0, 1, 2], decoder_sparse_step=1),
+    "deepseek_v3": dict(first_k_dense_replace=2),
+}
+
+
 def save_model(root: Path, kind: str, tie: bool) -> str:
+    """kind: one of tests/tiny.py, or it and "-dense-first"."""
     path = root / f"{kind}-{'tied' if tie else 'untied'}"
     if not path.exists():
-        save_tiny(path, kind, tie=tie)
+        family = kind.removesuffix("-dense-first")
+        save_tiny(path, family, tie=tie, **(DENSE_FIRST[family] if family != kind else {}))
     return str(path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
+from megarl.ckpt.marker import write_marker
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
 
@@ -149,6 +152,7 @@ CASES: dict[str, tuple[int, Parallel, dict[str, Any], str, bool]] = {
     "ep2": (2, dict(ep=2), ZERO, "qwen3_moe", False),
     "tp2sp-sandwich": (2, dict(tp=2, sequence_parallel=True), ZERO, "glm4", False),
     "dp2-bf16-plain": (2, dict(), BF16 | PLAIN, "qwen2", False),
+    "pp2-dense-first": (2, dict(pp=2), ZERO, "qwen3_moe-dense-first", False),
 }
 
 
@@ -225,6 +229,12 @@ MOVES: dict[str, tuple[str, dict[str, Any], bool, Place, Place]] = {
         "qwen3", ZERO, True, (2, dict(cp=2)), (2, dict(pp=2, pipeline_split=[3, 1])),
     ),
     "pp2vpp2-tp2sp-plain": ("qwen3", PLAIN, False, (2, dict(pp=2, vpp=2)), (2, SP2)),
+    "pp2-ep2-dense-first": (
+        "deepseek_v3-dense-first", ZERO, False, (2, dict(pp=2)), (2, dict(ep=2)),
+    ),
+    "pp2-ep2-dense-first-plain": (
+        "qwen2_moe-dense-first", PLAIN, False, (2, dict(pp=2)), (2, dict(ep=2)),
+    ),
 }  # fmt: skip
 
 
@@ -244,6 +254,27 @@ def test_another_layout_continues_with_the_same_state(world2, world4, models, tm
 )
 def test_experts_move(world2, models, tmp_path, before, after, over):
     check_move(world2, world2, models, tmp_path, over, False, before, after, kind="qwen3_moe")
+
+
+STAGES: list[Parallel] = [dict(pp=2), dict(pp=2, pipeline_split=[1, 3]), dict(pp=2, vpp=2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN, BF16], ids=["zero", "plain", "bf16"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("parallel", STAGES, ids=str)
+def test_resume_with_stages_without_experts(world2, models, tmp_path, parallel, kind, over):
+    path = save_model(models, f"{kind}-dense-first", False)
+    check_resume(world2, tmp_path / "ck", path, parallel, over)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("over", [ZERO, PLAIN], ids=["zero", "plain"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("after", [dict(), SP2, dict(ep=2), dict(pp=2, vpp=2)], ids=str)
+def test_experts_move_from_stages_without_them(world2, models, tmp_path, after, kind, over):
+    kind = f"{kind}-dense-first"
+    check_move(world2, world2, models, tmp_path, over, False, dict(pp=2), after, kind=kind)
 
 
 @pytest.mark.full
@@ -575,24 +606,50 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
         assert r["held"] == [False, False] and r["done"] == [True, True]
         assert r["differ"] == [] == r["differ2"] and r["resumed"] > 0
         assert r["figures"] == r["again"] and r["version"] == VERSION
-        assert "failed on rank 1" in r["error"] and "disk full" in r["error"], (rank, r["error"])
+        assert re.search(
+            r"DiskFull: saving .*ck failed on rank 1: .*disk full: .*MiB are needed, .* free .*fileroot",
+            r["error"],
+        ), (rank, r["error"])
         assert r["left"] == ["ck", "ck-2"] and r["older"] == []
 
 
+class Hostile:
+    """Unpickled without care, it makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def flip_bytes(path: Path, count: int = 64) -> None:
+    content = bytearray(path.read_bytes())
+    for i in range(0, len(content), max(1, len(content) // count)):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+
+
 def bad_loads(path: str, other: str, root: str) -> dict[str, str]:
-    good, weights, cut, bare = (Path(root) / n for n in ("good", "weights", "cut", "bare"))
+    names = ("good", "weights", "cut", "bare", "flipped", "object", "common")
+    good, weights, cut, bare, flipped, hostile, common = (Path(root) / n for n in names)
     engine = engine_for(path, dict(tp=2), ZERO)
     before = state(engine)
     errors = {}
-    for target, with_optim in ((good, True), (weights, False), (cut, True), (bare, True)):
-        engine.save(dist_meta(target, with_optim))
+    for target in (good, weights, cut, bare, flipped, common):
+        engine.save(dist_meta(target, with_optim=target != weights))
+    with patch("megarl.engine.checkpoint.rng_state", lambda: Hostile(f"{root}/ran")):
+        engine.save(dist_meta(hostile))
     if dist.get_rank() == 0:
         with (cut / "__1_0.distcp").open("r+b") as f:
             f.truncate(100)
         (bare / "megarl.json").unlink()
         (Path(root) / "file").write_text("")
+        flip_bytes(flipped / "__1_0.distcp")
+        torch.save({"evil": Hostile(f"{root}/ran")}, common / "common.pt")
+        write_marker(common, json.loads((common / "megarl.json").read_text())["info"])
     dist.barrier()
-    for name in ("missing", "cut", "bare", "file"):
+    for name in ("missing", "cut", "bare", "file", "flipped", "object", "common"):
         errors[name] = error_of(engine.load, dist_meta(f"{root}/{name}"))
     errors["weights"] = error_of(engine.load, dist_meta(weights))
     errors["occupied"] = error_of(engine.save, dist_meta(bare))
@@ -625,17 +682,22 @@ def test_what_cannot_be_loaded_is_named(world2, models, tmp_path):
         "plain": ("optimizer='distributed'", "'plain'", "optimizer.distributed"),
         "model": ("tie_word_embeddings=False", "True", "path"),
         "no optimizer": ("has no optimizer", "with_optim=False"),
+        "flipped": ("__1_0.distcp is damaged", "checksum"),
+        "object": ("failed on rank 0", "mkdir"),
+        "common": ("mkdir",),
     }
+    assert not (tmp_path / "ran").exists()
     for errors in results:
         assert set(errors) == set(parts)
         for name, texts in parts.items():
             assert all(t in errors[name] for t in texts), (name, errors[name])
     for name, error in results[0].items():
-        assert error.startswith("ValueError"), (name, error)
+        assert error.startswith("ValueError") or name in ("object", "common"), (name, error)
+    assert results[0]["flipped"] == results[1]["flipped"]
 
 
 def test_the_marker_tells_what_is_inside(world1, models, tmp_path):
-    from megarl.ckpt.dist import read_info
+    from megarl.ckpt.marker import read_info
 
     world1.run(train_and_save, save_model(models, "llama", True), str(tmp_path / "ck"), {}, ZERO)
     info = read_info(tmp_path / "ck")
@@ -644,6 +706,7 @@ def test_the_marker_tells_what_is_inside(world1, models, tmp_path):
     assert info["dtype"] == "float32" and info["versions"]["megatron-core"]
     marker = json.loads((tmp_path / "ck" / "megarl.json").read_text())
     marker["format"] = 99
+    del marker["checksum"]
     (tmp_path / "ck" / "megarl.json").write_text(json.dumps(marker))
     with pytest.raises(ValueError, match="format 99"):
         read_info(tmp_path / "ck")

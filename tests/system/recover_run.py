@@ -2,12 +2,14 @@
 
 KILL="PHASE:STEP" in the environment: SIGKILL in that phase of that step. With KILL_ALL the launcher
 and everything below it die at once, as a host does; else only the rank that is in the phase. It
-happens once: KILLED names the file that remembers it, with the process ids there were. ROWS names a
-file that gets the rows of every batch that is trained on.
+happens once: KILLED names the file that remembers it, with the process ids there were. With NUMBER
+the launcher gets that signal instead, and nobody is killed. ROWS names a file that gets the rows of
+every batch that is trained on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -49,8 +51,14 @@ def record_rows(path: Path) -> None:
 
 
 def die() -> None:
+    killed = Path(os.environ["KILLED"])
+    if killed.exists():
+        return  # a signal has been sent
     pids = descendants(os.getppid())
-    Path(os.environ["KILLED"]).write_text(json.dumps(pids))
+    killed.write_text(json.dumps(pids))
+    if "NUMBER" in os.environ:
+        os.kill(os.getppid(), int(os.environ["NUMBER"]))
+        return
     if "KILL_ALL" in os.environ:
         for pid in [os.getppid(), *(p for p in pids if p != os.getpid())]:
             os.kill(pid, signal.SIGKILL)
@@ -94,6 +102,7 @@ def in_rollout(step: int) -> None:
             batch = await real(self, engine, data)
             if training and engine.get_version() >= step - 1:
                 die()
+                await asyncio.sleep(300)  # where it got a signal and lives
             return batch
 
         return arun_episode

@@ -475,7 +475,7 @@ def test_sigterm_leaves_nothing_not_even_a_stuck_reward(run: Run) -> None:
 @pytest.mark.parametrize("phase", STANDSTILL)
 @pytest.mark.parametrize("number, times", [("SIGTERM", 1), ("SIGINT", 1), ("SIGINT", 2)])
 def test_signals_in_every_phase(run: Run, phase: str, number: str, times: int) -> None:
-    run.start(f"if RANK == 0: {STANDSTILL[phase]}", nproc=2)
+    run.start(f"if RANK == 0: {STANDSTILL[phase]}", "recover.grace=3", nproc=2)
     run.until("reached0")
     assert run.process is not None
     for _ in range(times):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -62,16 +63,23 @@ class Run:
         return self.root / "e" / "t"
 
     def start(
-        self, *more: str, kill: str = "", everything: bool = True, nproc: int = 0, rows: str = ""
+        self,
+        *more: str,
+        kill: str = "",
+        everything: bool = True,
+        nproc: int = 0,
+        rows: str = "",
+        number: int = 0,
     ) -> tuple[int, str]:
-        """Runs to the end, or until it is killed at `kill`; the status and the output. `rows`: a
-        file for those trained on.
+        """Runs to the end, or until it is killed at `kill`, where with `number` the launcher gets
+        that signal instead; the status and the output. `rows`: a file for those trained on.
         """
         env = os.environ | {"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu"}
         env |= {"ROWS": str(self.root / rows)} if rows else {}
         if kill:
             env |= {"KILL": kill, "KILLED": str(self.root / f"killed-{kill}")}
             env |= {"KILL_ALL": "1"} if everything else {}
+            env |= {"NUMBER": str(number)} if number else {}
         done = subprocess.run(
             [sys.executable, "-m", "megarl.launcher.local", str(SCRIPT), "--nproc",
              str(nproc or self.nproc), f"fileroot={self.root}", *self.command, *more],
@@ -156,7 +164,8 @@ def check_same(run: Run, whole: Run, model: Path) -> None:
     elapsed = [r["elapsed_s"] for r in run.rows()]
     assert elapsed == sorted(elapsed)
     assert not run.leftovers()
-    assert [p.name for p in (run.dir / "recover").iterdir()] == [f"step_{STEPS:06d}"]
+    kept = sorted(p.name for p in (run.dir / "recover").glob("step_*"))
+    assert kept == [f"step_{step:06d}" for step in (STEPS - 1, STEPS)]
 
 
 def rewards_differ(whole: Run) -> bool:
@@ -251,6 +260,26 @@ def test_killed_in_every_phase(layout, model, uninterrupted, tmp_path):
 
 
 @pytest.mark.full
+def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
+    """SIGTERM while answers are generated: that step begins anew. SIGINT in an update: the step is
+    finished first. What is damaged then costs one step."""
+    command = grpo(model, "tp2")
+    whole, run = uninterrupted(*command), Run(tmp_path, command)
+    for kill, number, done in (("rollout:2", signal.SIGTERM, 1), ("update:3", signal.SIGINT, 3)):
+        status, output = run.start(kill=kill, number=number)
+        assert status == 128 + number and "Traceback" not in output, output
+        assert f"stopped by a signal after step {done}: the same command goes on from" in output
+        newest = max((run.dir / "recover").iterdir())
+        assert newest.name == f"step_{done:06d}" and not run.leftovers()
+    # and bytes of the newest are lost: both ranks take the one before
+    part = next((newest / "actor").glob("__1_*.distcp"))
+    content = part.read_bytes()
+    part.write_bytes(content[:1000] + bytes(b ^ 0x55 for b in content[1000:1064]) + content[1064:])
+    output = run.finish()
+    assert "step_000003 is not whole" in output and "from step 2 of 5" in output
+    check_same(run, whole, model)
+
+
 def test_the_launcher_starts_a_failed_run_again(model, uninterrupted, tmp_path):
     """One rank is killed; the launcher ends the rest, and its second start goes on from step 2."""
     run = Run(tmp_path, grpo(model, "tp2", AT_ONCE))

@@ -23,6 +23,8 @@ from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.staleness import StalenessManager
+from megarl.utils import stopping
+from megarl.utils.stopping import StopRequested
 from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, trajectory
 
 SIZE = 23
@@ -195,6 +197,20 @@ def test_random_runs_with_kills_balance_at_every_step(rig, seed):
     assert len(r.handed) > 30 and r.failed and r.ex.stats()["rejected"] > 0
 
 
+def test_a_wait_that_a_signal_ends_leaves_nothing_half_done(rig, monkeypatch):
+    """A checkpoint taken then continues with all rows, the first batch's first."""
+    r = rig()
+    r.step()
+    with monkeypatch.context() as m, pytest.raises(StopRequested):
+        m.setattr(stopping, "wish", lambda: 15)
+        r.ex.prepare_batch(r.loader, r.flow)
+    r.check()
+    r.kill_and_resume(r.checkpoint())
+    while len(r.handed) < SIZE:
+        r.step()
+    assert sorted(r.handed[:SIZE]) == list(range(SIZE))
+
+
 @pytest.mark.parametrize("eta", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -300,13 +316,28 @@ def test_ledger_names_the_episode_at_fault():
         ledger.receive(ids(1, 1))
 
 
+def test_samples_whose_update_was_skipped_are_not_trained():
+    ledger = Ledger()
+    ledger.receive(ids(0, 0, 1, 1))
+    ledger.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
+    ledger.check()
+    assert (ledger.episodes, ledger.samples) == (1, 1)
+    assert (ledger.skipped_episodes, ledger.skipped_samples) == (1, 3)
+    again = Ledger()
+    again.load_state_dict(ledger.state_dict())
+    assert again.state_dict() == ledger.state_dict()
+    again.load_state_dict({"mark": 1, "episodes": 2, "samples": 4})  # from before they were counted
+    assert again.skipped_samples == 0
+
+
 def test_ledger_stays_small_and_survives_a_resume():
     ledger = Ledger()
     for i in range(1000):
         ledger.receive(ids(2 * i, 2 * i))
         ledger.train(ids(2 * i, 2 * i))
     state = ledger.state_dict()
-    assert state == {"mark": 1998, "episodes": 1000, "samples": 2000} and not ledger._untrained
+    want = {"mark": 1998, "episodes": 1000, "samples": 2000}
+    assert state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not ledger._untrained
     again = Ledger()
     again.load_state_dict(state)
     with pytest.raises(AccountingError, match="episode 1998 was trained twice"):

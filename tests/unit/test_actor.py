@@ -232,11 +232,15 @@ def test_a_refused_update_enters_no_mean():
     stats = actor.ppo_update(batch)
     assert stats["skipped_updates"] == 1 and stats["n_updates"] == 3
     assert stats["update_successful"] == 0.75
+    skipped = minibatch_rows(16, 4, seed=0)[1]
+    assert batch["skipped"].nonzero().flatten().tolist() == skipped
+    assert stats["skipped_sequences"] == 4
+    assert stats["skipped_tokens"] == batch["loss_mask"][skipped].sum() > 0
     assert all(math.isfinite(v) for v in stats.values())
     batch["advantages"][:, 2] = math.nan
     stats = actor.ppo_update(batch)
     assert stats["skipped_updates"] == 4 and stats["update_successful"] == 0
-    assert "loss" not in stats
+    assert stats["skipped_sequences"] == 16 and "loss" not in stats
 
 
 def test_logp_gap_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import runpy
 import shutil
 import signal
@@ -22,8 +23,9 @@ from megarl.ckpt import convert as module
 from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_logits import check_logits
 from megarl.ckpt.convert_report import inspect, verify
-from megarl.ckpt.convert_source import read_metadata
 from megarl.ckpt.convert_work import chunk_bytes, resident_bytes
+from megarl.ckpt.marker import check_contents, read_info, write_marker
+from megarl.ckpt.restricted import read_metadata
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +161,7 @@ def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there already"):
         hf2dist(a, ck, **QUIET)
     marker = json.loads((ck / "megarl.json").read_text())
+    del marker["checksum"]
     for change, words in (({"lora": {"r": 8}}, "adapters"), ({"hf_config": None}, "--base")):
         text = json.dumps({**marker, "info": {**marker["info"], **change}})
         (ck / "megarl.json").write_text(text)
@@ -326,6 +329,59 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     (a / "model.safetensors").write_bytes(b"")
     assert inspect(a)["complete"].startswith("no: ")
     assert inspect(tmp_path)["what"].startswith("neither")
+
+
+class Hostile:
+    """Unpickled without care, it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_no_command_runs_what_a_hostile_file_names(tmp_path: Path) -> None:
+    a, ck, ran = save_tiny(tmp_path / "a", "llama", layers=1), tmp_path / "ck", tmp_path / "ran"
+    hf2dist(a, ck, **QUIET)
+    info = read_info(ck)
+    good = (ck / ".metadata").read_bytes()
+    deep = pickle.loads(good)  # the object stands where a tensor's description should
+    deep.state_dict_metadata["evil"] = Hostile(ran)
+    for content in (pickle.dumps(Hostile(ran)), pickle.dumps(deep)):
+        (ck / ".metadata").write_bytes(content)
+        write_marker(ck, info)  # whoever writes the file can write its checksum
+        said = inspect(ck)["complete"]
+        assert said.startswith("no: ") and "mkdir is not allowed" in said
+        for command in (lambda: verify(a, ck, **QUIET), lambda: dist2hf(ck, tmp_path / "b")):
+            with pytest.raises(ValueError, match="mkdir is not allowed"):
+                command()
+        assert not ran.exists()
+    (ck / ".metadata").write_bytes(good)
+    write_marker(ck, info)
+    assert verify(a, ck, **QUIET) == []
+
+
+def test_flipped_bytes_are_seen_in_every_file(tmp_path: Path) -> None:
+    a, ck = save_tiny(tmp_path / "a", "llama", layers=1), tmp_path / "ck"
+    hf2dist(a, ck, **QUIET)
+    files = [f for f in ck.rglob("*") if f.is_file()]
+    assert {".metadata", "common.pt", "metadata.json", "megarl.json"} <= {f.name for f in files}
+    for file in files:
+        content = file.read_bytes()
+        at = len(content) // 3
+        file.write_bytes(content[:at] + bytes(b ^ 0x11 for b in content[at : at + 64])
+                         + content[at + 64 :])  # fmt: skip
+        assert inspect(ck)["complete"][:2] == "no", file
+        with pytest.raises(ValueError, match=r"megarl\.json|damaged"):
+            dist2hf(ck, tmp_path / "b", **QUIET)
+        file.write_bytes(content)
+    assert inspect(ck)["complete"] == "yes"
+    marker = json.loads((ck / "megarl.json").read_text())
+    older = {k: v for k, v in marker.items() if k not in ("xxh3_128", "checksum")}
+    (ck / "megarl.json").write_text(json.dumps(older))  # from before there were checksums
+    check_contents(ck)
+    assert inspect(ck)["complete"] == "yes"
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

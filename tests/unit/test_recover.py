@@ -17,8 +17,7 @@ import torch
 
 from megarl import run as entry
 from megarl.ckpt import background
-from megarl.ckpt.dist import FORMAT
-from megarl.ckpt.dist import MARKER as ENGINE_MARKER
+from megarl.ckpt.marker import check_contents, write_marker
 from megarl.config.check import check_config, trained_engines
 from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError
@@ -28,9 +27,10 @@ from megarl.config.run import FrequencyConfig, SaverConfig
 from megarl.trainer import run_dir as claims
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
-from megarl.trainer.run_dir import claim
+from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
 from megarl.utils import staging
+from megarl.utils.disk import DiskFull
 from tests.hf_stub import write_stub
 
 # ---- directories and files that are whole or not there
@@ -161,8 +161,7 @@ class Weights:
             return
         assert meta.with_optim
         (path / "weights").write_text(str(self.value))
-        marker = {"format": FORMAT, "id": "x", "info": {}, "files": {"weights": 1}}
-        (path / ENGINE_MARKER).write_text(json.dumps(marker))
+        write_marker(path, {})
 
     def begin_save(self, meta: Any) -> Any:
         return Writing(self, meta)
@@ -198,7 +197,16 @@ class Start:
 
     def __init__(self, cfg: BaseConfig, now: float = 0.0) -> None:
         self.now = now
-        self.lock, resumed = claim(cfg)
+        self.lock = claim(cfg)
+
+        def find_damage(path: Path) -> str | None:
+            try:
+                check_contents(path)
+            except ValueError as e:
+                return str(e)
+            return None
+
+        resumed = newest_checkpoint(cfg, lambda fn, *args: fn(*args), find_damage)
         run = Path(cfg.fileroot) / "e" / "t"
         self.ctx: Any = SimpleNamespace(
             cfg=cfg, run_dir=run, resumed=resumed, zero=lambda fn, *args: fn(*args),
@@ -350,6 +358,82 @@ def test_incomplete_and_damaged_checkpoints_are_skipped(tmp_path, model, caplog,
     assert Start(cfg).step == 2
 
 
+def damage(file: Path) -> None:
+    content = file.read_bytes()
+    at = len(content) // 3
+    file.write_bytes(content[:at] + bytes(b ^ 0x11 for b in content[at : at + 64])
+                     + content[at + 64 :])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer.json", "trainer.pt", "model/megarl.json", "model/weights"]
+)
+def test_flipped_bytes_fall_back_to_the_checkpoint_before(
+    tmp_path, model, caplog, monkeypatch, name
+):
+    """Two are kept by default."""
+    monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
+    cfg = sft(tmp_path, model, "recover.freq_steps=1")
+    Start(cfg).train(4)
+    recover = tmp_path / "e" / "t" / "recover"
+    assert sorted(p.name for p in recover.iterdir()) == ["step_000003", "step_000004"]
+    damage(recover / "step_000004" / name)
+    check_run_dir(cfg)  # every rank's and the launcher's first look
+    start = Start(cfg)
+    assert (start.step, start.weights.value, start.state) == (3, 3, {"place": 3})
+    assert any("step_000004 is not whole" in m for m in caplog.messages)
+    start.train(1)
+    assert Start(cfg).step == 4
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_the_trainers_state_is_plain_data(tmp_path, model):
+    """What else stands there is not run, and not written."""
+    cfg = sft(tmp_path, model, "recover.freq_steps=1")
+    start = Start(cfg)
+    start.train(1)
+    path = tmp_path / "e" / "t" / "recover" / "step_000001"
+    plain = torch.load(path / "trainer.pt", weights_only=True)
+    marker = json.loads((path / "trainer.json").read_text())
+    older = {k: v for k, v in marker.items() if "checksum" not in k and "xxh3" not in k}
+    (path / "trainer.json").write_text(json.dumps(older))  # from before there were checksums
+    torch.save(plain | {"evil": Hostile(tmp_path / "ran")}, path / "trainer.pt")
+    with pytest.raises(RuntimeError, match=r"more than plain data .*mkdir"):
+        Start(cfg)
+    assert not (tmp_path / "ran").exists()
+    torch.save(plain, path / "trainer.pt")
+    start = Start(cfg)
+    assert start.step == 1
+    start.state["row"] = Hostile(tmp_path / "ran")
+    with pytest.raises(ValueError, match=r"rows of train_dataset .*mkdir"):
+        start.train(1)
+
+
+def test_a_full_disk_is_one_line_and_the_older_checkpoint_stays(tmp_path, model, monkeypatch):
+    cfg = sft(tmp_path, model, "recover.freq_steps=1", "recover.async_save=false")
+    start = Start(cfg)
+    start.train(1)
+    real = Path.write_bytes
+
+    def write(self: Path, content: bytes) -> int:
+        if self.name == "trainer.pt":
+            raise OSError(28, "No space left on device", str(self))
+        return real(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(DiskFull, match=r"step_000002: No space left on device: .* free .*fileroot"):
+        start.train(1)
+    monkeypatch.undo()
+    assert start.saved() == [1] and Start(cfg).step == 1
+
+
 def test_final_model_of_a_run_that_ended(tmp_path, model):
     """Written if it is missing or older than the checkpoint, left alone otherwise."""
     cfg = sft(tmp_path, model)
@@ -401,18 +485,16 @@ def test_what_cannot_continue_is_refused(tmp_path, model):
 def test_changes_of_the_configuration_are_told_and_kept(tmp_path, model, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megarl"), "propagate", True)
     run = tmp_path / "e" / "t"
-    lock, _ = claim(sft(tmp_path, model))
-    lock.close()
+    Start(sft(tmp_path, model)).lock.close()
     longer = sft(tmp_path, model, "total_train_steps=9", "+train_dataset.options.level=3")
     changes = ["total_train_steps: None -> 9", "train_dataset.options.level: None -> 3"]
     assert config_changes(longer) == changes
     assert config_changes(sft(tmp_path, model)) == []
-    lock, _ = claim(longer)
-    lock.close()
+    Start(longer).lock.close()
     assert changes[0] in caplog.text
     assert load_config(run / "config.yaml") == longer
     assert load_config(run / "config.1.yaml") == sft(tmp_path, model)
-    claim(longer)[0].close()
+    Start(longer).lock.close()
     assert len(list(run.glob("config*.yaml"))) == 2
 
 
@@ -427,7 +509,7 @@ def test_one_run_at_a_time(tmp_path, model, monkeypatch):
     monkeypatch.setattr(claims, "LOCK_TIMEOUT", 0.1)
     monkeypatch.setattr(claims, "LOCK_POLL", 0.1)
     cfg = sft(tmp_path, model)
-    lock, _ = claim(cfg)
+    lock = claim(cfg)
     if (pid := os.fork()) == 0:
         try:
             claim(cfg)
@@ -436,7 +518,7 @@ def test_one_run_at_a_time(tmp_path, model, monkeypatch):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     lock.close()
-    claim(cfg)[0].close()
+    claim(cfg).close()
 
 
 def test_run_py_checks_the_directory_on_rank_0_alone(tmp_path, model, monkeypatch, capsys):

@@ -378,7 +378,10 @@ def test_sft_has_the_same_protection(tmp_path, said):
     a_check(tmp_path).watch(model)
     batch = {k: v for k, v in rollout(BigramEngine()).items() if k.endswith(("ids", "mask"))}
     assert rows_with_3(batch)
-    assert model.train(batch) == {"update_successful": 0.0, "skipped_updates": 1.0}
+    assert model.train(batch) == {
+        "update_successful": 0.0, "skipped_updates": 1.0,
+        "skipped_sequences": len(batch["input_ids"]), "skipped_tokens": batch["loss_mask"].sum(),
+    }  # fmt: skip
     batch["loss_mask"] &= batch["input_ids"] != 3
     stats = model.train(batch)
     assert stats["skipped_updates"] == 0 and stats["ppl"] > 1

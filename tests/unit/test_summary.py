@@ -56,6 +56,42 @@ def test_sums_of_an_rl_run():
     json.dumps(s)
 
 
+def test_skipped_updates_are_no_training():
+    run = a_run()
+    run.rows[2] |= {"skipped_sequences": 16.0, "skipped_tokens": 40.0}
+    final = run.rows[-1] | {
+        "rollout/trained": 30.0, "rollout/trained_samples": 112.0,
+        "rollout/skipped": 2.0, "rollout/skipped_samples": 16.0,
+    }  # fmt: skip
+    s = summarize(run, seconds=20.0, total_steps=4, final=final)
+    assert (s["prompts_trained"], s["samples_trained"], s["tokens_trained"]) == (30, 112, 360)
+    assert (s["prompts_skipped"], s["samples_skipped"], s["handed_out_untrained"]) == (2, 16, 0)
+    assert s["each_sample_trained_once"]
+    del run.rows[2]["skipped_sequences"]  # books that disagree with the steps
+    assert not summarize(run, seconds=20.0, final=final)["each_sample_trained_once"]
+
+
+def test_a_refused_start_leaves_the_summary_of_a_finished_run(tmp_path, capsys):
+    def start(**kw):
+        return StatsLogger(
+            StatsLoggerConfig(table=False), run_dir=tmp_path, experiment_name="e", trial_name="t",
+            run_config={}, **kw,
+        )  # fmt: skip
+
+    first = start()
+    first.commit(1, rl_row(1), total_steps=1)
+    first.close()
+    written = {name: (tmp_path / name).read_bytes() for name in ("summary.json", "report.html")}
+    assert json.loads(written["summary.json"])["status"] == "finished"
+    start(from_step=1).close(error=ValueError("no such dataset"))
+    start(from_step=1).close(final={})  # nothing to do
+    assert written == {name: (tmp_path / name).read_bytes() for name in written}
+    again = start(from_step=1)
+    again.commit(2, rl_row(2), total_steps=2)
+    again.close(error=ValueError("later"))
+    assert "failed: ValueError" in (tmp_path / "summary.json").read_text()
+
+
 def test_a_sample_too_few_or_too_many_is_not_hidden():
     run = a_run()
     run.rows[2]["tokens/sequences"] = 36.0

@@ -56,13 +56,14 @@ def summarize(
         "steps": steps,
         "total_steps": total_steps,
         "seconds": round(seconds, 3),
-        "samples_trained": int(sum(run.values("tokens/sequences"))),
-        "tokens_trained": int(sum(run.values("tokens/trained"))),
-        "skipped_updates": int(sum(run.values("skipped_updates"))),
+        "samples_trained": _total(run, "tokens/sequences") - _total(run, "skipped_sequences"),
+        "tokens_trained": _total(run, "tokens/trained") - _total(run, "skipped_tokens"),
+        "skipped_updates": _total(run, "skipped_updates"),
+        "samples_skipped": _total(run, "skipped_sequences"),
         "seconds_by_phase": _phases(run, seconds),
     }
     if "rollout/submitted" in last:
-        summary |= _rollouts(last, summary["samples_trained"])
+        summary |= _rollouts(last, summary["samples_trained"], summary["samples_skipped"])
     ends = {"reward": ("reward/mean",), "loss": ("loss",)}
     summary |= {name: _ends(run, *keys) for name, keys in ends.items() if run.values(*keys)}
     summary |= _held_out(run, "accuracy", ACCURACY)
@@ -81,14 +82,23 @@ def _status(error: BaseException | None, *, early: bool) -> str:
     return f"failed: {type(error).__name__}: {first_line}".removesuffix(": ")
 
 
-def _rollouts(last: Mapping[str, float], samples: int) -> Summary:
+def _total(run: Run, figure: str) -> int:
+    return int(sum(run.values(figure)))
+
+
+def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
+    """`samples` were trained and `skipped` were not, as the steps' figures have it: the books must
+    agree."""
     counts = {name: int(last[f"rollout/{name}"]) for name in COUNTERS}
     prompts, handed_out = (int(last[f"rollout/{n}"]) for n in ("trained", "handed_out"))
+    booked = int(last["rollout/trained_samples"]), int(last.get("rollout/skipped_samples", 0))
+    prompts_skipped = int(last.get("rollout/skipped", 0))
     return {
         "prompts": counts,
         "prompts_trained": prompts,
-        "handed_out_untrained": handed_out - prompts,
-        "each_sample_trained_once": samples == int(last["rollout/trained_samples"]),
+        "prompts_skipped": prompts_skipped,
+        "handed_out_untrained": handed_out - prompts - prompts_skipped,
+        "each_sample_trained_once": (samples, skipped) == booked,
         "reward_errors": int(last["rollout/reward_errors"]),
     }
 
@@ -134,7 +144,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     if summary.get("reward_errors"):
         lines.append(("reward errors", str(summary["reward_errors"])))
     if summary["skipped_updates"]:
-        lines.append(("skipped updates", str(summary["skipped_updates"])))
+        left_out = f", {summary['samples_skipped']} samples not trained"
+        lines.append(("skipped updates", f"{summary['skipped_updates']}{left_out}"))
     if "weight_syncs" in summary:
         sync = summary["weight_syncs"]
         lines.append(("weight syncs", f"{sync['count']}, {number(sync['bytes'])}B in all"))

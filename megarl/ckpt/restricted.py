@@ -1,0 +1,115 @@
+"""Pickles in checkpoints, read so that nothing in them can run.
+
+A torch_dist checkpoint has three kinds: `.metadata`, common.pt, and objects between the tensors of
+the .distcp files (random states). torch and megatron-core read the first and the last with the
+full unpickler, which calls whatever a file names. Here only what a checkpoint is made of has a
+name.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from megarl.parallel import mcore  # noqa: F401  before megatron
+
+from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # isort: skip
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (  # isort: skip
+    CachedMetadataFileSystemReader,
+)
+
+METADATA = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_METADATA, n) for n in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, n) for n in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA, n) for n in ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if (module, name) in _ALLOWED or isinstance(dtype, torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What torch.distributed.checkpoint says is where in directory `path`; ValueError for anything
+    else."""
+    try:
+        with (path / METADATA).open("rb") as f:
+            found = load_metadata(f)
+    except (OSError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path}: no readable .metadata ({e}); it is no whole checkpoint") from e
+    return found
+
+
+def load_metadata(file: IO[bytes]) -> Metadata:
+    """UnpicklingError for what is damaged or names anything but metadata."""
+    try:
+        found = _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as e:  # damaged opcodes raise whatever their arguments lead to
+        raise pickle.UnpicklingError(f"{type(e).__name__}: {e}") from e
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
+def check_common(path: Path) -> None:
+    """ValueError unless common.pt in directory `path` is plain data. megatron-core reads it by
+    torch.load, where an environment variable can allow more."""
+    try:
+        torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        lines = [line for line in str(e).splitlines() if "unsupported" in line.lower()]
+        why = lines[0] if lines else "it is damaged"
+        raise ValueError(f"{path}/common.pt is not read: {why}; load another checkpoint") from e
+
+
+class _Reader(CachedMetadataFileSystemReader):
+    _cached_metadata: Metadata | None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._cached_metadata is None:
+            found = read_metadata(Path(self.path))
+            found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            self._cached_metadata = found
+        return self._cached_metadata
+
+
+class _Planner(mcore_torch.MCoreLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        torch.load(value, map_location="cpu", weights_only=True)  # raises where more is in it
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+@contextmanager
+def restricted_reading() -> Iterator[None]:
+    """Lets megatron-core 0.16's loader of torch_dist read by the classes above; it makes its own
+    and takes no others. It reads common.pt by torch.load(weights_only=True) itself."""
+    with (
+        patch.object(mcore_torch, "_get_filesystem_reader", lambda path, **_: _Reader(path)),
+        patch.object(mcore_torch, "MCoreLoadPlanner", _Planner),
+    ):
+        yield

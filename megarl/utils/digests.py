@@ -1,0 +1,49 @@
+"""Checksums that tell whether what is on disk is what was written.
+
+XXH3 with 128 bits finds every kind of damage, at the speed of memory. It is no protection against
+somebody who changes a file on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_CHUNK = 8 << 20
+_SEAL = "checksum"
+
+Digest = xxhash.xxh3_128
+
+
+def file_digest(path: Path) -> str:
+    """The checksum of a file's bytes; OSError if it cannot be read."""
+    digest = Digest()
+    with path.open("rb", buffering=0) as f:
+        while chunk := f.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with a checksum of its own as another entry, for a json file."""
+    as_read = json.loads(json.dumps(content))  # keys are text there
+    return {**as_read, _SEAL: _of_json(as_read)}
+
+
+def broken_seal(content: Any) -> str | None:
+    """What is wrong with what was read back of a `seal`ed file, None if nothing is. A file from
+    before there were seals has none, and passes."""
+    if not isinstance(content, dict):
+        return "it is no json object"
+    found = content.get(_SEAL)
+    if found is None or found == _of_json({k: v for k, v in content.items() if k != _SEAL}):
+        return None
+    return "its content does not fit its checksum"
+
+
+def _of_json(content: Mapping[str, Any]) -> str:
+    return Digest(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,99 @@
+"""A run that is asked to end: SIGINT, SIGTERM and SIGHUP as a wish, not as a blow.
+
+`listening()` takes the signals; loops ask `wish()` where it is safe to stop. Before the first step
+(`work_begins`) there is nothing to lose, and the first signal ends the process; afterwards the
+second does. Python runs its own handlers between two bytecodes only, which a collective can hold
+up for minutes: here a thread reads the signals as they come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequested(Exception):
+    """Raised at a safe point because of a `wish`."""
+
+
+_received: list[int] = []
+_working = False
+_honoured = 0
+
+
+def wish() -> int:
+    """The number of the signal that asks this process to stop, 0 if none has come."""
+    return _received[0] if _received else 0
+
+
+def work_begins() -> None:
+    """From here on one signal is a wish that the loop fulfils."""
+    global _working
+    _working = True
+
+
+def honour(number: int) -> None:
+    """The loop has stopped because signal `number` came, here or on another rank."""
+    global _honoured
+    _honoured = number
+
+
+def status() -> int:
+    """What to exit with: as a shell says "ended by signal n" where a wish was honoured, else 0."""
+    return 128 + _honoured if _honoured else 0
+
+
+@contextmanager
+def listening(*, spokesman: bool = True) -> Iterator[None]:
+    """Takes the signals in the block; only where it is entered in the main thread. `spokesman`:
+    says on stderr what follows from one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    global _working, _honoured
+    _received.clear()
+    _working, _honoured = False, 0
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    thread = threading.Thread(
+        target=_listen, args=(read, spokesman), name="megarl-signals", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(write)
+        thread.join()
+        os.close(read)
+
+
+def _listen(read: int, spokesman: bool) -> None:
+    while data := os.read(read, 1):
+        number = data[0]
+        if number not in SIGNALS:
+            continue
+        name = signal.Signals(number).name
+        _received.append(number)
+        if not _working or len(_received) > 1:
+            _say(spokesman, f"{name}: ending at once")
+            os._exit(128 + number)
+        _say(
+            spokesman,
+            f"{name}: this step, or the wait for its rollouts, ends with a checkpoint; one more "
+            "signal ends the run at once",
+        )
+
+
+def _say(spokesman: bool, text: str) -> None:
+    if spokesman:
+        os.write(2, f"{text}\n".encode())
