@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.launcher import local
 from megarl.launcher.devices import share_out, visible_gpus
@@ -69,12 +70,11 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
 
     def make(gpus: int, *args: str) -> Job:
         monkeypatch.setattr(local, "visible_gpus", lambda env: [*map(str, range(gpus))])
-        return plan(
-            [
-                f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2",
-                f"fileroot={tmp_path}/runs", "--nproc", "2", *args,
-            ]
-        )  # fmt: skip
+        line = [
+            f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2",
+            f"fileroot={tmp_path}/runs", "--nproc", "2", *args,
+        ]  # fmt: skip
+        return plan(parse_command_line(line, options=("nproc",)))
 
     return make
 

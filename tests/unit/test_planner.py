@@ -158,7 +158,7 @@ def matrix(shape: tuple[int, int], boxes: list[planner.Box]) -> PieceTable:
         rows, columns = (b - a for a, b in zip(start, stop, strict=True))
         place = Place(0, 0, tp=i % 2)
         pieces.append(Piece(place, f"p{i}", View(0, (rows, columns), (columns, 1)), start, stop))
-        params.append(LocalParam(place, f"p{i}", (rows, columns), (rows, rows)))
+        params.append(LocalParam(place, f"p{i}", (rows, columns), (rows, rows), False))
     table = PieceTable(config(), layout, 21, (HfTensor("w", shape, tuple(pieces)),), tuple(params))
     check_coverage(table)
     return table

@@ -24,7 +24,7 @@ from megarl.config.secrets import (
 from megarl.observability.stats_logger import StatsLogger
 from megarl.run import main
 from megarl.trainer.recover import data_of, same_data
-from megarl.trainer.run_dir import claim
+from megarl.trainer.run_dir import claim, newest_checkpoint
 
 SECRET = "sk-0123456789abcdef"
 CONFIG = """
@@ -142,7 +142,8 @@ def test_a_checkpoint_knows_other_data_without_holding_secrets(cfg, tmp_path, mo
 def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     (tmp_path / "c.yaml").unlink()
-    lock, _ = claim(cfg)
+    lock = claim(cfg)
+    newest_checkpoint(cfg, lambda fn, *args: fn(*args))
     run = tmp_path / "e" / cfg.trial_name
     logger = StatsLogger(
         StatsLoggerConfig(wandb=WandbConfig(mode="offline")), run_dir=run, experiment_name="e",
