@@ -259,7 +259,6 @@ def test_killed_in_every_phase(layout, model, uninterrupted, tmp_path):
     check_same(run, whole, model)
 
 
-@pytest.mark.full
 def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
     """SIGTERM while answers are generated: that step begins anew. SIGINT in an update: the step is
     finished first. What is damaged then costs one step."""
@@ -280,6 +279,7 @@ def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
     check_same(run, whole, model)
 
 
+@pytest.mark.full
 def test_the_launcher_starts_a_failed_run_again(model, uninterrupted, tmp_path):
     """One rank is killed; the launcher ends the rest, and its second start goes on from step 2."""
     run = Run(tmp_path, grpo(model, "tp2", AT_ONCE))
