@@ -37,7 +37,8 @@ def check_input(
     if b.layout.world_size > 1:
         asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
         _same_everywhere(batch, asked)
-    check_outputs([o for o in outputs if backward or o != ROUTED], b.config.head, backward=backward)
+    from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
+    check_outputs(from_head, b.config.head, backward=backward)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     check_right_padded(batch)
