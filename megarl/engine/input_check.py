@@ -51,7 +51,7 @@ def check_input(
 
 
 def _check_ids(batch: Batch, vocab_size: int) -> None:
-    """Only those of real tokens are looked up."""
+    """Raises ValueError for an id outside of the vocabulary; padding may hold any."""
     ids = batch["input_ids"]
     if not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return
@@ -87,7 +87,7 @@ def _same_everywhere(batch: Batch, asked: str) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """Of dtype, shape and bytes."""
+    """Returns a hash of dtype, shape and bytes."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw.numpy().data)
