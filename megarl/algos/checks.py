@@ -207,7 +207,7 @@ def untrained_rows(loss_mask: Tensor) -> list[int]:
 
 
 def no_trained_token(loss_mask: Tensor, what: str) -> Finding | None:
-    """Whether [B,S] marks no token in some rows of `what`."""
+    """Finds rows of [B,S] that mark no token; `what` names the batch."""
     if not (rows := untrained_rows(loss_mask)):
         return None
     return Finding(

@@ -51,7 +51,7 @@ def minibatches(
 
 
 def skipped_figures(batch: Batch, skipped: Tensor) -> dict[str, float]:
-    """What of `batch` was not trained on: rows under `skipped` [B] bool, and their tokens."""
+    """Counts what was not trained on: the rows of `skipped` [B] bool, and their tokens."""
     return {
         "skipped_sequences": float(skipped.sum()),
         "skipped_tokens": float(batch["loss_mask"][skipped].sum()),

@@ -142,7 +142,7 @@ def _check_target(target: Path) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank shall write, by torch's names; `nbytes` is what all ranks together shall."""
+    """Holds what a rank shall write, by torch's names; `nbytes` is that of all ranks together."""
 
     state: dict[str, Any]
     nbytes: int
@@ -197,9 +197,8 @@ def _write(
     """
     # a writer that looks ahead on the device's stream would wait there for the training's kernels,
     # and in a thread the current device is the first one
-    writer = Writer(
-        staging, copy_ahead=0 if group is not None else 10_000_000
-    )  # the latter: torch's
+    ahead = 0 if group is not None else 10_000_000  # bytes; the latter is torch's
+    writer = Writer(staging, copy_ahead=ahead)
     what = f"saving {path}"
     with full_disk_named(what, staging, mine.nbytes), failures_named(what):
         dcp.save(

@@ -37,7 +37,8 @@ def check_input(
     if b.layout.world_size > 1:
         asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
         _same_everywhere(batch, asked)
-    check_outputs([o for o in outputs if backward or o != ROUTED], b.config.head, backward=backward)
+    from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
+    check_outputs(from_head, b.config.head, backward=backward)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     check_right_padded(batch)
@@ -50,7 +51,7 @@ def check_input(
 
 
 def _check_ids(batch: Batch, vocab_size: int) -> None:
-    """Only those of real tokens are looked up."""
+    """Raises ValueError for an id outside of the vocabulary; padding may hold any."""
     ids = batch["input_ids"]
     if not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return
@@ -86,7 +87,7 @@ def _same_everywhere(batch: Batch, asked: str) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """Of dtype, shape and bytes."""
+    """Returns a hash of dtype, shape and bytes."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw.numpy().data)

@@ -116,8 +116,8 @@ def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
 
 
 def _restore_empty(part: dict[str, Any]) -> None:
-    """What megatron-core's loader leaves out where it is empty: the state of experts on a stage
-    that has none."""
+    """Puts back what megatron-core's loader leaves out where it is empty: the state of experts on a
+    stage that has none."""
     if "optimizer" in part:  # of 16-bit weights
         part.setdefault("fp32_from_fp16_params", [])
         part = part["optimizer"]

@@ -105,7 +105,7 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
 
 
 def adapter_given(path: str | Path) -> str:
-    """What is wrong with an adapter's directory where a model's should be, and the fix."""
+    """Says that `path` is an adapter's directory where a model's should be, and the fix."""
     return (
         f"{path} holds a PEFT adapter, not a model: name the model it was trained on, and the "
         "adapter in lora.adapter_path"

@@ -3,8 +3,7 @@
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
 on such a machine, so no working code changes its meaning. Of them P7, P10 and P11 are needed on
-GPUs too: `install_everywhere()`. Checked against megatron-core 0.16.1 and
-0.19.2 with torch 2.13.
+GPUs too: `install_everywhere()`. Checked against megatron-core 0.16.1 and 0.19.2 with torch 2.13.
 
   P1   torch.cuda.current_device()            is the CPU device
   P2   torch.cuda streams, events, memory     are null objects: CPU work is synchronous
@@ -173,6 +172,26 @@ def p11_one_rank_collectives() -> None:
 
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         patch(buffers, **{name: unless_alone(getattr(buffers, name))})
+    patch(buffers, _coalescing_manager=maybe_nothing(buffers._coalescing_manager))
+
+
+def maybe_nothing(
+    coalescing: Callable[..., contextlib.AbstractContextManager[Any]],
+) -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """Returns torch's manager of coalesced collectives, which may then have none: older versions
+    (2.6) then read a variable that was never set.
+    """
+
+    @contextlib.contextmanager
+    def manager(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            with coalescing(group, *args, **kwargs) as handle:
+                yield handle
+        except UnboundLocalError:
+            if group.size() > 1:  # there something was to be done
+                raise
+
+    return manager
 
 
 def p12_fused_kernels() -> None:

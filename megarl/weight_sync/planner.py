@@ -135,7 +135,7 @@ def _rows(piece: Piece) -> tuple[int, int]:
 
 
 def _columns(piece: Piece) -> tuple[int, int]:
-    """A vector has one."""
+    """The columns of a box; a vector has one."""
     return (piece.start[1], piece.stop[1]) if len(piece.start) > 1 else (0, 1)
 
 

@@ -45,6 +45,7 @@ def ids_outside(path: str, parallel: dict[str, Any]) -> list[str]:
     good = engine.forward(batch())
     said.append(str(torch.equal(engine.forward(with_id(10**6, row, padded)), good)))
     said.append(call(engine, "train_batch", batch(), outputs=("logprobs", "logits")))
+    said.append(call(engine, "eval_batch", batch(), outputs=("logprobs", "routed_experts")))
     said.append(call(engine, "forward", batch(), outputs=("logits",)))
     said.append(call(engine, "train_batch", batch()))
     engine.destroy()
@@ -61,7 +62,8 @@ def test_ids_outside_of_the_vocabulary_are_named_on_every_rank(worlds, models, p
             )
         assert said[9] == "True"
         assert "'logits' has no gradient" in said[10]
-        assert said[11:] == ["fine", "fine"]
+        assert said[11].startswith("outputs=('logprobs', 'routed_experts'): 'routed_experts'")
+        assert said[12:] == ["fine", "fine"]
 
 
 def differing_input(path: str, parallel: dict[str, Any]) -> list[str]:

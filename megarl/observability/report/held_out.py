@@ -87,7 +87,7 @@ def headline(run: Run) -> Measure | None:
 
 
 def graded(run: Run) -> bool:
-    """Whether the reward says anything that the accuracy does not."""
+    """Tells whether the reward says anything that the accuracy does not."""
     return any(
         row.get("eval/reward") is not None
         and abs(row["eval/reward"] - row.get("eval/accuracy", 0.0)) > 1e-6
@@ -110,7 +110,7 @@ def gain(run: Run, measure: Measure) -> Gain | None:
 
 
 def last_interval(run: Run, measure: Measure) -> tuple[float, float] | None:
-    """Of the last evaluation's value."""
+    """Returns that of the last evaluation's value."""
     rows = _evaluations(run, measure)
     estimate = _estimate(rows[-1], measure) if rows else None
     return None if estimate is None else (estimate.low, estimate.high)
@@ -128,7 +128,7 @@ def _estimate(row: dict[str, Any], measure: Measure) -> Estimate | None:
 
 
 def _correlation(run: Run, measure: Measure, first: float, last: float) -> float:
-    """Of the two evaluations, where they answered the same prompts; else 0."""
+    """Returns that of the two evaluations where they answered the same prompts, else 0."""
     before, after = (run.eval_rewards.get(int(step)) for step in (first, last))
     if not before or not after or set(before) != set(after):
         return 0.0
