@@ -123,6 +123,7 @@ def error_message(answer: Any) -> str:
 def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:
     """Runs fn in a daemon thread: unlike an executor's, it cannot hold up the process's exit."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who stops waiting for it cannot take the result away
 
     def work() -> None:
         try:
