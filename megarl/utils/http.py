@@ -104,7 +104,7 @@ def decode_answer(raw: bytes) -> Any:
         return None
     try:
         return json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw.decode(errors="replace")
 
 
