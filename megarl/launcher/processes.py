@@ -64,7 +64,7 @@ def signal_group(pgid: int, number: int) -> bool:
 
 
 class Signals:
-    """Remembers SIGINT, SIGTERM and SIGHUP (unless nohup turned it off) instead of dying of them."""
+    """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup) instead of dying of them."""
 
     def __init__(self) -> None:
         self.received: list[int] = []

@@ -184,7 +184,7 @@ def test_code_that_is_looked_at_ends_with_who_looks_at_it(tmp_path: Path) -> Non
         "    time.sleep(20)\n"
         "    print('went on', flush=True)\n"
     )
-    look = "from megarl.utils.isolated import call_isolated as c; import slow; c(slow.look, timeout=60)"
+    look = "import slow, megarl.utils.isolated as i; i.call_isolated(slow.look, timeout=60)"
     looking = subprocess.run(  # until the last holder of its output has ended
         [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=False,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
