@@ -41,6 +41,11 @@ OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that ra
 
 def main(argv: Sequence[str] | None = None) -> int:
     add_working_directory()
+    with stopping.listening(spokesman=_rank() == 0):
+        return _start(argv) or stopping.status()
+
+
+def _start(argv: Sequence[str] | None) -> int:
     try:
         command = parse_command_line(
             sys.argv[1:] if argv is None else argv,
@@ -70,12 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if only:
         _say(f"the configuration is sound, for {world_size} trainer process(es)")
         return 0
-    with stopping.listening(spokesman=_rank() == 0):
-        try:
-            run(cfg)
-        except DiskFull as e:  # every rank's, in the words of one
-            return _refuse(str(e), FAILED)
-    return stopping.status()
+    try:
+        run(cfg)
+    except DiskFull as e:  # every rank's, in the words of one
+        return _refuse(str(e), FAILED)
+    return 0
 
 
 def help_text(recipe: str | None) -> str:

@@ -26,7 +26,7 @@ class Bounds:
 
     def allow(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            _is_finite(value)
             and (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)
@@ -67,8 +67,12 @@ def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
                 break
 
 
+def _is_finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)  # which cannot take every int
+
+
 def _out_of(bounds: Bounds, name: str, value: float, *, nullable: bool) -> str:
-    finite = "" if math.isfinite(value) else "a finite number "
+    finite = "" if _is_finite(value) else "a finite number "
     null = ", or null" if nullable else ""
     note = f" ({bounds.note})" if bounds.note else ""
     return f"{name}={show(value)}: must be {finite}{bounds}{null}{note}"

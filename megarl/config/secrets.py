@@ -8,10 +8,11 @@ that reading it again asks the environment again. Logs, wandb and the report see
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -50,12 +51,7 @@ def remember(cfg: Any, unresolved: Any) -> None:
 
 def written_tree(cfg: Any) -> dict[str, Any]:
     """Every key with its value; with the interpolation where the value is the environment's."""
-    tree = _values(cfg)
-    for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
-        if _at(tree, path) == value:  # else somebody has set another since
-            *parents, last = path
-            _at(tree, parents)[last] = text
-    return tree
+    return _replaced(cfg, lambda text, value: text)
 
 
 def public_tree(cfg: Any) -> dict[str, Any]:
@@ -68,12 +64,7 @@ def fingerprint_tree(cfg: Any) -> dict[str, Any]:
     """Every key with its value, to compare with another start's: of what the environment holds a
     digest, and secrets masked, for with another password it is the same run.
     """
-    tree = _values(cfg)
-    for path, (_, value) in getattr(cfg, _ATTRIBUTE, {}).items():
-        if _at(tree, path) == value:
-            *parents, last = path
-            _at(tree, parents)[last] = _digests(value)
-    hidden: dict[str, Any] = masked(tree)
+    hidden: dict[str, Any] = masked(_replaced(cfg, lambda text, value: _digests(value)))
     return hidden
 
 
@@ -114,6 +105,17 @@ def masked_override(text: str) -> str:
     if shown == tree:
         return text
     return f"{key}={yaml.safe_dump(shown, default_flow_style=True, sort_keys=False).strip()}"
+
+
+def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Every key with its value; with by(interpolation, value) where it is the environment's."""
+    tree = _values(cfg)
+    for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
+        *parents, last = path
+        with contextlib.suppress(LookupError, TypeError):  # its section is another since, or null
+            if _at(tree, path) == value:  # else somebody has set another since
+                _at(tree, parents)[last] = by(text, value)
+    return tree
 
 
 def _digests(value: Any) -> Any:

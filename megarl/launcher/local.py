@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
+    except KeyboardInterrupt:  # nothing has been started
+        return 128 + signal.SIGINT
     if only:
         print(f"the configuration is sound, for {job.nproc} trainer process(es)")
         return 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from megarl.utils import stopping
 from megarl.utils.tether import Tether
 
 POLL_INTERVAL = 0.1  # seconds
@@ -63,16 +64,14 @@ def signal_group(pgid: int, number: int) -> bool:
 
 
 class Signals:
-    """Remembers SIGINT, SIGTERM and SIGHUP instead of dying of them."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup) instead of dying of them."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for number in self.NUMBERS:
+        for number in stopping.heard():
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megarl.algos.checks import Batch, Finding
 from megarl.api.engine import LossFn
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.secrets import public_tree
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
@@ -51,7 +52,7 @@ class SelfCheckError(RuntimeError):
 class SelfCheck:
     def __init__(self, cfg: BaseConfig, ctx: RunContext) -> None:
         self.config = cfg.self_check
-        self._run_config = asdict(cfg)
+        self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
         self._zero, self._decode = ctx.zero, ctx.tokenizer.decode
         self._step = self._minibatch = self._skipped = self._saved = 0

@@ -104,7 +104,7 @@ def decode_answer(raw: bytes) -> Any:
         return None
     try:
         return json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw.decode(errors="replace")
 
 
@@ -123,6 +123,7 @@ def error_message(answer: Any) -> str:
 def in_thread(fn: Callable[..., T], *args: Any, **kw: Any) -> Future[T]:
     """Runs fn in a daemon thread: unlike an executor's, it cannot hold up the process's exit."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who stops waiting for it cannot take the result away
 
     def work() -> None:
         try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -33,4 +36,14 @@ def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
 
 
 def _answer(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer, who then ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe.send(fn(*args))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the parent has ended, whatever ended it."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

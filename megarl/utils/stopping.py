@@ -13,8 +13,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END = 0  # no signal's number: tells the thread to end
 
 
 class StopRequested(Exception):
@@ -24,6 +26,7 @@ class StopRequested(Exception):
 _received: list[int] = []
 _working = False
 _honoured = 0
+_before: dict[signal.Signals, Any] = {}  # handlers that `listening` replaced, while it lasts
 
 
 def wish() -> int:
@@ -48,6 +51,12 @@ def status() -> int:
     return 128 + _honoured if _honoured else 0
 
 
+def heard() -> list[signal.Signals]:
+    """Returns the SIGNALS that are to be listened to: all, but no hang-up that nohup turned off."""
+    off = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (off and number == signal.SIGHUP)]
+
+
 @contextmanager
 def listening(*, spokesman: bool = True) -> Iterator[None]:
     """Takes the signals in the block; only where it is entered in the main thread. `spokesman`:
@@ -60,7 +69,7 @@ def listening(*, spokesman: bool = True) -> Iterator[None]:
     _working, _honoured = False, 0
     read, write = os.pipe()
     os.set_blocking(write, False)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    _before.update({number: signal.signal(number, lambda *_: None) for number in heard()})
     previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     thread = threading.Thread(
         target=_listen, args=(read, spokesman), name="megarl-signals", daemon=True
@@ -70,16 +79,31 @@ def listening(*, spokesman: bool = True) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(write)
+        _restore()
+        os.write(write, bytes([_END]))  # closing it would not do: a forked child may hold it
         thread.join()
+        os.close(write)
         os.close(read)
 
 
+def _restore() -> None:
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    _before.clear()
+
+
+def _forked() -> None:
+    """In a forked child: a signal to it is no wish to end this run, and ends it as ever."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+        _restore()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _listen(read: int, spokesman: bool) -> None:
-    while data := os.read(read, 1):
-        number = data[0]
+    while (number := os.read(read, 1)[0]) != _END:
         if number not in SIGNALS:
             continue
         name = signal.Signals(number).name

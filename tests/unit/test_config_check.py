@@ -180,6 +180,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["rollout.max_head_offpolicyness=-1"], ["rollout.max_head_offpolicyness=-1"]),
         (["rollout.request_timeout=0"], ["rollout.request_timeout=0"]),
         (["rollout.request_timeout=inf"], ["rollout.request_timeout=inf", "at most 30 days"]),
+        (["seed=1" + 400 * "0"], ["seed=1000000", "from 0 to 4294967295"]),
         (["weight_sync.timeout=1e12"], ["weight_sync.timeout=1", "at most 30 days"]),
         (["server.start_timeout=nan"], ["server.start_timeout=nan", "must be a finite number > 0"]),
         (["collective_timeout=inf"], ["collective_timeout=inf", "at most 30 days"]),

@@ -79,6 +79,8 @@ def test_a_value_set_since_loading_is_the_one_that_is_written(cfg):
     tree = written_tree(cfg)
     assert tree["actor"]["path"] == "/snapshot"
     assert tree["train_dataset"]["options"]["api_key"] == "${oc.env:MY_KEY}"
+    cfg.ref, cfg.train_dataset.options["judges"] = None, []  # where some of them stood
+    assert written_tree(cfg)["ref"] is None
 
 
 def test_print_config_shows_the_interpolation(cfg, tmp_path, capsys):

@@ -14,6 +14,7 @@ from megarl.algos import SFT, Actor, Ref
 from megarl.algos.checks import ROUNDING, nonfinite_inputs, row_gaps, same_policy
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.run import SelfCheckConfig
@@ -48,8 +49,8 @@ class Zero:
         return fn(*args)
 
 
-def a_check(tmp_path, **config: Any) -> Any:
-    cfg = GRPOConfig(self_check=SelfCheckConfig(**config))
+def a_check(tmp_path, cfg: GRPOConfig | None = None, **config: Any) -> Any:
+    cfg = cfg or GRPOConfig(self_check=SelfCheckConfig(**config))
     tokenizer = SimpleNamespace(decode=decode)
     ctx: Any = SimpleNamespace(run_dir=tmp_path, zero=Zero(), tokenizer=tokenizer)
     check = SelfCheck(cfg, ctx)
@@ -277,6 +278,19 @@ def test_a_loss_that_is_not_finite_is_skipped_saved_and_traced_to_its_rows(tmp_p
     assert torch.equal(record["batch"]["input_ids"], batch["input_ids"])
     assert record["step"] == 12 and math.isnan(record["stats"]["loss"])
     assert record["config"]["self_check"]["max_skips"] == 5 and "rows" in record["finding"]
+
+
+def test_a_saved_mini_batch_holds_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-0123456789")
+    overrides = ["actor.path=x", "train_dataset.type=gsm8k"]
+    key = "+train_dataset.options.api_key=${oc.env:MY_KEY}"
+    cfg = load_config(None, [*overrides, key, "self_check.on_nonfinite=skip"])
+    actor, batch = watched(a_check(tmp_path, cfg), Sick())
+    actor.ppo_update(batch)
+    (file,) = (tmp_path / "nonfinite").iterdir()
+    options = torch.load(file)["config"]["train_dataset"]["options"]
+    assert options == {"api_key": "${oc.env:MY_KEY}"}
+    assert cfg.train_dataset.options == {"api_key": "sk-0123456789"}
 
 
 def test_the_first_healthy_update_is_checked_even_after_a_skip(tmp_path):

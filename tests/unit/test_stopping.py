@@ -9,8 +9,9 @@ import sys
 import pytest
 
 LOOP = """
-import sys, time
+import signal, sys, time
 from megarl.utils import stopping
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 with stopping.listening():
     if "working" in sys.argv:
         stopping.work_begins()
@@ -58,3 +59,48 @@ def test_a_run_that_ends_by_itself_after_a_signal_ended_well():
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+
+
+def test_a_hang_up_that_nohup_turned_off_stays_off():
+    command = [sys.executable, "-c", LOOP, "working", "nohup"]
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.stderr is not None and "SIGHUP" not in process.stderr.read()
+
+
+FORK = """
+import os, signal, sys, time
+from megarl.utils import stopping
+
+def fork():
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, b"1")
+        time.sleep(20)
+        os._exit(0)
+    os.read(read, 1)
+    return child
+
+with stopping.listening():
+    stopping.work_begins()
+    left = fork()  # holds the pipe of signals for as long as it lives
+    child = fork()
+    os.kill(child, signal.SIGTERM)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(ended == -signal.SIGTERM, stopping.wish(), flush=True)
+os.kill(left, signal.SIGKILL)
+"""
+
+
+def test_a_signal_to_a_forked_child_is_the_child_s_alone():
+    """As multiprocessing's pools send when they end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -161,6 +162,34 @@ def test_code_that_ends_the_process_does_not_end_the_launcher(
 def test_code_that_never_returns_is_given_up() -> None:
     with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
         call_isolated(time.sleep, 300, timeout=0.2)
+
+
+def test_ctrl_c_during_the_check_is_no_traceback(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pressed = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(30)"
+    (home / "pressed.py").write_text(pressed)
+    args = arguments("train_dataset.reward=pressed:good", "--check")
+    assert local.main(args) == 128 + signal.SIGINT
+    said = capfd.readouterr()
+    assert said.out == said.err == ""
+
+
+def test_code_that_is_looked_at_ends_with_who_looks_at_it(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "def look():\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    time.sleep(20)\n"
+        "    print('went on', flush=True)\n"
+    )
+    look = "import slow, megarl.utils.isolated as i; i.call_isolated(slow.look, timeout=60)"
+    looking = subprocess.run(  # until the last holder of its output has ended
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )  # fmt: skip
+    assert looking.returncode == -signal.SIGTERM and "went on" not in looking.stdout
 
 
 def test_the_launchers_check_starts_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
