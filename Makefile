@@ -90,20 +90,20 @@ e2e: install  ## recipes with real servers and launchers
 # The tiers of CI. A test is in the first whose budget it fits; a slow one is marked, never thinned.
 
 test: install  ## 12 minutes: lint, docs, units, layouts over processes, recipes
-	$(MAKE) --jobs=2 --output-sync lint docs unit
-	$(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
+	TIER="make test: 12" $(MAKE) --jobs=2 --output-sync lint docs unit
+	TIER="make test: 12" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
 
 test-system: install  ## 25 minutes: launchers, recovery, failures, servers that are killed
-	$(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
+	TIER="make test-system: 25" $(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
 
 test-all: lint docs  ## everything that runs without a GPU
 	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
-	MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
+	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
-	MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
+	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
 
 test-gpu:  ## tests that need GPUs: PYTHON's own torch, nothing installed or pinned
 	$(PYTHON) -m pytest tests/gpu
