@@ -123,7 +123,7 @@ def check_servers(cfg: BaseConfig) -> None:
 
 
 def check_named(cfg: BaseConfig, *, writes: bool) -> None:
-    """What the configuration names: data, code, the run directory. The code may import torch."""
+    """Checks what the configuration names: data, code, the run directory. Code may import torch."""
     from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
     from megarl.trainer.preflight import check_writable
 
@@ -135,7 +135,7 @@ def check_named(cfg: BaseConfig, *, writes: bool) -> None:
 
 
 def prepare(cfg: BaseConfig) -> None:
-    """What has to be settled before torch is imported."""
+    """Sets what has to be set before torch is imported."""
     from megarl.utils.env import set_trainer_defaults
     from megarl.utils.quiet import quiet_libraries
 
@@ -166,7 +166,7 @@ def _servers(cfg: BaseConfig) -> list[str]:
 
 
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
-    """As torchrun says; without it one process, or in a mere check as many as are needed."""
+    """Returns torchrun's world size; without it 1, or in a mere check the smallest that fits."""
     from megarl.config.check import smallest_world_size
 
     if only_checks and "WORLD_SIZE" not in os.environ:

@@ -278,8 +278,8 @@ _sound: set[str] = set()
 
 
 def find_damage(path: str | Path) -> str | None:
-    """What is wrong with the content of the files at `path`, the same on every rank; None if
-    nothing is. Collective: every rank reads its share of the files. `open_checkpoint` does not
+    """Returns what is wrong with the content of the files at `path`, the same on every rank; None
+    if nothing is. Collective: every rank reads its share of the files. `open_checkpoint` does not
     read them again."""
     path = Path(path)
 

@@ -51,8 +51,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What torch.distributed.checkpoint says is where in directory `path`; ValueError for anything
-    else."""
+    """Returns the metadata that torch.distributed.checkpoint wrote to directory `path`; raises
+    ValueError for anything else."""
     try:
         with (path / METADATA).open("rb") as f:
             found = load_metadata(f)

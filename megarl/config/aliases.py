@@ -1,4 +1,4 @@
-"""What other trainers call our keys: TRL, verl, AReaL, slime, NeMo-RL, Megatron-LM.
+"""Knows our keys by their names in TRL, verl, AReaL, slime, NeMo-RL and Megatron-LM.
 
 `aliased` answers an unknown key that is one of their names with ours. An alias stands for the end
 of a dotted name (`rollout.n` for `actor_rollout_ref.rollout.n`); the longest one counts.

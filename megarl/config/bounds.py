@@ -1,4 +1,4 @@
-"""What numbers a key may hold: declared with the key, checked for all keys in one place."""
+"""Bounds numbers: declared with their key, checked for all keys in one place."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def nearest_keys(cls: type, name: str) -> list[str]:
 
 
 def _ranked(names: list[str], table: dict[str, Key], wrong: str) -> list[str]:
-    """Those with most of the sections of `wrong` first, then its role's, then in recipe order."""
+    """Sorts keys: most of the sections of `wrong` first, then its role's, then in recipe order."""
     sections, role = set(wrong.split(".")[:-1]), role_of(table, wrong)
 
     def distance(name: str) -> tuple[int, bool]:

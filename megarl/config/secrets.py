@@ -1,4 +1,4 @@
-"""What of a configuration may be shown and kept: values from the environment stay the
+"""Decides what of a configuration may be shown and kept: values from the environment stay the
 interpolations they were written as, and values with a secret's name are masked.
 
 A loaded configuration remembers, beside its values, which of them were interpolations that read the
@@ -32,7 +32,7 @@ Path = tuple[str | int, ...]
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key of this (dotted) name holds a secret by its nature: api_key, hf_token, ..."""
+    """Returns whether the (dotted) name is that of a secret: api_key, hf_token, ..."""
     return _SECRET.search(name) is not None
 
 
@@ -145,8 +145,8 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
-    """Whether the interpolation `text` in the unresolved `tree` does, itself or by way of other
-    keys. What cannot be followed counts as if it did.
+    """Returns whether the interpolation `text` in the unresolved `tree` reads the environment,
+    itself or by way of other keys. What cannot be followed counts as if it did.
     """
     if _ENV in text:
         return True

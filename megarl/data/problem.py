@@ -22,7 +22,7 @@ class Problem:
 
     @property
     def row_keys(self) -> tuple[str, ...]:
-        """What a reward gets by keyword: the keys of the row but for the prompt's."""
+        """Names what a reward gets by keyword: the keys of the row but for the prompt's."""
         return ("row_id", "messages", "answer", "task", *self.extra)
 
 

@@ -1,4 +1,4 @@
-"""What a config.json says about rotary embeddings: their base, and how they are scaled."""
+"""Reads rotary embeddings out of a config.json: their base, and how they are scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a workflow may return: every rule that a training batch must keep, checked in one place.
+"""Checks what a workflow returns against every rule that a training batch must keep.
 
 A workflow is other people's code. A batch that breaks a rule here would train wrong numbers, or
 fail far away in words that nobody can trace to it.

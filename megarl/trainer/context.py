@@ -93,8 +93,8 @@ class RunContext:
         return self.clock() - self.start
 
     def wish_to_stop(self) -> bool:
-        """Whether a signal asks any rank to stop, the same on every rank. Collective, at the end of
-        a step: signals reach the ranks at different moments."""
+        """Returns whether a signal asks any rank to stop, the same on every rank. Collective, at
+        the end of a step: signals reach the ranks at different moments."""
         return self.zero.highest(stopping.wish()) > 0
 
     def stop(self, saved: Path | None, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether the code that a configuration names can be had and takes what it will be given.
+"""Checks that the code a configuration names can be had and takes what it will be given.
 
 Importing it may import torch, or do anything: run.py does so where it is about to import torch
 itself, the launcher in a process of its own.

@@ -35,7 +35,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broken_seal(content: Any) -> str | None:
-    """What is wrong with what was read back of a `seal`ed file, None if nothing is. A file from
+    """Returns what is wrong with the content of a `seal`ed file, None if nothing is. A file from
     before there were seals has none, and passes."""
     if not isinstance(content, dict):
         return "it is no json object"

@@ -41,7 +41,7 @@ def full_disk_named(what: str, directory: Path, needed: int | None = None) -> It
 
 
 def _want_of_room(error: BaseException | None) -> str | None:
-    """What the system said, if want of room is behind `error`."""
+    """Returns what the system said, if want of room is behind `error`."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error.strerror

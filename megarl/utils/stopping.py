@@ -47,7 +47,7 @@ def honour(number: int) -> None:
 
 
 def status() -> int:
-    """What to exit with: as a shell says "ended by signal n" where a wish was honoured, else 0."""
+    """Returns the exit status: 128 + the signal's number where a wish was honoured, else 0."""
     return 128 + _honoured if _honoured else 0
 
 

@@ -1,5 +1,5 @@
-"""What a run has reached on held-out prompts: accuracy or reward, before and after, the gain and
-its confidence interval, and their curves.
+"""Tells what a run reached on held-out prompts: accuracy or reward, before and after, the gain
+and its confidence interval, and their curves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gain:
 
     @property
     def up(self) -> bool:
-        """Whether more than chance says that it has risen."""
+        """Returns whether the whole interval of the gain is above 0."""
         return self.interval is not None and self.interval[0] > 0
 
     @property
@@ -78,8 +78,8 @@ class Gain:
 
 
 def headline(run: Run) -> Measure | None:
-    """What stands for the run: its accuracy, or its reward where that is in parts of a point and
-    no sample was ever worth a whole one. None where nothing was evaluated.
+    """Returns the measure of the run: its accuracy, or its reward where that is in parts of a
+    point and no sample was ever worth a whole one. None where nothing was evaluated.
     """
     if not run.values(*ACCURACY.keys):
         return REWARD if run.values(*REWARD.keys) else None

@@ -32,7 +32,7 @@ _REWARDS = {
 
 
 def is_registered(name: str) -> bool:
-    """Whether `name` is short for a reward of megarl's own."""
+    """Returns whether `name` is short for a reward of megarl's own."""
     return name in _REWARDS
 
 

@@ -111,8 +111,9 @@ def _parse(text: str) -> Any:
 
 
 def _computable(value: Any) -> bool:
-    """Whether comparing it takes little time: not where a power or a large number is an exponent,
-    or has its factorial taken (9^9^9 would run into reward_timeout, though it is merely wrong).
+    """Returns whether comparing it takes little time: not where a power or a large number is an
+    exponent, or has its factorial taken (9^9^9 would run into reward_timeout, though it is
+    merely wrong).
     """
     operands = [p.exp for p in value.atoms(Pow)] + [f.args[0] for f in value.atoms(factorial)]
     return not any(

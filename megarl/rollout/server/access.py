@@ -1,4 +1,4 @@
-"""Who may call the server, and how.
+"""Decides who may call the server, and how.
 
 A page in a browser on the server's machine can send requests to it, directly or under a name of its
 own that resolves to this machine. Both show in headers that pages cannot choose: Origin, and Host.
