@@ -16,11 +16,11 @@ import torch
 
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
+from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.episode import Episode, join_episodes
-from megarl.rollout.feeder import RowFeeder
-from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
+from megarl.rollout.row_stream import RowStream
 
 WorkflowBuilder = Callable[[], RolloutWorkflow]
 
@@ -34,8 +34,8 @@ class RolloutExecutor:
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._loop = config, loop
         self.pipeline = Pipeline(config, engine=engine, loop=loop)
-        self.ledger = Ledger()  # for a consumer that reports to it
-        self._feeder: RowFeeder | None = None
+        self.ledger = SampleAccounting()  # for a consumer that reports to it
+        self._feeder: RowStream | None = None
         self._batch_stats: dict[str, float] = {}
 
     def submit(
@@ -131,7 +131,7 @@ class RolloutExecutor:
 
     def stats(self) -> dict[str, float]:
         """Counters of the run (submitted = running + accepted + rejected + failed + dropped, which
-        is checked) and figures of the last batch: wait_time (s the trainer waited), latency_mean
+        is checked) and metrics of the last batch: wait_time (s the trainer waited), latency_mean
         and latency_max (s per episode).
         """
         pipe = self.pipeline
@@ -176,11 +176,11 @@ class RolloutExecutor:
         assert self._feeder is None, "load_state_dict after the first batch"
         self.pipeline.load_state_dict(state)
         self.ledger.load_state_dict(state["ledger"])
-        self._feeder = RowFeeder(first=state["rows"])
+        self._feeder = RowStream(first=state["rows"])
 
-    def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowFeeder:
+    def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
         if self._feeder is None:
-            self._feeder = RowFeeder()
+            self._feeder = RowStream()
         self._feeder.attach(dataloader)
         self.pipeline.serve(self._feeder.batch_size)
         return self._feeder

@@ -19,8 +19,8 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader
+from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
@@ -299,7 +299,7 @@ def ids(*episodes: int) -> torch.Tensor:
 
 
 def test_ledger_names_the_episode_at_fault():
-    ledger = Ledger()
+    ledger = SampleAccounting()
     ledger.receive(ids(0, 0, 2, 2))
     ledger.train(ids(0, 0))
     with pytest.raises(AccountingError, match="episode 0 was trained twice"):
@@ -317,13 +317,13 @@ def test_ledger_names_the_episode_at_fault():
 
 
 def test_samples_whose_update_was_skipped_are_not_trained():
-    ledger = Ledger()
+    ledger = SampleAccounting()
     ledger.receive(ids(0, 0, 1, 1))
     ledger.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
     ledger.check()
     assert (ledger.episodes, ledger.samples) == (1, 1)
     assert (ledger.skipped_episodes, ledger.skipped_samples) == (1, 3)
-    again = Ledger()
+    again = SampleAccounting()
     again.load_state_dict(ledger.state_dict())
     assert again.state_dict() == ledger.state_dict()
     again.load_state_dict({"mark": 1, "episodes": 2, "samples": 4})  # from before they were counted
@@ -331,14 +331,14 @@ def test_samples_whose_update_was_skipped_are_not_trained():
 
 
 def test_ledger_stays_small_and_survives_a_resume():
-    ledger = Ledger()
+    ledger = SampleAccounting()
     for i in range(1000):
         ledger.receive(ids(2 * i, 2 * i))
         ledger.train(ids(2 * i, 2 * i))
     state = ledger.state_dict()
     want = {"mark": 1998, "episodes": 1000, "samples": 2000}
     assert state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not ledger._untrained
-    again = Ledger()
+    again = SampleAccounting()
     again.load_state_dict(state)
     with pytest.raises(AccountingError, match="episode 1998 was trained twice"):
         again.train(ids(1998, 1998))

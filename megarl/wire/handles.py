@@ -1,0 +1,144 @@
+"""Memory of this machine as text from which another process can map it.
+
+The text is base64 of a pickle, as SGLang's /update_weights_from_tensor takes it: of a GPU's memory
+a CUDA IPC handle, of host memory the name of a shared file. Its types are those that SGLang's
+unpickler lets pass, and none is SGLang's own.
+
+Each text is for one reader, who reads it once: torch counts the readers to come, and what was
+announced to one that never comes is only freed with its writer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from megarl.wire.buckets import Bucket
+
+_DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
+_DTYPES = {str(d).removeprefix("torch.") for d in (
+    torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16,
+)}  # fmt: skip
+_ALLOWED = {
+    *(("torch", name) for name in ("Tensor", "Size", *_DTYPES)),
+    *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
+    *(("torch.multiprocessing.reductions", name) for name in (
+        "rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename",
+    )),
+    ("types", "SimpleNamespace"),
+}  # fmt: skip
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] that `pack` can hand to other processes. Host memory is freed with its last
+    user, however that ends.
+    """
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with _without_stderr():  # the first call starts a process that keeps what it inherits
+        storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def pack(bucket: Bucket, flat: torch.Tensor, *, flattened: bool) -> str:
+    """For one reader. flattened: SGLang's load_format "flattened_bucket", else a list of tensors.
+
+    flat: the bucket's bytes, in memory from `allocate`, which must stay as they are until read.
+    """
+    content: Any = list(bucket.views(flat))
+    if flattened:
+        members = [
+            SimpleNamespace(
+                name=m.name, shape=m.shape, dtype=m.dtype, start_idx=m.offset,
+                end_idx=m.offset + m.nbytes, numel=m.nbytes,
+            )
+            for m in bucket.members
+        ]  # fmt: skip
+        content = {"flattened_tensor": flat, "metadata": members}
+    out = io.BytesIO()
+    _Pickler(out).dump(content)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def unpack(text: str, *, flattened: bool) -> Sequence[tuple[str, torch.Tensor]]:
+    """The tensors under their names, in the writer's memory. ValueError for any other text."""
+    try:
+        content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+        if not flattened:
+            return [(str(name), tensor) for name, tensor in content]
+        flat = content["flattened_tensor"]
+        return [
+            (str(m.name), flat[m.start_idx : m.end_idx].view(m.dtype).view(m.shape))
+            for m in content["metadata"]
+        ]
+    except (ValueError, pickle.UnpicklingError, EOFError) as e:
+        raise ValueError(f"not a list of tensors: {e}") from e
+    except (AttributeError, KeyError, TypeError, IndexError) as e:
+        raise ValueError(f"not a list of tensors: {type(e).__name__}: {e}") from e
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
+            rebuild, arguments = reductions.reduce_tensor(obj)
+            # Processes number GPUs each in their own way. SGLang knows them by their uuid.
+            return rebuild, _replaced(arguments, uuid_of(obj.device))
+        if isinstance(obj, torch.UntypedStorage):
+            # by name: torch's default is a file descriptor, which only relatives can be sent
+            place = obj._share_filename_cpu_()
+            obj._shared_incref()  # of the reader to come
+            return reductions.rebuild_storage_filename, (type(obj), *place)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what `_Pickler` writes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return _rebuild_cuda_tensor
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return super().find_class(module, name)
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+    uuid = arguments[_DEVICE]
+    for i in range(torch.cuda.device_count()):
+        if uuid_of(torch.device("cuda", i)) == uuid:
+            return reductions.rebuild_cuda_tensor(*_replaced(arguments, i))
+    raise ValueError(f"it lies on GPU {uuid}, which this process does not see")
+
+
+def uuid_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _replaced(arguments: tuple[Any, ...], device: str | int) -> tuple[Any, ...]:
+    return *arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :]
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """torch starts its torch_shm_manager with our stderr. That lives on while a server is connected
+    to it, and whoever reads our stderr through a pipe would wait for it.
+    """
+    kept = os.dup(2)
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
