@@ -103,7 +103,7 @@ class RolloutSession:
         batch = self.client.prepare_batch(
             self.loader, workflow=self.workflow, should_accept=self.should_accept
         )
-        self.client.executor.ledger.receive(batch["episode_ids"])
+        self.client.executor.accounting.receive(batch["episode_ids"])
         return batch
 
     def account(self, batch: Batch) -> dict[str, float]:

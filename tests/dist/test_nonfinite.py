@@ -68,7 +68,7 @@ class Run:
         self.actor = MegatronActor(config, temperature=temperature)
         self.actor.initialize(None, SPEC)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        ctx: Any = SimpleNamespace(run_dir=Path(out), zero=RankZero(60.0), tokenizer=tokenizer)
+        ctx: Any = SimpleNamespace(run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer)
         self.check = SelfCheck(GRPOConfig(self_check=SelfCheckConfig(**check)), ctx)
         self.check.watch(self.actor, first_ratio_to="prox_logp")
         self.check.begin_step(3)
