@@ -16,9 +16,9 @@ import xxhash
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, row_lengths
-from megarl.engine.built import Built
 from megarl.engine.lm_head import check_outputs
 from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState
 from megarl.parallel import mcore
 
 _ARGUMENTS = "the call's arguments"
@@ -26,7 +26,7 @@ _HOME = "who holds which rows"
 
 
 def check_input(
-    b: Built, verb: str, given: Batch | Padded, outputs: Sequence[str], *, backward: bool,
+    state: EngineState, verb: str, given: Batch | Padded, outputs: Sequence[str], *, backward: bool,
     temperature: float, **arguments: Any,
 ) -> None:  # fmt: skip
     """ValueError, on every rank, for a batch or arguments that differ between ranks, and for those
@@ -36,24 +36,24 @@ def check_input(
     (a hash of 32 MiB takes a core a few milliseconds, and 16 bytes of it travel); tokens that only
     some ranks hold are checked there.
     """
-    wrong = _wrong_ids(given, b.model.vocab_size) if isinstance(given, Batch) else None
+    wrong = _wrong_ids(given, state.model.vocab_size) if isinstance(given, Batch) else None
     found_wrong = wrong is not None and bool(wrong.any())
-    if b.layout.world_size > 1:
+    if state.layout.world_size > 1:
         asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
         found_wrong = _same_everywhere(given, asked, found_wrong)
     from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
-    check_outputs(from_head, b.config.head, backward=backward)
+    check_outputs(from_head, state.config.head, backward=backward)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     if not isinstance(given, Batch):
         row_lengths(given)
-        _check_ids(given, b.model.vocab_size)
+        _check_ids(given, state.model.vocab_size)
     elif "input_ids" not in given:
         raise ValueError(f"the batch has no 'input_ids', only {sorted(given.keys())}")
     elif found_wrong:
         assert wrong is not None
-        _refuse(given, wrong, b.model.vocab_size)
-    if backward and b.config.moe.router_replay and ROUTED not in given:
+        _refuse(given, wrong, state.model.vocab_size)
+    if backward and state.config.moe.router_replay and ROUTED not in given:
         raise ValueError(
             f"moe.router_replay=True: the batch has no {ROUTED!r} to replay; put forward()'s "
             "output of that name into it, as an actor with recompute_logprob does"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch, Home, Padded
-from megarl.engine.built import Built
 from megarl.engine.micro_batch import alignment
+from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.parallel import exchange
 from megarl.parallel.placement import engine_home, place_rows, units_of
@@ -43,9 +43,9 @@ def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
     return ids
 
 
-def home_of(b: Built, batch: Batch, *, whole_groups: bool = False) -> Home:
+def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
     """The batch's own home, if this engine can work on it there; else the one it would be given."""
-    of_rank = tuple(c.dp for c in b.layout.all_coords)
+    of_rank = tuple(c.dp for c in state.layout.all_coords)
     units = group_ids(batch, whole_groups=whole_groups)
     if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
         return batch.home
@@ -53,11 +53,11 @@ def home_of(b: Built, batch: Batch, *, whole_groups: bool = False) -> Home:
         batch.lengths.tolist(),
         torch.arange(len(batch)) if units is None else units,
         batch.minibatches,
-        dp=b.layout.dp,
-        cost=sequence_cost(b.model),
-        slot=alignment(b.layout).slot,
+        dp=state.layout.dp,
+        cost=sequence_cost(state.model),
+        slot=alignment(state.layout).slot,
     )
-    return engine_home(b.layout, of_row)
+    return engine_home(state.layout, of_row)
 
 
 def _whole(units: Tensor | None, of_row: Tensor) -> bool:
@@ -68,15 +68,15 @@ def _whole(units: Tensor | None, of_row: Tensor) -> bool:
     return all(len({index[r] for r in unit}) == 1 for unit in units_of(units))
 
 
-def place(b: Built, batch: Batch, *, whole_groups: bool = False) -> None:
+def place(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> None:
     """Moves the batch to where this engine works on it, if none has placed it yet. Collective."""
     if not batch.placed:
-        exchange.place(batch, home_of(b, batch, whole_groups=whole_groups))
+        exchange.place(batch, home_of(state, batch, whole_groups=whole_groups))
 
 
-def settle(b: Built, batch: Batch, *, whole_groups: bool = False) -> Batch:
+def settle(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Batch:
     """The batch where this engine works on it: one that has not been placed in this step is placed
     for good; of one placed for another layout, a copy of what is not at hand is made. Collective.
     """
-    place(b, batch, whole_groups=whole_groups)
-    return exchange.placed(batch, home_of(b, batch, whole_groups=whole_groups))
+    place(state, batch, whole_groups=whole_groups)
+    return exchange.placed(batch, home_of(state, batch, whole_groups=whole_groups))

@@ -15,11 +15,11 @@ import torch
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn, LossWeightFn
 from megarl.engine import intake, micro_batch, schedule
-from megarl.engine.built import Built
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
 from megarl.parallel import exchange
@@ -27,16 +27,16 @@ from megarl.parallel.placement import units_of
 
 
 def loss_pass(
-    b: Built, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+    state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
 ) -> dict[str, float]:  # fmt: skip
     """The loss and the weighted means of its stats; with `backward` also the gradients."""
     check_input(
-        b, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
+        state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
         temperature=temperature, whole_groups=whole_groups,
     )  # fmt: skip
-    batch = intake.settle(b, intake.as_batch(given), whole_groups=whole_groups)
-    mine = _micro_batches(b, batch, whole_groups=whole_groups, backward=backward)
+    batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
+    mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
     weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
     if not weight > 0:
         raise ValueError(
@@ -46,47 +46,47 @@ def loss_pass(
     job = schedule.Pass(
         outputs=tuple(outputs),
         temperature=float(temperature),
-        cp_group=b.groups.cp,
+        cp_group=state.groups.cp,
         loss_fn=loss_fn,
-        loss_scale=len(mine) * b.layout.dp / weight,
-        routing=b.routing,
+        loss_scale=len(mine) * state.layout.dp / weight,
+        routing=state.routing,
     )
-    with _taped(b):
-        schedule.run(b.chunks, mine, job, backward=backward)
-    sums = schedule.reduce_sums(job, b.groups)
-    routing = b.routing.figures(len(mine)) if b.routing else {}
+    with _taped(state):
+        schedule.run(state.chunks, mine, job, backward=backward)
+    sums = schedule.reduce_sums(job, state.groups)
+    routing = state.routing.metrics(len(mine)) if state.routing else {}
     loss_sum, _ = sums.pop("loss")
     means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
     return {"loss": loss_sum / weight, **means, **routing}
 
 
 def forward_pass(
-    b: Built, given: Batch | Padded, outputs: Sequence[str], temperature: float
+    state: EngineState, given: Batch | Padded, outputs: Sequence[str], temperature: float
 ) -> dict[str, Any]:
     """{name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain dict,
     {name: [B,S,...]} on every rank."""
-    check_input(b, "forward", given, outputs, backward=False, temperature=temperature)
+    check_input(state, "forward", given, outputs, backward=False, temperature=temperature)
     needed = [name for name in ("input_ids", ROUTED) if name in given]
     if isinstance(given, Batch):
-        intake.place(b, given)
+        intake.place(state, given)
         view = given.select(torch.arange(len(given)), needed)
     else:
         view = intake.as_batch(given, needed)
-    batch = intake.settle(b, view)
-    mine = _micro_batches(b, batch, backward=False)
+    batch = intake.settle(state, view)
+    mine = _micro_batches(state, batch, backward=False)
     job = schedule.Pass(
         outputs=tuple(o for o in outputs if o != ROUTED),
         temperature=float(temperature),
-        cp_group=b.groups.cp,
-        routing=b.routing,
+        cp_group=state.groups.cp,
+        routing=state.routing,
     )
     frame = Frame.of(batch, everyone=not isinstance(given, Batch))
-    widths = output_widths(b.model.vocab_size, b.config.lm_head_topk)
-    with _taped(b, record=ROUTED in outputs):
-        schedule.run(b.chunks, mine, job, backward=False)
-        result = schedule.collect_outputs(job, mine, frame, b.groups, extra=widths)
-        if b.routing is not None and ROUTED in outputs:
-            result[ROUTED] = b.routing.collect(mine, frame)
+    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
+    with _taped(state, record=ROUTED in outputs):
+        schedule.run(state.chunks, mine, job, backward=False)
+        result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
+        if state.routing is not None and ROUTED in outputs:
+            result[ROUTED] = state.routing.collect(mine, frame)
     if not isinstance(given, Batch):
         width = given["input_ids"].shape[1]
         return {name: tokens.padded(width=width) for name, tokens in result.items()}
@@ -99,34 +99,34 @@ def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
 
 
 def plan(
-    b: Built, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
+    state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
 ) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows."""
     batch = intake.as_batch(given)
-    spec = b.config.mb_spec
+    spec = state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
     return micro_batch.plan(
-        batch, intake.home_of(b, batch, whole_groups=whole_groups).of_row, b.layout,
-        larger or spec.max_tokens_per_mb, sequence_cost(b.model),
-        groups=None if groups is None else units_of(groups), token_unit=token_unit(b.config.fp8),
+        batch, intake.home_of(state, batch, whole_groups=whole_groups).of_row, state.layout,
+        larger or spec.max_tokens_per_mb, sequence_cost(state.model),
+        groups=None if groups is None else units_of(groups), token_unit=token_unit(state.config.fp8),
     )  # fmt: skip
 
 
 def _micro_batches(
-    b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
+    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[MicroBatch]:
     """This rank's."""
-    c = b.groups.coords
-    mine = plan(b, batch, whole_groups=whole_groups, backward=backward)[c.dp]
+    c = state.groups.coords
+    mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
-        batch, mine, b.layout, cp_rank=c.cp, token_unit=token_unit(b.config.fp8)
+        batch, mine, state.layout, cp_rank=c.cp, token_unit=token_unit(state.config.fp8)
     )
 
 
-def _taped(b: Built, *, record: bool = False) -> AbstractContextManager[None]:
-    if b.routing is not None:
-        return b.routing.of_pass(record=record)
+def _taped(state: EngineState, *, record: bool = False) -> AbstractContextManager[None]:
+    if state.routing is not None:
+        return state.routing.of_pass(record=record)
     if record:
         raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
     return nullcontext()
