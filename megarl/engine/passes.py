@@ -109,7 +109,8 @@ def plan(
     return micro_batch.plan(
         batch, intake.home_of(state, batch, whole_groups=whole_groups).of_row, state.layout,
         larger or spec.max_tokens_per_mb, sequence_cost(state.model),
-        groups=None if groups is None else units_of(groups), token_unit=token_unit(state.config.fp8),
+        groups=None if groups is None else units_of(groups),
+        token_unit=token_unit(state.config.fp8),
     )  # fmt: skip
 
 
