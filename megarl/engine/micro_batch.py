@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Alignment, Cost, Packed, pack, plan_micro_batches
-from megarl.utils.batch import Batch, select, seqlens
+from megarl.utils.batch import Padded, select, seqlens
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -25,7 +25,7 @@ class MicroBatch:
     """
 
     rows: list[int]
-    batch: Batch
+    batch: Padded
     packed: Packed
 
     def params(self) -> PackedSeqParams:
@@ -57,7 +57,7 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
 
 
 def plan(
-    batch: Batch,
+    batch: Padded,
     layout: Layout,
     max_tokens: int,
     cost: Cost,
@@ -79,7 +79,7 @@ def plan(
     )
 
 
-def _groups(batch: Batch) -> list[list[int]]:
+def _groups(batch: Padded) -> list[list[int]]:
     """Rows by their group_ids, in the order of first appearance."""
     if "group_ids" not in batch:
         raise ValueError(
@@ -92,7 +92,7 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 
 def build(
-    batch: Batch,
+    batch: Padded,
     micro_batches: Sequence[list[int]],
     layout: Layout,
     *,

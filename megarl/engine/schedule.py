@@ -25,7 +25,7 @@ from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
 from megarl.parallel.vocab_parallel import TOP_IDS
-from megarl.utils.batch import Batch
+from megarl.utils.batch import Padded
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import mappings  # isort: skip
@@ -49,7 +49,7 @@ class Pass:
     loss_scale: float = 1.0
     routing: Routing | None = None
     sums: list[Sums] = field(default_factory=list)
-    outputs_of: list[Batch] = field(default_factory=list)
+    outputs_of: list[Padded] = field(default_factory=list)
 
 
 def run(
@@ -157,7 +157,7 @@ def _accumulate(
 def collect_outputs(
     job: Pass, micro_batches: Sequence[MicroBatch], shape: torch.Size, groups: ProcessGroups,
     extra: dict[str, int],
-) -> Batch:  # fmt: skip
+) -> Padded:  # fmt: skip
     """Collective: every rank's outputs as [B,S] (and [B,S,extra[name]]) on the host, in the order
     of the global batch. Each number has one owner; the others add zero.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.utils.batch import Batch
+from megarl.utils.batch import Padded
 
 Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the global batch
 
@@ -215,7 +215,7 @@ def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:
     return torch.where(mask, out, torch.zeros((), dtype=out.dtype, device=out.device))
 
 
-def check_right_padded(batch: Batch) -> None:
+def check_right_padded(batch: Padded) -> None:
     """Raises ValueError naming the first row of `attention_mask` that is not right-padded."""
     for key in ("input_ids", "attention_mask"):
         if key not in batch:
