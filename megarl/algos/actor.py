@@ -21,9 +21,9 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import (
-    mean_figures,
+    mean_metrics,
     minibatches,
-    skipped_figures,
+    skipped_metrics,
     unit_minibatches,
 )
 from megarl.algos.role import Role
@@ -152,9 +152,7 @@ class Actor(Role):
             return earned, returns, advantages
 
         whole, names = as_batch(batch), ("token_rewards", "returns", "advantages")
-        for name, made in zip(
-            names, map_rows(whole, of_rows, [*keys, "loss_mask"]), strict=True
-        ):
+        for name, made in zip(names, map_rows(whole, of_rows, [*keys, "loss_mask"]), strict=True):
             whole[name] = made
             put(batch, name, self._normed(whole) if name == "advantages" else made)
 
@@ -183,9 +181,9 @@ class Actor(Role):
         return shape_rewards(rewards, self.config)
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps over the batch; figures averaged over them.
+        """ppo_n_minibatches optimizer steps over the batch; metrics averaged over them.
 
-        Beside the loss's figures: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
+        Beside the loss's metrics: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
         where the weights are still the old ones: 0 up to rounding), n_updates, skipped_updates
         (refused because something was not finite; they enter no mean), skipped_sequences and
         skipped_tokens (theirs), and the trainer/server logprob gap. Adds batch["skipped"] [B], true
@@ -212,7 +210,7 @@ class Actor(Role):
             skipped[rows] = not update["update_successful"]
             updates.append(update)
         batch["skipped"] = skipped
-        return _merge(updates) | gap | skipped_figures(trained, skipped)
+        return _merge(updates) | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
         """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
@@ -236,7 +234,7 @@ class Actor(Role):
 
 def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps; root mean squares and sample size derived."""
-    stats = mean_figures(updates)
+    stats = mean_metrics(updates)
     if not stats["n_updates"]:
         return stats
     first = next(u for u in updates if u["update_successful"])

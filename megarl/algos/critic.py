@@ -6,7 +6,7 @@ from functools import partial
 
 from megarl.algos.losses import LOSS_WEIGHTS, critic_loss
 from megarl.algos.metrics import explained_variance
-from megarl.algos.minibatches import mean_figures, minibatches, unit_minibatches
+from megarl.algos.minibatches import mean_metrics, minibatches, unit_minibatches
 from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
@@ -37,7 +37,7 @@ class Critic(Role):
         put(batch, "values", values)
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps towards batch["returns"]; figures averaged over them,
+        """ppo_n_minibatches optimizer steps towards batch["returns"]; metrics averaged over them,
         and explained_variance of the values before the update.
         """
         if missing := [key for key in INPUTS if key != "attention_mask" and key not in batch]:
@@ -53,4 +53,4 @@ class Critic(Role):
             self.train_batch(minibatch, self._loss, self._weight, outputs=("values",))
             for _, minibatch in minibatches(batch, INPUTS, parts, trained_tokens(whole))
         ]
-        return mean_figures(updates) | {"explained_variance": explained}
+        return mean_metrics(updates) | {"explained_variance": explained}

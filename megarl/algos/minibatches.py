@@ -1,4 +1,4 @@
-"""Several optimizer steps over one batch: who is in which, and the figures of all of them."""
+"""Several optimizer steps over one batch: who is in which, and the metrics of all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from megarl.algos.checks import some
 from megarl.algos.rows import Data, select_rows
 
 
-def minibatch_rows(
-    batch_size: int, n: int, *, seed: int, of: str = "sequences"
-) -> list[list[int]]:
+def minibatch_rows(batch_size: int, n: int, *, seed: int, of: str = "sequences") -> list[list[int]]:
     """Rows 0..batch_size-1 in n parts whose sizes differ by at most one, shuffled by `seed`.
 
     One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
@@ -60,7 +58,7 @@ def minibatches(
             yield rows, select_rows(data, rows, names)
 
 
-def skipped_figures(trained: Tensor, skipped: Tensor) -> dict[str, float]:
+def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
     """Counts what was not trained on: the rows of `skipped` [B] bool, and their `trained` tokens
     [B]."""
     return {
@@ -69,7 +67,7 @@ def skipped_figures(trained: Tensor, skipped: Tensor) -> dict[str, float]:
     }
 
 
-def mean_figures(updates: list[dict[str, float]]) -> dict[str, float]:
+def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps that were made (of lr the last), and how many were."""
     done = [u for u in updates if u["update_successful"]]
     counts = {
