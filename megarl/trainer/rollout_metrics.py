@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
 from megarl.trainer.transcript import turns
-from megarl.utils.batch import Padded, seqlens
+from megarl.utils.batch import Batch, seqlens
 
 
-def rollout_metrics(batch: Padded, *, version: int) -> dict[str, float]:
+def rollout_metrics(batch: Batch, *, version: int) -> dict[str, float]:
     """Rewards, response lengths and staleness of a training batch ([B,S], CONTRACTS: rewards [B],
     loss_mask, versions [B,S]). `version` is the trainer's.
     """
@@ -39,7 +39,7 @@ def rollout_metrics(batch: Padded, *, version: int) -> dict[str, float]:
     return metrics
 
 
-def batch_metrics(batch: Padded) -> dict[str, float]:
+def batch_metrics(batch: Batch) -> dict[str, float]:
     """The size of a training batch [B,S]: sequences, tokens under loss_mask, tokens."""
     return {
         "tokens/sequences": float(len(batch["input_ids"])),
@@ -49,7 +49,7 @@ def batch_metrics(batch: Padded) -> dict[str, float]:
 
 
 def update_speed(
-    engine: Any, batch: Padded, *, seconds: float, peak_tflops: float | None
+    engine: Any, batch: Batch, *, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
     """perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of `seconds` that went
     into training `engine` on every sequence of the batch once.
@@ -73,7 +73,7 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
     return out
 
 
-def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One record per row that has samples: prompt, completion, answer and reward of its first.
 
     batch["group_ids"] [B] says of which of `rows` a sample is; a rejected row has none.
