@@ -1,4 +1,4 @@
-"""Rewards to advantages, by group or by a critic's values. B sequences, b of them at hand, S positions.
+"""Rewards to advantages, by group or by a critic's values. b sequences at hand of B, S positions.
 
 An estimator has up to three parts: group statistics, [B] -> [B] on every rank; work on rows, padded
 [b,S] -> [b,S], for some of them at a time; and one step that sees the whole batch (whitening).

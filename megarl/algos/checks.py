@@ -279,19 +279,20 @@ def nonfinite_inputs(batch: Batch) -> Finding | None:
     """Finds numbers that are not finite where the loss reads them, before any pass is spent on
     them. Collective.
     """
-    names = [name for name in batch.keys() if batch[name].dtype.is_floating_point]
-    per_token = [name for name in names if isinstance(batch[name], Tokens)]
-    counts = {n: _bad(batch[n]).flatten(1).sum(1) for n in names if n not in per_token}
-    if per_token:
+    samples = {n: v for n, v in batch.per_sample.items() if v.is_floating_point()}
+    tokens = {n: v.values for n, v in batch.per_token.items() if v.values.is_floating_point()}
+    counts = {}
+    if tokens:
         mask = batch["loss_mask"].values.bool()
-        held = torch.stack([_bad(batch[n].values, mask).flatten(1).sum(1) for n in per_token], 1)
-        counts |= dict(zip(per_token, row_sums(batch, held).unbind(1), strict=True))
+        held = [_bad(v, mask).flatten(1).sum(1) for v in tokens.values()]
+        counts = dict(zip(tokens, row_sums(batch, torch.stack(held, 1)).unbind(1), strict=True))
+    counts |= {name: _bad(values).flatten(1).sum(1) for name, values in samples.items()}
     details = []
-    for name in names:
-        if rows := counts[name].nonzero().flatten().tolist():
+    for name, count in counts.items():
+        if rows := count.nonzero().flatten().tolist():
             place, value = _first_bad(batch, name, rows[0])
             details.append(
-                f"{name}: {int(counts[name].sum())} numbers in rows {some(rows)}, "
+                f"{name}: {int(count.sum())} numbers in rows {some(rows)}, "
                 f"the first at {place}: {value}"
             )
     if not details:
