@@ -44,7 +44,7 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
 
 
 def batch_metrics(data: Data) -> dict[str, float]:
-    """Returns the size of a training batch: sequences, tokens under loss_mask, tokens. Collective."""
+    """Returns the size of a training batch: sequences, trained tokens, tokens. Collective."""
     batch = as_batch(data)
     return _sizes(batch, trained_tokens(batch))
 
