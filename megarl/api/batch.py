@@ -40,6 +40,7 @@ class Batch:
 
     lengths:     [B] int64, tokens of every row.
     home:        which rank holds which rows.
+    placed:      whether an engine has chosen the home; before, tokens are at their origin.
     minibatches: the rows of each of the step's mini-batches, set before the first engine verb,
                  which then balances each of them over ranks; None is all rows at once.
     """
@@ -51,6 +52,7 @@ class Batch:
         self.lengths, self.home, self.comm = lengths, home, comm
         self.per_sample, self.per_token = dict(per_sample), dict(per_token)
         self.minibatches: list[list[int]] | None = None
+        self.placed = False
 
     # -- where it comes from
 
@@ -108,6 +110,9 @@ class Batch:
         """Names of all fields; attention_mask is none, `lengths` says it."""
         return [*self.per_sample, *self.per_token]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
     def __contains__(self, name: str) -> bool:
         return name in self.per_sample or name in self.per_token
 
@@ -164,13 +169,15 @@ class Batch:
         wanted = set(self.keys() if names is None else names)
         if missing := sorted(wanted - set(self.keys())):
             raise KeyError(f"the batch has no {missing[0]!r}, only {sorted(self.keys())}")
-        return Batch(
+        out = Batch(
             self.lengths[index],
             {k: v[index] for k, v in self.per_sample.items() if k in wanted},
             {k: v.take(held) for k, v in self.per_token.items() if k in wanted},
             home=self.home.take(index),
             comm=self.comm,
         )
+        out.placed = self.placed
+        return out
 
     def keep(self, mask: Tensor) -> Batch:
         """A Batch without the rows where `mask` [B] is False; mini-batches are without them too."""
@@ -257,10 +264,22 @@ class Batch:
         shape = (1, width) if width else (1,)
         parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
         with _one_thread():
-            for row in self.rows.tolist():
-                value = torch.as_tensor(fn(self.padded([row], names)), dtype=torch.float64)
-                parts.append(value.reshape(shape))
+            for row in self._single_rows(names):
+                parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
         return self.gather(torch.cat(parts))
+
+    def _single_rows(self, names: Sequence[str] | None) -> Iterator[Padded]:
+        """Every held row as padded [1, n] tensors, views."""
+        rows = self.rows
+        lengths = self.lengths[rows]
+        ends = lengths.cumsum(0)
+        real = torch.ones(1, int(lengths.max()) if len(rows) else 0, dtype=torch.bool)
+        tokens = dict(self._tokens(names))
+        some = {k: v for k, v in self.per_sample.items() if names is None or k in names}
+        for row, n, end in zip(rows.tolist(), lengths.tolist(), ends.tolist()):
+            out = {k: t.values[end - n : end][None] for k, t in tokens.items()}
+            out |= {k: v[row : row + 1] for k, v in some.items()}
+            yield out | {MASK: real[:, :n]}
 
     def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:
         """`padded` of a few rows, whoever holds them, on every rank. Collective."""

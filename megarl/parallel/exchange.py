@@ -154,6 +154,7 @@ def place(batch: Batch, home: Home) -> None:
     Fields go one after the other: beside the batch, a rank's memory holds the new share of one
     field and a few messages.
     """
+    batch.placed = True
     if _same(batch.home, home):
         return
     for name in sorted(batch.per_token):
@@ -164,7 +165,10 @@ def place(batch: Batch, home: Home) -> None:
 
 
 def placed(batch: Batch, home: Home) -> Batch:
-    """A Batch of the same samples at `home`; `batch` stays where it is. Collective."""
+    """The batch itself if `home` is its own, else a copy there; `batch` stays as it is.
+    Collective."""
+    if _same(batch.home, home):
+        return batch
     out = Batch(batch.lengths, batch.per_sample, batch.per_token, home=batch.home, comm=batch.comm)
     place(out, home)
     return out
