@@ -98,4 +98,6 @@ def _one_token_longer(batch: Batch) -> Batch:
     inside[ends] = False
     longer[inside] = ids.values
     tokens = {"input_ids": Tokens(longer, ids.lengths + 1)}
-    return Batch(batch.lengths + 1, {}, tokens, home=batch.home, comm=batch.comm)
+    out = Batch(batch.lengths + 1, {}, tokens, home=batch.home, comm=batch.comm)
+    out.placed = batch.placed
+    return out
