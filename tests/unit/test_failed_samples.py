@@ -154,7 +154,7 @@ def test_units_are_numbered_through_all_episodes():
     [
         (
             {"valid": torch.ones(4)},
-            r"valid of torch.float32 and shape \(4,\): use \[n=4\] booleans",
+            r"valid of torch.float32 and shape \(4,\): use \[n=4\]",
         ),
         ({"valid": torch.ones(3).bool()}, r"shape \(3,\)"),
         ({"failure": torch.full((4,), 9)}, r"failure \[9, 9, 9, 9\]: .* 0 other, 1 environment"),
