@@ -20,6 +20,7 @@ _HOME = {
     "RewardError": "rewards",
     "check_rows": "rewards",
     "get_reward_fn": "rewards",
+    "reward_of": "rewards",
 }
 __all__ = sorted(_HOME)
 
