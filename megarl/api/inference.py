@@ -14,6 +14,10 @@ from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
 Batch = dict[str, torch.Tensor]
 
 
+# why a sample may fail, see RolloutWorkflow.arun_episode
+FAILURES = ("other", "environment", "reward", "tool", "server")
+
+
 class RolloutWorkflow(ABC):
     """Turns one row of data into trajectories by talking to an InferenceEngine."""
 
@@ -21,6 +25,10 @@ class RolloutWorkflow(ABC):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         """A padded batch [n,S] of this row's n samples (input_ids, attention_mask, loss_mask,
         logprobs, versions, rewards, ...), or None to reject the row.
+
+        Where something failed for single samples, `valid` [n] bool is False for them: they leave
+        the batch, are counted, and are never trained on. `failure` [n] int says why, as an index
+        into FAILURES. `unit_ids` [n] int names samples that stay in one mini-batch and on one rank.
         """
 
 

@@ -7,8 +7,11 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+
 from megarl.algos import Role
-from megarl.api.inference import Batch, RolloutWorkflow
+from megarl.api.batch import Batch, Padded
+from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ServersLost, WeightUpdateMeta
 from megarl.config.check import engines, model_path, ref_is_below_adapters
 from megarl.config.dataset import DatasetConfig
@@ -99,12 +102,13 @@ class RolloutSession:
         """How many more batches there will be, so that nothing is generated beyond them."""
         self.client.executor.expect(steps)
 
-    def next_batch(self) -> Batch:
-        batch = self.client.prepare_batch(
+    def next_batch(self) -> list[Padded]:
+        """The samples of the next batch, by episode."""
+        parts = self.client.executor.prepare_parts(
             self.loader, workflow=self.workflow, should_accept=self.should_accept
         )
-        self.client.executor.accounting.receive(batch["episode_ids"])
-        return batch
+        self.client.executor.accounting.receive(torch.cat([p["episode_ids"] for p in parts]))
+        return parts
 
     def account(self, batch: Batch) -> dict[str, float]:
         """Books the batch as trained, which every sample must be exactly once unless its update was
@@ -137,7 +141,7 @@ class RolloutSession:
         self.pool.close()
 
 
-def has_signal(batch: Batch) -> bool:
+def has_signal(batch: Padded) -> bool:
     """DAPO's dynamic sampling (arXiv 2503.14476): a group with equal rewards teaches nothing."""
     return bool(batch["rewards"].min() != batch["rewards"].max())
 
@@ -258,12 +262,12 @@ class RLTrainer:
         self.ctx.stop(self.recovery.save_now(self._state, step=step, epoch=epoch), step)
 
     def next_batch(self) -> Batch:
-        """Rank 0's next batch, on every rank; StopRequested where a signal came while rank 0 waited
-        for it."""
-        batch: Batch | None = self.ctx.on_rank_zero(self._next_batch)
-        if batch is None:
+        """The next batch, whose tokens are rank 0's; StopRequested where a signal came while rank 0
+        waited for it."""
+        mine: list[Padded] = []
+        if not self.ctx.on_rank_zero(self._next_batch, mine):
             raise StopRequested
-        return batch
+        return Batch.from_local(mine)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO."""
@@ -359,12 +363,16 @@ class RLTrainer:
         self.actor.destroy()
 
     # rank 0 only, called through ctx.on_rank_zero
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self, parts: list[Padded]) -> bool:
+        """Puts the next batch into `parts`; False where a signal came first."""
         assert self.generation is not None
         try:
-            return None if stopping.wish() else self.generation.next_batch()
+            if stopping.wish():
+                return False
+            parts += self.generation.next_batch()
         except StopRequested:
-            return None
+            return False
+        return True
 
     def _account(self, batch: Batch) -> dict[str, float]:
         assert self.generation is not None

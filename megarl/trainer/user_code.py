@@ -116,14 +116,10 @@ def _of_algorithm(code: Named) -> Iterator[str]:
     """Makes the loss or the advantages, which refuses what it cannot do."""
     from megarl.algos import specs
 
-    if code.target in specs.NAMES[code.kind]:
-        fn = load_object(specs.NAMES[code.kind][code.target], what=code.kind)
-    else:
-        fn = specs.function(code.kind, code.target)
-    wrong = list(_of_call(code, fn))
+    wrong = list(_of_call(code, specs.maker(code.kind, code.target)))
     yield from wrong
     if not wrong:
-        specs.make(code.kind, code.config)
+        (specs.loss_of if code.kind == "loss" else specs.advantages_of)(code.config)
 
 
 def _of_call(code: Named, fn: Any) -> Iterator[str]:

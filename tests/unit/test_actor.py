@@ -14,7 +14,7 @@ from megarl.algos.metrics import logp_gap_stats
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MoEConfig, TrainEngineConfig
-from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout
+from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout, whole
 
 
 def test_one_update_raises_the_probability_of_what_was_rewarded():
@@ -158,7 +158,7 @@ def test_advantages_need_groups_only_where_they_normalise():
     del batch["group_ids"]
     with pytest.raises(ValueError, match="adv_norm='group'"):
         actor.compute_advantages(batch)
-    actor.config.adv_norm = "none"
+    actor = Actor(PPOActorConfig(adv_norm="none"), BigramEngine(), temperature=1.0)
     actor.compute_advantages(batch)
     assert torch.equal(batch["advantages"], batch["rewards"][:, None] * batch["loss_mask"])
 
@@ -247,18 +247,22 @@ def test_logp_gap_by_hand():
     mask = torch.tensor([[False, True, True], [False, True, False]])
     server = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, 9.0]])
     trainer = torch.tensor([[0.0, -1.5, -2.0], [0.0, -2.9, -9.0]])
-    stats = logp_gap_stats(trainer, server, mask)
+    batch = whole(prox_logp=trainer, logprobs=server, loss_mask=mask)
+    stats = logp_gap_stats(batch)
     k3 = [math.exp(-0.5) - 1 + 0.5, 0.0, math.exp(0.1) - 1 - 0.1]
     assert stats["train_rollout_logprob_abs_diff/mean"] == pytest.approx(0.2, abs=1e-6)
     assert stats["train_rollout_logprob_abs_diff/max"] == pytest.approx(0.5)
     assert stats["mismatch/k1"] == pytest.approx(0.4 / 3, abs=1e-6)
     assert stats["mismatch/k3"] == pytest.approx(sum(k3) / 3, abs=1e-6)
-    worst = worst_logp_gaps(trainer, server, mask, k=2)
+    worst = worst_logp_gaps(batch, k=2)
     assert [(w.row, w.position) for w in worst] == [(0, 1), (1, 1)]
-    assert len(worst_logp_gaps(trainer, server, mask, k=50)) == 3
+    assert len(worst_logp_gaps(batch, k=50)) == 3
+    assert worst_logp_gaps(batch, above=0.5) == []
     trainer[1, 1] = math.nan
-    assert worst_logp_gaps(trainer, server, mask, k=1)[0].row == 1
-    assert logp_gap_stats(trainer, server, torch.zeros_like(mask)) == {}
+    batch = whole(prox_logp=trainer, logprobs=server, loss_mask=mask)
+    assert worst_logp_gaps(batch, k=1)[0].row == 1
+    nothing = whole(prox_logp=trainer, logprobs=server, loss_mask=torch.zeros_like(mask))
+    assert logp_gap_stats(nothing) == {} and worst_logp_gaps(nothing) == []
 
 
 @pytest.mark.parametrize(
