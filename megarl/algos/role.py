@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.api.engine import PARTS, PendingSave, TrainEngine
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
 Batch = dict[str, Tensor]
+
+
+class UpdateCheck(Protocol):
+    """Looks at every update of a role, see trainer/self_check.py."""
+
+    def train_batch(
+        self, engine: Any, batch: Batch, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step of `engine`, or refuses it."""
 
 
 class Role:
@@ -19,8 +28,15 @@ class Role:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
-        # what every update goes through; trainer/self_check.py stands around it
-        self.train_batch: Callable[..., dict[str, float]] = engine.train_batch
+        self.update_check: UpdateCheck | None = None
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step (TrainEngine.train_batch), under `update_check` if it is set."""
+        if self.update_check is None:
+            return self.engine.train_batch(batch, loss_fn, weight_fn, **kw)
+        return self.update_check.train_batch(self.engine, batch, loss_fn, weight_fn, **kw)
 
     def forward_logp(self, batch: Batch, temperature: float) -> Tensor:
         """[B,S] log-probabilities of the batch's tokens, 0 at t=0; sends what it needs only."""

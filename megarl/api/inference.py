@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 
 Batch = dict[str, torch.Tensor]
 
@@ -25,9 +25,20 @@ class RolloutWorkflow(ABC):
 
 
 class InferenceEngine(ABC):
+    """What a script asks of generation; every rank makes one, and rank 0 drives.
+
+    Collective: initialize, prepare_batch, rollout_batch, update_weights, destroy; an error of the
+    driver is one of every rank. On the driver only: submit, wait, agenerate, check_health. Nothing
+    happens elsewhere: pause, resume.
+    """
+
     @abstractmethod
-    def initialize(self) -> None:
-        """Waits until every server is healthy; an error names the ones that are not."""
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Waits until every server is healthy; an error names the ones that are not.
+
+        addr: host:port of the servers in place of the configured ones; ft_spec: how many batches
+        there will be.
+        """
 
     @abstractmethod
     def destroy(self) -> None: ...
