@@ -11,8 +11,8 @@ from megarl.config.check import model_path
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
-from megarl.trainer.figures import rollout_figures
 from megarl.trainer.roles import MegatronCritic, MegatronRewardModel
+from megarl.trainer.rollout_metrics import rollout_metrics
 
 
 def run(cfg: PPOConfig) -> None:
@@ -44,12 +44,12 @@ class PPOTrainer(rl.RLTrainer):
 
     # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
-        """Makes step `step` (from 0) of PPO; returns its figures."""
+        """Makes step `step` (from 0) of PPO; returns its metrics."""
         with record_timing("rollout"):
             batch = self.session.prepare_batch()
         self.score(batch)
         self.check.has_trained_tokens(batch)
-        stats = rollout_figures(batch, version=self.actor.get_version())
+        stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.actor.compute_prox_logp(batch)

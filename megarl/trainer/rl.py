@@ -13,11 +13,11 @@ from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.figures import rollout_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.recover import Recovery
 from megarl.trainer.roles import MegatronActor, MegatronLoRARef, MegatronRef
+from megarl.trainer.rollout_metrics import rollout_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
@@ -44,7 +44,7 @@ class RLTrainer:
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
-        self.session = RolloutSession(cfg, ctx.tokenizer, ctx.zero)
+        self.session = RolloutSession(cfg, ctx.tokenizer, ctx.on_rank_zero)
 
     def set_up(self) -> None:
         cfg, ctx = self.cfg, self.ctx
@@ -157,11 +157,11 @@ class RLTrainer:
 
     # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
-        """Makes step `step` (from 0) of GRPO; returns its figures."""
+        """Makes step `step` (from 0) of GRPO; returns its metrics."""
         with record_timing("rollout"):
             batch = self.session.prepare_batch()
         self.check.has_trained_tokens(batch)
-        stats = rollout_figures(batch, version=self.actor.get_version())
+        stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.actor.compute_prox_logp(batch)
@@ -185,7 +185,7 @@ class RLTrainer:
             self.check.actor_equals_ref(batch, self.actor, self.ref)
 
     def speed(self, batch: Batch) -> dict[str, float]:
-        """Returns the figures of the phase "train" of this step, which was the actor's."""
+        """Returns the metrics of the phase "train" of this step, which was the actor's."""
         return update_speed(
             self.actor.engine,
             batch,

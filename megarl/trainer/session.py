@@ -64,7 +64,7 @@ class RolloutSession:
         return self.client.on_driver(RolloutDriver.account, self.driver, *done)
 
     def evaluate(self, samples_path: Path, when: str | None = None) -> dict[str, float]:
-        """Returns the `eval/...` figures of the held-out rows; none without a validation set."""
+        """Returns the `eval/...` metrics of the held-out rows; none without a validation set."""
         return self.client.on_driver(RolloutDriver.evaluate, self.driver, samples_path, when)
 
     def state_dict(self) -> dict[str, Any]:
