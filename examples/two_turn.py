@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout import RewardPool
@@ -58,7 +59,7 @@ class Transcript:
         self.versions += versions
 
 
-def pad(samples: Sequence[Transcript]) -> Batch:
+def pad(samples: Sequence[Transcript]) -> Padded:
     """The contract's batch [n,S], right-padded."""
     width = max(len(s.tokens) for s in samples)
 
@@ -105,7 +106,7 @@ class TwoTurnWorkflow(RolloutWorkflow):
         self._reward_fn, self._pool = reward_fn, reward_pool
         self._gconfig, self._tokenizer = gconfig, tokenizer
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """A padded batch [n,S], n = gconfig.n_samples."""
         samples = [Transcript() for _ in range(self._gconfig.n_samples)]
         for sample in samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,15 @@ from megarl.algos.advantages import (
 )
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
-from megarl.algos.metrics import Decode, logp_gap_stats, spell_ids, worst_logp_gaps
+from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
+from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
 from megarl.observability.logging import get_logger, warn_once_per_world
-
-Batch = dict[str, Tensor]
+from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
 
@@ -78,25 +80,27 @@ class Actor(Role):
             loss_agg=config.loss_agg,
         )
 
-    def compute_logp(self, batch: Batch) -> Tensor:
-        """[B,S] log-probabilities under the current weights, 0 at t=0."""
+    def compute_logp(self, batch: Data) -> Any:
+        """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
+        for a plain dict."""
+        self._plan(batch)
         return self.forward_logp(batch, self.temperature)
 
-    def compute_prox_logp(self, batch: Batch) -> None:
+    def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
         with moe.router_replay also the routing behind them, which the update will repeat.
         """
         if self.config.recompute_logprob and self.config.moe.router_replay:
-            inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+            self._plan(batch)
             names = ("logprobs", "routed_experts")
-            found = self.engine.forward(inputs, outputs=names, temperature=self.temperature)
+            found = self.forward(batch, names, self.temperature)
             batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
 
-    def compute_advantages(self, batch: Batch) -> None:
+    def compute_advantages(self, batch: Data) -> None:
         """Adds batch["advantages"] [B,S] from rewards [B], group_ids [B], loss_mask [B,S]."""
-        rewards = self._shaped_rewards(batch)
+        rewards = self._shaped_rewards(batch["rewards"])
         group_ids = batch.get("group_ids")
         if group_ids is None:
             if self.config.adv_norm in ("group", "group_mean"):
@@ -104,12 +108,16 @@ class Actor(Role):
             group_ids = torch.arange(len(rewards))
         mode = "none" if self.config.adv_norm == "batch" else self.config.adv_norm
         advantages = grpo_advantages(rewards, group_ids, mode)
-        batch["advantages"] = self._normed(
-            spread_over_tokens(advantages, batch["loss_mask"]), batch
+        whole = as_batch(batch)
+        (whole["advantages"],) = map_rows(
+            whole,
+            lambda rows, part: (spread_over_tokens(advantages[rows], part["loss_mask"]),),
+            ["loss_mask"],
         )
+        put(batch, "advantages", self._normed(whole))
 
     def compute_gae(
-        self, batch: Batch, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
+        self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
     ) -> None:
         """PPO with a critic: adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] from
         rewards [B], values [B,S] and last_value [B].
@@ -119,37 +127,56 @@ class Actor(Role):
         """
         keys = ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
-        _need(batch, keys + (["ref_logp", self._old] if kl_ctl else []), what="compute_gae")
+        keys += ["ref_logp", self._old] if kl_ctl else []
+        _need(batch, keys, what="compute_gae")
+        rewards = self._shaped_rewards(batch["rewards"])
         cut = batch["truncated"] if bootstrap else torch.zeros_like(batch["last_value"])
-        batch["token_rewards"] = place_rewards(self._shaped_rewards(batch), batch["loss_mask"])
-        if kl_ctl:
-            kl = kl_estimate(batch[self._old], batch["ref_logp"], "k1")
-            batch["token_rewards"] -= kl_ctl * kl.where(batch["loss_mask"].bool(), 0.0)
-        advantages, batch["returns"] = gae(
-            batch["token_rewards"],
-            batch["values"],
-            batch["loss_mask"],
-            last_value=batch["last_value"] * cut,
-            discount=discount,
-            gae_lambda=gae_lambda,
-        )
-        batch["advantages"] = self._normed(advantages, batch)
 
-    def _normed(self, advantages: Tensor, batch: Batch) -> Tensor:
+        def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
+            earned = place_rewards(rewards[rows], part["loss_mask"])
+            if kl_ctl:
+                kl = kl_estimate(part[self._old], part["ref_logp"], "k1")
+                earned -= kl_ctl * kl.where(part["loss_mask"].bool(), 0.0)
+            advantages, returns = gae(
+                earned,
+                part["values"],
+                part["loss_mask"],
+                last_value=(part["last_value"] * cut[rows]),
+                discount=discount,
+                gae_lambda=gae_lambda,
+            )
+            return earned, returns, advantages
+
+        whole, names = as_batch(batch), ("token_rewards", "returns", "advantages")
+        for name, made in zip(names, map_rows(whole, of_rows, [*keys, "loss_mask"]), strict=True):
+            whole[name] = made
+            put(batch, name, self._normed(whole) if name == "advantages" else made)
+
+    def _plan(self, data: Data) -> None:
+        """Tells a batch its mini-batches before its first pass, which balances them over ranks."""
+        if isinstance(data, Batch) and data.minibatches is None:
+            data.minibatches = self._minibatches(data)
+
+    def _minibatches(self, batch: Batch) -> list[list[int]]:
+        seed = self.seed * 1_000_003 + self.engine.get_version()
+        return split_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
+
+    def _normed(self, batch: Batch) -> Tokens:
         if self.config.adv_norm == "batch":
-            return whiten(advantages, batch["loss_mask"])
+            return whiten(batch, "advantages")
+        advantages: Tokens = batch["advantages"]
         return advantages
 
-    def _shaped_rewards(self, batch: Batch) -> Tensor:
-        bad = (~batch["rewards"].isfinite()).nonzero().flatten().tolist()
+    def _shaped_rewards(self, rewards: Tensor) -> Tensor:
+        bad = (~rewards.isfinite()).nonzero().flatten().tolist()
         if bad:  # clipping would hide an infinite one, and a NaN spoils its whole group
             raise ValueError(
-                f"rewards of rows {bad[:8]} are {batch['rewards'][bad[:8]].tolist()}: a reward "
-                "must be a finite number; mend the reward function, or reject the episode"
+                f"rewards of rows {bad[:8]} are {rewards[bad[:8]].tolist()}: a reward must be a "
+                "finite number; mend the reward function, or reject the episode"
             )
-        return shape_rewards(batch["rewards"], self.config)
+        return shape_rewards(rewards, self.config)
 
-    def ppo_update(self, batch: Batch) -> dict[str, float]:
+    def ppo_update(self, batch: Data) -> dict[str, float]:
         """ppo_n_minibatches optimizer steps over the batch; metrics averaged over them.
 
         Beside the loss's metrics: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
@@ -163,14 +190,12 @@ class Actor(Role):
         keys += ["ref_logp"] if self.config.kl_coef or "ref_logp" in batch else []
         keys += ["routed_experts"] if self.config.moe.router_replay else []
         _need(batch, keys)
-        gap = self._logp_gap(batch)
-        mine = {k: batch[k] for k in keys}
-        seed = self.seed * 1_000_003 + self.engine.get_version()
+        whole = as_batch(batch)
+        gap, trained = self._logp_gap(whole), trained_tokens(whole)
+        parts = self._minibatches(whole)
         updates = []
-        batch["skipped"] = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
-        for rows, minibatch in minibatches(
-            mine, self.config.ppo_n_minibatches, self._weight, seed=seed
-        ):
+        skipped = torch.zeros(len(whole), dtype=torch.bool)
+        for rows, minibatch in minibatches(batch, keys, parts, trained):
             update = self.train_batch(
                 minibatch,
                 self._loss,
@@ -178,9 +203,10 @@ class Actor(Role):
                 outputs=("logprobs", "entropy"),
                 temperature=self.temperature,
             )
-            batch["skipped"][rows] = not update["update_successful"]
+            skipped[rows] = not update["update_successful"]
             updates.append(update)
-        return _merge(updates) | gap | skipped_metrics(batch, batch["skipped"])
+        batch["skipped"] = skipped
+        return _merge(updates) | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
         """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
@@ -189,21 +215,17 @@ class Actor(Role):
         """
         if "prox_logp" not in batch:
             return {}
-        prox, behav, mask = batch["prox_logp"], batch["logprobs"], batch["loss_mask"].bool()
-        fresh = mask
-        if "versions" in batch:
-            fresh = mask & (batch["versions"] == self.engine.get_version())
-        worst = worst_logp_gaps(prox, behav, fresh, k=5)
-        # "not <=" also catches NaN
-        if worst and not abs(worst[0].ours - worst[0].theirs) <= self.config.logp_gap_warn:
+        bound = self.config.logp_gap_warn
+        worst = worst_logp_gaps(batch, version=self.engine.get_version(), above=bound)
+        if worst:
             warn_once_per_world(
                 log,
                 "trainer and server disagree about tokens of the current weights by more than "
                 "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
-                self.config.logp_gap_warn,
-                "\n  ".join(gap.show(batch, decode=self.decode) for gap in worst),
+                bound,
+                "\n  ".join(show_gaps(worst, batch, decode=self.decode)),
             )
-        return logp_gap_stats(prox, behav, mask)
+        return logp_gap_stats(batch)
 
 
 def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -220,7 +242,7 @@ def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
     return stats
 
 
-def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
+def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:
     hints = {
         "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
         "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
@@ -229,7 +251,7 @@ def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
         "values": "critic.compute_values(batch)",
     }
     for key in keys:
-        if key not in batch:
+        if key not in batch and key != "attention_mask":  # a Batch has lengths instead
             hint = f": call {hints[key]} first" if key in hints else ""
             raise ValueError(f"{what}: the batch has no {key!r}{hint}")
 

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate, safe_exp
+from megarl.api.batch import Padded
 
-Batch = dict[str, Tensor]
 Stats = dict[str, tuple[Tensor, Tensor]]
 
 
-def token_weight(batch: Batch) -> float:
+def token_weight(batch: Padded) -> float:
     """Trained tokens."""
     return float(batch["loss_mask"].sum())
 
 
-def sequence_weight(batch: Batch) -> float:
+def sequence_weight(batch: Padded) -> float:
     """Sequences with at least one trained token."""
     return float(batch["loss_mask"].bool().any(1).sum())
 
 
-LOSS_WEIGHTS: dict[str, Callable[[Batch], float]] = {
+LOSS_WEIGHTS: dict[str, Callable[[Padded], float]] = {
     "token-mean": token_weight,
     "sequence-mean": sequence_weight,
 }
@@ -48,7 +48,7 @@ def aggregate(per_token: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
     raise ValueError(f"loss_agg={loss_agg!r}: use one of {', '.join(LOSS_WEIGHTS)}")
 
 
-def sft_loss(outputs: Batch, batch: Batch) -> tuple[Tensor, Stats]:
+def sft_loss(outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
     """Cross entropy of the trained tokens; weight: `token_weight`.
 
     With the output "greedy_match" [b,S] (1 where x_t is the argmax) also token_accuracy, and
@@ -68,8 +68,8 @@ def sft_loss(outputs: Batch, batch: Batch) -> tuple[Tensor, Stats]:
 
 
 def grpo_loss(
-    outputs: Batch,
-    batch: Batch,
+    outputs: Padded,
+    batch: Padded,
     *,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
@@ -134,7 +134,7 @@ def grpo_loss(
 
 
 def critic_loss(
-    outputs: Batch, batch: Batch, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
+    outputs: Padded, batch: Padded, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
 ) -> tuple[Tensor, Stats]:
     """Half the squared error of values [b,S] against batch["returns"]; weight:
     `LOSS_WEIGHTS[loss_agg]`.
@@ -164,7 +164,7 @@ def critic_loss(
 
 @torch.no_grad()
 def _policy_stats(
-    logp: Tensor, ratio: Tensor, batch: Batch, low: float, high: float, c_clip: float | None
+    logp: Tensor, ratio: Tensor, batch: Padded, low: float, high: float, c_clip: float | None
 ) -> Stats:
     """Figures of the step, as means over trained tokens.
 

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from megarl.config.dataset import DatasetConfig
 from megarl.data.sources import check_batches
-from megarl.utils.batch import Batch
+from megarl.utils.batch import Padded
 
 Row = dict[str, Any]
 
@@ -37,10 +37,10 @@ def build_dataloader(
     )
 
 
-def collate_sft(rows: Sequence[Row]) -> Batch:
+def collate_sft(rows: Sequence[Row]) -> Padded:
     """input_ids [B,S], attention_mask [B,S], loss_mask [B,S] of SFT rows, right-padded."""
     width = max(len(row["input_ids"]) for row in rows)
-    batch: Batch = {
+    batch: Padded = {
         "input_ids": torch.zeros(len(rows), width, dtype=torch.int64),
         "attention_mask": torch.zeros(len(rows), width, dtype=torch.bool),
         "loss_mask": torch.zeros(len(rows), width, dtype=torch.bool),

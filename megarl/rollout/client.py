@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Batch, Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
@@ -128,9 +129,18 @@ class RemoteSGLangEngine(InferenceEngine):
         """Returns `fn(*args)` of the driver, or raises its error, on every rank. Collective."""
         return self._everyone()(fn, *args)
 
-    def share(self, fn: Callable[..., Batch], *args: Any) -> Batch:
-        """Returns the batch that `fn(*args)` returns on the driver, on every rank. Collective."""
-        return self._everyone()(fn, *args)
+    def share(self, fn: Callable[..., Sequence[Padded]], *args: Any) -> Batch:
+        """Returns the batch of the padded samples that `fn(*args)` returns on the driver, whose
+        tokens stay there until the first engine verb. Collective.
+        """
+        mine: list[Padded] = []
+
+        @wraps(fn)
+        def bring() -> None:
+            mine.extend(fn(*args))
+
+        self._everyone()(bring)
+        return Batch.from_local(mine)
 
     def _everyone(self) -> RankZero:
         if self._zero is None:
@@ -311,11 +321,11 @@ class RemoteSGLangEngine(InferenceEngine):
         data: dict[str, Any],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> None:
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
-    def wait(self, count: int, timeout: float | None = None) -> Batch:
+    def wait(self, count: int, timeout: float | None = None) -> Padded:
         return self.executor.wait(count, timeout)
 
     def rollout_batch(
@@ -323,10 +333,10 @@ class RemoteSGLangEngine(InferenceEngine):
         data: Sequence[dict[str, Any]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
         return self.share(
-            lambda: self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)
+            lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
         )
 
     def prepare_batch(
@@ -334,13 +344,13 @@ class RemoteSGLangEngine(InferenceEngine):
         dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
         return self.share(
-            lambda: self.executor.prepare_batch(
+            lambda: self.executor.prepare_parts(
                 dataloader, workflow, workflow_builder, should_accept
             )
         )

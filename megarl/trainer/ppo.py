@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from megarl.algos import Role
-from megarl.api.inference import Batch
+from megarl.api.batch import Batch
 from megarl.config.check import model_path
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from megarl.algos import Role
-from megarl.api.inference import Batch
+from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
 from megarl.config.check import engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import GRPOConfig

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megarl.api.inference import Batch, RolloutWorkflow
+import torch
+
+from megarl.api.batch import Batch, Padded
+from megarl.api.inference import RolloutWorkflow
 from megarl.config.check import model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
@@ -19,8 +23,6 @@ from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
-
-T = TypeVar("T")
 
 
 class RolloutSession:
@@ -108,7 +110,7 @@ class RolloutDriver:
             check_context(held_out, cfg.eval_gconfig, cfg.server.context_length)
             self.evaluator = Evaluator(
                 held_out,
-                client,
+                self,
                 self._workflow(held_out, cfg.valid_dataset, cfg.eval_gconfig),
                 tokenizer,
                 config=cfg.evaluator,
@@ -127,15 +129,23 @@ class RolloutDriver:
         """The client is open: from now on answers are checked against the model's vocabulary."""
         self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
 
-    def next_batch(self) -> Batch:
-        """Returns the padded batch; StopRequested where a signal asks the run to end."""
+    def next_batch(self) -> list[Padded]:
+        """Returns the samples of the next batch, by episode; StopRequested where a signal asks the
+        run to end."""
         if stopping.wish():
             raise StopRequested
-        batch = self.client.executor.prepare_batch(
+        parts = self.client.executor.prepare_parts(
             self.loader, workflow=self.workflow, should_accept=self.should_accept
         )
-        self.client.executor.ledger.receive(batch["episode_ids"])
-        return batch
+        self.client.executor.accounting.receive(torch.cat([p["episode_ids"] for p in parts]))
+        return parts
+
+    def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
+        """Returns the samples of held-out rows, which stay on this rank."""
+        return self.client.executor.rollout_batch(rows, workflow)
+
+    def get_version(self) -> int:
+        return self.client.get_version()
 
     def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
         self.client.executor.trained(episode_ids, skipped)
@@ -169,6 +179,6 @@ class RolloutDriver:
         self.client.executor.load_state_dict(rollout)
 
 
-def has_signal(batch: Batch) -> bool:
+def has_signal(batch: Padded) -> bool:
     """DAPO's dynamic sampling (arXiv 2503.14476): a group with equal rewards teaches nothing."""
     return bool(batch["rewards"].min() != batch["rewards"].max())

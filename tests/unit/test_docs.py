@@ -273,7 +273,7 @@ def test_example_workflow(tokenizer: Any) -> None:
         server.versions = ["4", "5"]  # of the first and of the second answers
         with RewardPool(1, timeout=30.0) as pool:
             flow = TwoTurnWorkflow(close_reward, gconfig, tokenizer, reward_pool=pool)
-            batch = engine.rollout_batch([row], workflow=flow)
+            batch = engine.rollout_batch([row], workflow=flow).padded()
     finally:
         engine.destroy()
         server.close()

@@ -12,6 +12,7 @@ import torch
 
 from megarl.algos import SFT, Actor, Ref
 from megarl.algos.checks import ROUNDING, nonfinite_inputs, row_gaps, same_policy
+from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config
@@ -23,7 +24,7 @@ from megarl.trainer import self_check
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
-from tests.unit.bigram import BigramEngine, rollout
+from tests.unit.bigram import BigramEngine, rollout, whole
 
 
 @pytest.fixture
@@ -142,7 +143,12 @@ def gaps(n: int, change: Any) -> Any:
     change(ours)
     batch = {"input_ids": torch.zeros(n, 100, dtype=torch.long), "attention_mask": mask}
     return lambda bounds: same_policy(
-        row_gaps(ours, theirs, mask), bounds, batch, what="x", sides=("a", "b"), causes="y"
+        row_gaps(ours, theirs, mask),
+        bounds,
+        Batch.from_padded(batch),
+        what="x",
+        sides=("a", "b"),
+        causes="y",
     )
 
 
@@ -326,11 +332,12 @@ def test_inputs_that_are_not_finite_cost_no_pass(tmp_path, said):
 
 def test_inputs_by_hand():
     mask = torch.tensor([[False, True], [False, True]])
-    batch = {"loss_mask": mask, "input_ids": mask.long(), "advantages": torch.zeros(2, 2)}
+    advantages = torch.zeros(2, 2)
+    assert nonfinite_inputs(whole(loss_mask=mask, advantages=advantages)) is None
+    advantages[0, 0] = math.nan
+    batch = whole(loss_mask=mask, advantages=advantages)
     assert nonfinite_inputs(batch) is None
-    batch["advantages"][0, 0] = math.nan
-    assert nonfinite_inputs(batch) is None
-    batch["ref_logp"] = torch.tensor([[0.0, 1.0], [math.nan, -math.inf]])
+    batch["ref_logp"] = Tokens(torch.tensor([0.0, 1.0, math.nan, -math.inf]), batch.lengths)
     batch["rewards"] = torch.tensor([0.0, math.nan])
     text = str(nonfinite_inputs(batch))
     assert "ref_logp: 1 numbers in rows 1, the first at [1, 1]: -inf" in text

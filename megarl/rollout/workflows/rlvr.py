@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.generation import stable_seed
@@ -37,7 +38,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self._reward_fn, self._gconfig, self._tokenizer = reward_fn, gconfig, tokenizer
         self._pool = reward_pool
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """A padded batch [n,S], n = gconfig.n_samples; beside the contract's keys `truncated` [n]
         bool: the answer ended at max_new_tokens.
         """
@@ -101,10 +102,10 @@ async def _all(coros: Any) -> list[Any]:
             task.cancel()
 
 
-def pad_responses(responses: Sequence[ModelResponse]) -> Batch:
+def pad_responses(responses: Sequence[ModelResponse]) -> Padded:
     """input_ids, attention_mask, loss_mask, logprobs, versions, each [n,S], right-padded."""
     n, width = len(responses), max(r.input_len + r.output_len for r in responses)
-    batch: Batch = {
+    batch: Padded = {
         "input_ids": torch.zeros(n, width, dtype=torch.int64),
         "attention_mask": torch.zeros(n, width, dtype=torch.bool),
         "loss_mask": torch.zeros(n, width, dtype=torch.bool),
