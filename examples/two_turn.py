@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.rollout.trajectory import ChatWorkflow, pad
-from megarl.utils.batch import Padded
 
 TOOL_TIMEOUT = 10.0  # seconds
 

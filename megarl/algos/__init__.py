@@ -39,7 +39,6 @@ from megarl.algos.losses import (
     token_weight,
 )
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
-from megarl.algos.minibatches import minibatch_rows
 from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
@@ -64,7 +63,6 @@ __all__ = [
     "grpo_loss",
     "kl_estimate",
     "logp_gap_stats",
-    "minibatch_rows",
     "place_rewards",
     "sequence_weight",
     "sft_loss",

@@ -16,12 +16,7 @@ from megarl.algos.advantages import (
 )
 from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
-from megarl.algos.minibatches import (
-    mean_metrics,
-    minibatches,
-    skipped_metrics,
-    unit_minibatches,
-)
+from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, map_rows, put, row_sums, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
@@ -30,6 +25,7 @@ from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
 from megarl.config.check_actor import check_actor
 from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
 
@@ -172,7 +168,7 @@ class Actor(Role):
 
     def _minibatches(self, batch: Batch) -> list[list[int]]:
         seed = self.seed * 1_000_003 + self.engine.get_version()
-        return unit_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
+        return split_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
 
     def _shaped_rewards(self, rewards: Tensor) -> Tensor:
         bad = (~rewards.isfinite()).nonzero().flatten().tolist()

@@ -6,12 +6,13 @@ from functools import partial
 
 from megarl.algos.losses import LOSS_WEIGHTS, critic_loss
 from megarl.algos.metrics import explained_variance
-from megarl.algos.minibatches import mean_metrics, minibatches, unit_minibatches
+from megarl.algos.minibatches import mean_metrics, minibatches
 from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOCriticConfig
 from megarl.config.check_actor import check_critic
+from megarl.parallel.placement import split_minibatches
 
 INPUTS = ("input_ids", "attention_mask", "loss_mask", "values", "returns")
 
@@ -50,7 +51,7 @@ class Critic(Role):
         whole = as_batch(batch)
         explained = explained_variance(whole)
         seed = self.seed * 1_000_003 + self.engine.get_version()
-        parts = unit_minibatches(whole.unit_ids, self.config.ppo_n_minibatches, seed=seed)
+        parts = split_minibatches(whole.unit_ids, self.config.ppo_n_minibatches, seed=seed)
         updates = [
             self.train_batch(minibatch, self._loss, self._weight, outputs=("values",))
             for _, minibatch in minibatches(batch, INPUTS, parts, trained_tokens(whole))

@@ -4,43 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from megarl.algos.checks import some
 from megarl.algos.rows import Data, select_rows
-
-
-def minibatch_rows(batch_size: int, n: int, *, seed: int, of: str = "sequences") -> list[list[int]]:
-    """Rows 0..batch_size-1 in n parts whose sizes differ by at most one, shuffled by `seed`.
-
-    One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
-    equal prompt stay neighbours. Groups need not stay whole: advantages are already computed.
-    """
-    if n > batch_size:
-        raise ValueError(
-            f"ppo_n_minibatches={n} exceeds the {batch_size} {of} of the batch: lower it, or "
-            "raise train_dataset.batch_size or gconfig.n_samples"
-        )
-    if n == 1:
-        return [list(range(batch_size))]
-    # torch uses the low 32 bits of a seed only
-    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed % 2**32))
-    return [sorted(part.tolist()) for part in order.tensor_split(n)]
-
-
-def unit_minibatches(unit_ids: Tensor, n: int, *, seed: int) -> list[list[int]]:
-    """Rows of the units [B] in n parts; a unit is never split, and the numbers of units of two
-    parts differ by at most one. Where every row is a unit of its own: `minibatch_rows`.
-    """
-    units, of_row = unit_ids.unique(return_inverse=True)
-    if len(units) == len(unit_ids):
-        return minibatch_rows(len(units), n, seed=seed)
-    part_of_unit = torch.empty(len(units), dtype=torch.long)
-    for k, part in enumerate(minibatch_rows(len(units), n, seed=seed, of="units")):
-        part_of_unit[part] = k
-    part_of_row = part_of_unit[of_row]
-    return [(part_of_row == k).nonzero().flatten().tolist() for k in range(n)]
 
 
 def minibatches(

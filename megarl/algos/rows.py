@@ -35,9 +35,10 @@ def put(data: Data, name: str, value: Tokens | Tensor) -> None:
 
 
 def select_rows(data: Data, rows: Sequence[int], names: Sequence[str]) -> Data:
-    """Returns some rows (ascending) and fields of the data."""
+    """Returns some rows (ascending) and fields of the data, and what its units are."""
     if isinstance(data, Batch):
-        return data.select(rows, [name for name in names if name != "attention_mask"])
+        wanted = [name for name in (*names, "unit_ids") if name in data]
+        return data.select(rows, wanted)
     return select({name: data[name] for name in names}, rows)
 
 

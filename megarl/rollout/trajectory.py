@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.generation import stable_seed
 from megarl.rollout.rewards import RewardPool
-from megarl.utils.batch import Padded
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
 _NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")

@@ -37,7 +37,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md"]
 # what stands in the sources where the figure "group/name" is made
 FIGURES = {
-    "timing": 'phase("{phase}")',
+    "timing": 'record_timing("{phase}")',
     "rollout": '"{name}"',
     "weight_sync": '"{phase}"',
     "eval": '"eval/{name}"',
@@ -273,7 +273,7 @@ def test_example_workflow(tokenizer: Any) -> None:
         server.versions = ["4", "5"]  # of the first and of the second answers
         with RewardPool(1, timeout=30.0) as pool:
             flow = TwoTurnWorkflow(close_reward, gconfig, tokenizer, reward_pool=pool)
-            batch = engine.rollout_batch([row], workflow=flow)
+            batch = engine.rollout_batch([row], workflow=flow).padded()
     finally:
         engine.destroy()
         server.close()
@@ -313,7 +313,7 @@ def test_example_workflow_ends_a_turn_once(ended: bool) -> None:
 
 
 def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
-    from megarl.trainer.rl import RolloutSession
+    from megarl.trainer.session import RolloutSession
 
     cfg = load_config(
         None,
@@ -325,12 +325,13 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
         ],
     )
     assert isinstance(cfg, GRPOConfig)
-    generation = RolloutSession(cfg, tokenizer)
+    session = RolloutSession(cfg, tokenizer)
     try:
-        assert type(generation.workflow) is TwoTurnWorkflow
-        assert generation.workflow._reward_fn is close_reward
+        assert session.driver is not None
+        assert type(session.driver.workflow) is TwoTurnWorkflow
+        assert session.driver.workflow._reward_fn is close_reward
     finally:
-        generation.close()
+        session.close()
     cfg.rollout.workflow = "examples.two_turn:ThreeTurnWorkflow"
     with pytest.raises(ValueError, match=r"^rollout\.workflow 'examples\.two_turn:ThreeTurn"):
         RolloutSession(cfg, tokenizer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.rollout.trajectory import ChatWorkflow, pad
-from megarl.utils.batch import Padded
 
 
 class RLVRWorkflow(ChatWorkflow):
