@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.algos.rows import Data, as_batch
 from megarl.api.batch import Batch, Tokens
-from megarl.api.engine import PARTS, PendingSave, TrainEngine
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+
+
+class UpdateCheck(Protocol):
+    """Looks at every update of a role, see trainer/self_check.py."""
+
+    def train_batch(
+        self, engine: Any, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step of `engine`, or refuses it."""
 
 
 class Role:
@@ -19,8 +28,15 @@ class Role:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
-        # what every update goes through; trainer/self_check.py stands around it
-        self.train_batch: Callable[..., dict[str, float]] = engine.train_batch
+        self.update_check: UpdateCheck | None = None
+
+    def train_batch(
+        self, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step (TrainEngine.train_batch), under `update_check` if it is set."""
+        if self.update_check is None:
+            return self.engine.train_batch(data, loss_fn, weight_fn, **kw)
+        return self.update_check.train_batch(self.engine, data, loss_fn, weight_fn, **kw)
 
     def forward_logp(self, data: Data, temperature: float) -> Tokens | Tensor:
         """Returns log-probabilities of the batch's tokens, 0 at t=0."""

@@ -81,7 +81,7 @@ class SelfCheck:
         """
         if first_ratio_to is not None and self.config.on_failure != "off":
             self._unchecked = first_ratio_to
-        role.train_batch = partial(self._train_batch, role.engine)
+        role.update_check = self
 
     # ---- every batch ---------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class SelfCheck:
 
     # ---- every update --------------------------------------------------------------------------
 
-    def _train_batch(
+    def train_batch(
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> dict[str, float]:
         """engine.train_batch with the checks around it. A skipped update has no metrics but

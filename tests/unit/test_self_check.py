@@ -21,7 +21,7 @@ from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.trainer import self_check
-from megarl.trainer.rl import RLTrainer
+from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
 from tests.unit.bigram import BigramEngine, rollout, whole
@@ -419,18 +419,17 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
         """Of a process that starts at `version` and takes two steps."""
         metas: list[Any] = []
         arrival = SimpleNamespace(result=lambda timeout: None)
-        client = SimpleNamespace(
+        client: Any = SimpleNamespace(
             pause=lambda: None, resume=lambda: None, addresses=["a:1"],
-            update_weights=lambda meta: arrival,
+            update_weights=lambda meta: arrival, on_driver=lambda fn, *args: fn(*args),
         )  # fmt: skip
-        cfg = GRPOConfig(weight_sync=WeightSyncConfig(verify=verify))
-        trainer: Any = RLTrainer(cfg, SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero()))  # type: ignore[arg-type]
-        trainer.generation = SimpleNamespace(client=client)
-        trainer.actor = SimpleNamespace(
+        actor: Any = SimpleNamespace(
             upload_weights=lambda meta: metas.append(meta) or {}, set_version=lambda v: None
         )
+        config = WeightSyncConfig(verify=verify)
+        publisher = WeightPublisher(actor, client, config, path=tmp_path)
         for v in range(version, version + 3):
-            stats = trainer.update_weights(v)
+            stats = publisher.publish(v)
             assert stats["weight_sync/pause_s"] >= 0 and stats["weight_sync/resume_s"] >= 0
         assert [m.version for m in metas] == [version, version + 1, version + 2]
         return [m.verify for m in metas]
