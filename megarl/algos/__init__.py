@@ -43,12 +43,15 @@ from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
+from megarl.algos.specs import AdvantageSpec, LossSpec
 
 __all__ = [
     "Actor",
+    "AdvantageSpec",
     "Critic",
     "LOSS_WEIGHTS",
     "LoRARef",
+    "LossSpec",
     "Ref",
     "RewardModel",
     "Role",

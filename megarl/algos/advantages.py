@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algos.rows import moments
+from megarl.algos.specs import AdvantageSpec
 from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 
@@ -61,6 +62,17 @@ def grpo_advantages(
         return centred.float()
     std = (per_group(centred.square(), "sum") / (size - 1).clamp(min=1)).sqrt()
     return (centred / (std + eps)).float()
+
+
+def group(config: PPOActorConfig) -> AdvantageSpec:
+    """Returns `grpo_advantages` by the mode config.adv_norm, or "batch": whitened rewards."""
+    whitens = config.adv_norm == "batch"
+    mode = "none" if whitens else config.adv_norm
+    return AdvantageSpec(
+        per_sample=lambda batch: grpo_advantages(batch["rewards"], batch["group_ids"], mode),
+        whiten=whitens,
+        needs_groups=mode != "none",
+    )
 
 
 def spread_over_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:

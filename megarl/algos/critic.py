@@ -11,6 +11,7 @@ from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOCriticConfig
+from megarl.config.check_actor import check_critic
 from megarl.parallel.placement import split_minibatches
 
 INPUTS = ("input_ids", "attention_mask", "loss_mask", "values", "returns")
@@ -28,6 +29,7 @@ class Critic(Role):
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine, *, seed: int = 0) -> None:
         """seed: of the order of mini-batches."""
         super().__init__(engine)
+        check_critic(config)
         self.config, self.seed = config, seed
         self._weight = LOSS_WEIGHTS[config.loss_agg]
         self._loss = partial(critic_loss, value_clip=config.value_clip, loss_agg=config.loss_agg)

@@ -7,13 +7,17 @@ weights over the whole batch before it divides, so no figure depends on how the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate, safe_exp
+from megarl.algos.specs import LossSpec, Metrics
 from megarl.api.batch import Padded
+from megarl.config.algo import PPOActorConfig
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 
@@ -131,6 +135,42 @@ def grpo_loss(
         kl = kl_estimate(logp.detach(), batch["ref_logp"], "k3")
         stats["kl_ref"] = (torch.where(mask, kl, 0.0).sum(), tokens)
     return loss, stats
+
+
+def grpo(config: PPOActorConfig) -> LossSpec:
+    """Returns `grpo_loss` with the settings of the actor's section."""
+    old = config.old_logp
+    return LossSpec(
+        fn=partial(
+            grpo_loss,
+            eps_clip=config.eps_clip,
+            eps_clip_higher=config.eps_clip_higher,
+            c_clip=config.c_clip,
+            old_logp=old,
+            decoupled=config.use_decoupled_loss,
+            behav_imp_weight_cap=config.behav_imp_weight_cap,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
+            loss_agg=config.loss_agg,
+        ),
+        weight=LOSS_WEIGHTS[config.loss_agg],
+        outputs=("logprobs", "entropy"),
+        needs=("logprobs", "advantages", old, *(["ref_logp"] if config.kl_coef else [])),
+        uses=("ref_logp",),
+        derive=_grpo_metrics,
+    )
+
+
+def _grpo_metrics(mean: Metrics, first: Metrics) -> Metrics:
+    """Adds the ratio's deviation at the first step, its root mean square and the sample size."""
+    rest = {k: v for k, v in mean.items() if k not in ("ratio_sq_dev", "behav_imp_weight_sq")}
+    square = mean["behav_imp_weight_sq"]
+    return rest | {
+        "first_ratio_abs_dev": first["ratio_abs_dev"],
+        "ratio_rms_dev": math.sqrt(mean["ratio_sq_dev"]),
+        # Kish's effective sample size, as a fraction of the tokens
+        "behav_ess": mean["behav_imp_weight"] ** 2 / square if square else 0.0,
+    }
 
 
 def critic_loss(

@@ -120,7 +120,8 @@ def check_named(job: Job, *, writes: bool) -> None:
     check_place(job.cfg)
     if own:  # another script may have another
         check_tokenizer(job.cfg)
-    check_code(job.cfg, check_data(job.cfg), isolated=True, path=path)
+    rows = check_data(job.cfg, isolated=True, path=path)
+    check_code(job.cfg, rows, isolated=True, path=path)
     if writes:
         check_writable(job.cfg)
 

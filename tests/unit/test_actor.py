@@ -164,7 +164,7 @@ def test_advantages_need_groups_only_where_they_normalise():
     del batch["group_ids"]
     with pytest.raises(ValueError, match="adv_norm='group'"):
         actor.compute_advantages(batch)
-    actor.config.adv_norm = "none"
+    actor = Actor(PPOActorConfig(adv_norm="none"), BigramEngine(), temperature=1.0)
     actor.compute_advantages(batch)
     assert torch.equal(batch["advantages"], batch["rewards"][:, None] * batch["loss_mask"])
 
