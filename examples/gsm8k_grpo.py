@@ -16,9 +16,21 @@ from dataclasses import dataclass
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megarl import (
-    FinetuneSpec, Frequency, GRPOConfig, MegatronActor, MegatronRef, RemoteSGLangEngine,
-    RLVRWorkflow, Saver, StatsLogger, WeightUpdateMeta, arg, build_dataset, get_reward_fn,
-    load_expr_config, load_hf_tokenizer, stats_tracker,
+    FinetuneSpec,
+    GRPOConfig,
+    MegatronActor,
+    MegatronRef,
+    RemoteSGLangEngine,
+    RLVRWorkflow,
+    Saver,
+    StatsLogger,
+    WeightUpdateMeta,
+    arg,
+    build_dataset,
+    get_reward_fn,
+    load_expr_config,
+    load_hf_tokenizer,
+    stats_tracker,
 )  # fmt: skip
 
 
@@ -55,7 +67,7 @@ def main(args: list[str]) -> None:
     else:
         meta = WeightUpdateMeta.from_megatron(addresses=rollout.addresses)
 
-    reward_fn = get_reward_fn(data.type)
+    reward_fn = get_reward_fn(data.reward.type or data.type)
     workflow = RLVRWorkflow(reward_fn=reward_fn, gconfig=config.gconfig, tokenizer=tokenizer)
     saver = Saver.for_run(config, actor)
     logger = StatsLogger.for_run(config)

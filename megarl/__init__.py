@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from megarl.config.base import arg
     from megarl.config.errors import ConfigError
-    from megarl.config.loader import load_config, load_expr_config
+    from megarl.config.loader import load_config, load_expr_config, run_dir
     from megarl.config.recipes import GRPOConfig, PPOConfig, SFTConfig
     from megarl.config.rollout import GenerationHyperparameters
     from megarl.data import build_dataloader, build_dataset
@@ -37,13 +37,17 @@ if TYPE_CHECKING:
     from megarl.observability.stats_logger import StatsLogger
     from megarl.parallel.rank_zero import on_rank_zero
     from megarl.rollout import (
+        ChatWorkflow,
         RemoteSGLangEngine,
         RewardPool,
         RLVRWorkflow,
         SGLangEngine,
+        Trajectory,
         get_reward_fn,
+        pad,
     )
     from megarl.trainer.evaluation import Evaluator
+    from megarl.trainer.frequency import Frequency
     from megarl.trainer.ppo import PPOTrainer
     from megarl.trainer.publisher import WeightPublisher
     from megarl.trainer.rl import RLTrainer
@@ -68,7 +72,7 @@ _HOME = {
     "WeightUpdateMeta",
     "config.base": "arg",
     "config.errors": "ConfigError",
-    "config.loader": "load_config load_expr_config",
+    "config.loader": "load_config load_expr_config run_dir",
     "config.recipes": "GRPOConfig PPOConfig SFTConfig",
     "config.rollout": "GenerationHyperparameters",
     "data": "build_dataloader build_dataset",
@@ -77,8 +81,10 @@ _HOME = {
     "observability.stats_tracker": "stats_tracker",
     "observability.stats_logger": "StatsLogger",
     "parallel.rank_zero": "on_rank_zero",
-    "rollout": "RLVRWorkflow RemoteSGLangEngine RewardPool SGLangEngine get_reward_fn",
+    "rollout": "ChatWorkflow RLVRWorkflow RemoteSGLangEngine RewardPool SGLangEngine Trajectory "
+    "get_reward_fn pad",
     "trainer.evaluation": "Evaluator",
+    "trainer.frequency": "Frequency",
     "trainer.ppo": "PPOTrainer",
     "trainer.publisher": "WeightPublisher",
     "trainer.rl": "RLTrainer",
@@ -91,12 +97,16 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [
+    "ChatWorkflow",
+    "Trajectory",
+    "pad",
     "Actor",
     "Batch",
     "ConfigError",
     "Critic",
     "Evaluator",
     "FinetuneSpec",
+    "Frequency",
     "GRPOConfig",
     "GenerationHyperparameters",
     "InferenceEngine",
@@ -141,6 +151,7 @@ __all__ = [
     "load_expr_config",
     "load_hf_tokenizer",
     "on_rank_zero",
+    "run_dir",
     "stats_tracker",
 ]
 

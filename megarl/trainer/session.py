@@ -17,7 +17,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
 from megarl.models import read_hf_config
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, get_reward_fn
+from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, reward_of
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
@@ -35,7 +35,11 @@ class RolloutSession:
         self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
     ) -> None:
         """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already."""
-        self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
+        backend = cfg.rollout.backend
+        make_client = load_object(backend.type, what="rollout.backend")
+        self.client: RemoteSGLangEngine = make_client(
+            cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
+        )
         self.driver: RolloutDriver | None = None  # on rank 0
 
         def make() -> int:
@@ -120,10 +124,11 @@ class RolloutDriver:
     def _workflow(
         self, rows: RowDataset, data: DatasetConfig, gconfig: GenerationHyperparameters
     ) -> RolloutWorkflow:
-        make = load_object(self.config.workflow, what="rollout.workflow")
-        reward_fn = get_reward_fn(data.reward or data.type)
+        seam = self.config.workflow
+        make = load_object(seam.type, what="rollout.workflow")
+        reward_fn = reward_of(data)
         check_rows(reward_fn, (rows[i] for i in range(len(rows))))
-        return make(reward_fn, gconfig, self._tokenizer, reward_pool=self.pool)
+        return make(reward_fn, gconfig, self._tokenizer, reward_pool=self.pool, **seam.options)
 
     def opened(self) -> None:
         """The client is open: from now on answers are checked against the model's vocabulary."""
