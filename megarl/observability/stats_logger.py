@@ -93,8 +93,8 @@ class StatsLogger:
         stats: Mapping[str, float] | Sequence[Mapping[str, float]],
     ) -> None:
         """Logs what step `global_step` of a script's loop gave: one dict, or several that do not
-        share names. epoch, its step and global_step count from 0; the row is that of global_step + 1
-        finished steps, with `epoch` as a metric.
+        share names. epoch, its step and global_step count from 0; the row is that of
+        global_step + 1 finished steps, with `epoch` as a metric.
         """
         several = [stats] if isinstance(stats, Mapping) else stats
         merged = {name: value for part in several for name, value in part.items()}

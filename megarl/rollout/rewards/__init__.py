@@ -5,8 +5,8 @@
 
 To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
 "package.module:function" to `get_reward_fn`, with options. The module's imports happen before the
-clock starts, so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in the same
-module, is called with every row before the run begins: it raises ValueError for a row whose gold
+clock starts, so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in
+the same module, is called with every row before the run begins: it raises ValueError for a row whose gold
 answer the reward cannot compare with.
 """
 
@@ -45,8 +45,8 @@ def reward_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments that a reward is called with, by position and by name.
 
-    own: prompt, completion, prompt_ids, completion_ids; row: the rest of the data row. A reward that
-    takes four arguments by position gets them so, and the row by name. Another gets what its
+    own: prompt, completion, prompt_ids, completion_ids; row: the rest of the data row. A reward
+    that takes four arguments by position gets them so, and the row by name. Another gets what its
     parameters name of prompt(s), completion(s), prompt_ids, completion_ids and the row, as
     `gsm8k_reward_fn(completions, answer)` does.
     """
