@@ -29,12 +29,17 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig
+from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig, SFTConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull
-from megarl.utils.importing import add_working_directory
+from megarl.utils.importing import add_working_directory, load_object
 
+TRAINERS: dict[type[BaseConfig], str] = {  # of the recipes; PPO's is one of GRPO's, too
+    PPOConfig: "megarl.trainer.ppo:PPOTrainer",
+    GRPOConfig: "megarl.trainer.rl:RLTrainer",
+    SFTConfig: "megarl.trainer.offline:SFTTrainer",
+}
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
 
@@ -142,21 +147,18 @@ def prepare(cfg: BaseConfig) -> None:
 
 
 def run(cfg: BaseConfig) -> None:
-    """Imports torch and runs the recipe."""
-    if isinstance(cfg, PPOConfig):
-        from megarl.trainer import ppo
-
-        ppo.run(cfg)
-    elif isinstance(cfg, GRPOConfig):
+    """Imports torch and runs the recipe's trainer, or the one that the configuration names."""
+    name = cfg.trainer.type or next(t for kind, t in TRAINERS.items() if isinstance(cfg, kind))
+    trainer = load_object(name, what="trainer")
+    if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
 
-        rl.run(cfg)
+        rl.run(cfg, trainer)
     else:
-        from megarl.config.recipes import SFTConfig
         from megarl.trainer import offline
 
         assert isinstance(cfg, SFTConfig), type(cfg)
-        offline.run(cfg)
+        offline.run(cfg, trainer)
 
 
 def _servers(cfg: BaseConfig) -> list[str]:

@@ -26,7 +26,9 @@ def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
     elif is_import_path(cfg.type):
         return
     elif not cfg.path:
-        yield f"{key}.path is empty: {key}.type={cfg.type} needs a hub name (openai/gsm8k) or a path"
+        yield (
+            f"{key}.path is empty: {key}.type={cfg.type} needs a hub name (openai/gsm8k) or a path"
+        )
     elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
         yield f"{key}.path={cfg.path}: no such file or directory"
 

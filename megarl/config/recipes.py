@@ -147,12 +147,13 @@ def recipe_class(
     """Returns the dataclass that the keys `recipe` and `trainer` of a configuration ask for; `cls`
     if it is given and fits them. Raises ConfigError for a name that is none."""
     name = overrides.get("recipe", tree.get("recipe"))
+    named: type[BaseConfig] | None = None
     if isinstance(name, str) and is_import_path(name):
         named = _own_class(name, "recipe")
     elif name is not None and name not in tuple(RECIPES):
         raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)"])
     else:
-        named = None if name is None else RECIPES[name]
+        named = named if name is None else RECIPES[name]
         cls = cls or _config_class_of_trainer(tree, overrides)
     if cls is None:
         return named or RECIPES[DEFAULT_RECIPE]

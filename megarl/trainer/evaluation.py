@@ -92,7 +92,7 @@ class Evaluator:
 
 def _prompt_key(row: dict[str, Any]) -> str:
     """Names a prompt, with its answer, in every run."""
-    text = json.dumps([row["prompt"], str(row["answer"])])
+    text = json.dumps([row["prompt"], str(row.get("answer", ""))])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

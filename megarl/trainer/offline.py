@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
-from megarl.data import build_dataloader, build_dataset, collate_sft
+from megarl.data import build_dataloader, build_dataset, collate_sft, collator
 from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
@@ -23,10 +23,10 @@ from megarl.utils.batch import Padded
 log = get_logger(__name__)
 
 
-def run(cfg: SFTConfig) -> None:
+def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
     """The whole run, on every rank."""
     with RunContext(cfg, model_path=cfg.model.path) as ctx:
-        trainer = SFTTrainer(cfg, ctx)
+        trainer = (trainer_class or SFTTrainer)(cfg, ctx, **cfg.trainer.options)
         trainer.fit()
         trainer.model.destroy()  # collective, so only where every rank got here
 
@@ -38,12 +38,13 @@ class SFTTrainer:
         self.cfg, self.ctx = cfg, ctx
         self.timers = Timers()
         data = build_dataset(cfg.train_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
-        self.loader = build_dataloader(data, cfg.train_dataset, seed=cfg.seed)
+        collate = collator(cfg.train_dataset, collate_sft)
+        self.loader = build_dataloader(data, cfg.train_dataset, seed=cfg.seed, collate=collate)
         self.held_out = None
         if cfg.valid_dataset is not None:
             rows = build_dataset(cfg.valid_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
             n = min(len(rows), cfg.evaluator.max_samples or len(rows))
-            self.held_out = collate_sft([rows[i] for i in range(n)])
+            self.held_out = collator(cfg.valid_dataset, collate_sft)([rows[i] for i in range(n)])
         self.spec = FinetuneSpec(
             total_train_epochs=cfg.total_train_epochs,
             dataset_size=len(data),
@@ -84,11 +85,11 @@ class SFTTrainer:
             self.ctx.log_stats(0, self._evaluate(), total_steps=total)
         stopping.work_begins()
         while not done:
-            for rows in self.loader:
+            for batch in self.loader:
                 step += 1
                 self.check.begin_step(step)
                 with self.ctx.profiler.step(step):
-                    stats = self._step(collate_sft(rows))
+                    stats = self._step(batch)
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 if self.ctx.wish_to_stop():
                     self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)

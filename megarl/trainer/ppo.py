@@ -6,18 +6,12 @@ import copy
 from typing import Any
 
 from megarl.algos import Role
-from megarl.api.batch import Batch
 from megarl.config.check import model_path
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
-from megarl.trainer.roles import MegatronCritic, MegatronRewardModel
+from megarl.trainer.roles import MegatronCritic
 from megarl.trainer.rollout_metrics import rollout_metrics
-
-
-def run(cfg: PPOConfig) -> None:
-    """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
-    rl.run(cfg, PPOTrainer)
 
 
 class PPOTrainer(rl.RLTrainer):
@@ -30,10 +24,6 @@ class PPOTrainer(rl.RLTrainer):
         self.critic = MegatronCritic(config, seed=cfg.seed)
         self.critic.initialize(None, self.spec)
         self.check.watch(self.critic)
-        self.reward_model: MegatronRewardModel | None = None
-        if cfg.reward_model is not None:
-            self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
-            self.reward_model.initialize(None, None)
         self.gae: dict[str, Any] = dict(
             discount=cfg.discount,
             gae_lambda=cfg.gae_lambda,
@@ -72,14 +62,6 @@ class PPOTrainer(rl.RLTrainer):
 
     # --8<-- [end:step]
 
-    def score(self, batch: Batch) -> None:
-        """Replaces the rewards by the reward model's, where there is one."""
-        if self.reward_model is not None:
-            with record_timing("reward_model"):
-                batch["rewards"] = self.reward_model.compute_rewards(batch)
-
     def destroy(self) -> None:
-        if self.reward_model is not None:
-            self.reward_model.destroy()
         self.critic.destroy()
         super().destroy()

@@ -16,7 +16,12 @@ from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.recover import Recovery
-from megarl.trainer.roles import MegatronActor, MegatronLoRARef, MegatronRef
+from megarl.trainer.roles import (
+    MegatronActor,
+    MegatronLoRARef,
+    MegatronRef,
+    MegatronRewardModel,
+)
 from megarl.trainer.rollout_metrics import rollout_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
@@ -30,7 +35,7 @@ log = get_logger(__name__)
 def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
     """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
     with RunContext(cfg, model_path=cfg.actor.path) as ctx:
-        trainer = (trainer_class or RLTrainer)(cfg, ctx)
+        trainer = (trainer_class or RLTrainer)(cfg, ctx, **cfg.trainer.options)
         try:
             trainer.set_up()
             trainer.fit()
@@ -66,6 +71,10 @@ class RLTrainer:
             self.actor, self.session.client, cfg.weight_sync, path=ctx.run_dir / "weights"
         )
         self.ref = self._make_ref()
+        self.reward_model: MegatronRewardModel | None = None
+        if cfg.reward_model is not None:
+            self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
+            self.reward_model.initialize(None, None)
         self.check = SelfCheck(cfg, ctx)
         recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
@@ -160,13 +169,14 @@ class RLTrainer:
         """Makes step `step` (from 0) of GRPO; returns its metrics."""
         with record_timing("rollout"):
             batch = self.session.prepare_batch()
+        self.score(batch)
         self.check.has_trained_tokens(batch)
         stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.actor.compute_prox_logp(batch)
         self.compare_with_ref(batch)
-        self.actor.compute_advantages(batch)
+        self.actor.compute_advantages(batch, kl_ctl=self.cfg.kl_ctl)
         with record_timing("train"):
             stats |= self.actor.ppo_update(batch)
             self.actor.step_lr_scheduler()
@@ -176,6 +186,12 @@ class RLTrainer:
         return stats | self.speed(batch)
 
     # --8<-- [end:step]
+
+    def score(self, batch: Batch) -> None:
+        """Replaces the rewards by the reward model's, where there is one."""
+        if self.reward_model is not None:
+            with record_timing("reward_model"):
+                batch["rewards"] = self.reward_model.compute_rewards(batch)
 
     def compare_with_ref(self, batch: Batch) -> None:
         """Adds the reference's logprobs, where there is a reference."""
@@ -201,9 +217,9 @@ class RLTrainer:
             self.session.close()
 
     def destroy(self) -> None:
-        if self.ref is not None:
-            self.ref.destroy()
-        self.actor.destroy()
+        for role in (self.reward_model, self.ref, self.actor):
+            if role is not None:
+                role.destroy()
 
     def _evaluate(self, when: str | None) -> dict[str, float]:
         with record_timing("eval"):

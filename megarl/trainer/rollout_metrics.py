@@ -99,7 +99,7 @@ def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> li
             {
                 "prompt": row["prompt"],
                 "completion": tokenizer.decode(ids, skip_special_tokens=True),
-                "answer": str(row["answer"]),
+                "answer": str(row.get("answer", "")),
                 "reward": batch["rewards"][k].item(),
             }
             | turns(batch, k, tokenizer)  # where it has several

@@ -124,11 +124,11 @@ class RolloutDriver:
     def _workflow(
         self, rows: RowDataset, data: DatasetConfig, gconfig: GenerationHyperparameters
     ) -> RolloutWorkflow:
-        seam = self.config.workflow
-        make = load_object(seam.type, what="rollout.workflow")
-        reward_fn = reward_of(data)
+        named, reward_fn = self.config.workflow, reward_of(data)
         check_rows(reward_fn, (rows[i] for i in range(len(rows))))
-        return make(reward_fn, gconfig, self._tokenizer, reward_pool=self.pool, **seam.options)
+        return load_object(named.type, what="rollout.workflow")(
+            reward_fn, gconfig, self._tokenizer, reward_pool=self.pool, **named.options
+        )
 
     def opened(self) -> None:
         """The client is open: from now on answers are checked against the model's vocabulary."""

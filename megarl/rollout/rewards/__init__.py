@@ -6,8 +6,8 @@
 To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
 "package.module:function" to `get_reward_fn`, with options. The module's imports happen before the
 clock starts, so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in
-the same module, is called with every row before the run begins: it raises ValueError for a row whose gold
-answer the reward cannot compare with.
+the same module, is called with every row before the run begins: it raises ValueError for a row
+whose gold answer the reward cannot compare with.
 """
 
 from __future__ import annotations
