@@ -56,7 +56,8 @@ class Role:
         sequence, any id, makes the last state the one before it.
         """
         batch = as_batch(data)
-        self.engine.place(batch)
+        if isinstance(data, Batch):
+            self.engine.place(batch)
         longer = _one_token_longer(batch)
         inputs = longer if isinstance(data, Batch) else longer.padded()
         values = self.engine.forward(inputs, outputs=("values",))
