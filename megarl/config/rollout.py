@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
@@ -27,6 +28,10 @@ class GenerationHyperparameters:
     seed: int | None = arg(
         None, help="seeded sampling: keys every token by (seed, step, prompt, sample, position)"
     )
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Returns a copy with other values, as gconfig.new(n_samples=1)."""
+        return replace(self, **changes)
 
 
 @dataclass(kw_only=True)

@@ -134,7 +134,8 @@ def plan(command: CommandLine) -> Job:
         if not script.is_file():
             raise ConfigError([f"{script}: no such script"])
     config = command.options.get("config")
-    cfg = load_config(config, [*command.words, *command.overrides])
+    own = script.parent == PACKAGE  # another script may have keys of its own
+    cfg = load_config(config, [*command.words, *command.overrides], foreign=not own)
     nproc = _nproc(command.options.get("nproc"), cfg)
     fetch_hub_models(cfg)
     check_config(cfg, nproc)
