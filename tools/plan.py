@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))  # as a file it finds the package beside it
 from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
-from megarl.weight_sync.owners import split_budget, spread_owners  # noqa: E402
+from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 from megarl.weight_sync.planner_advice import (  # noqa: E402
     Candidate,
     best,
@@ -225,7 +225,7 @@ def _serving(
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
     buckets = plan_gather(
         list(holdings(m, layout)), layout, bucket_bytes=split_budget(args.bucket_mb << 20)[0],
-        owners=spread_owners(layout, args.senders),
+        owners=spread_senders(layout, args.senders),
     )  # fmt: skip
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
 

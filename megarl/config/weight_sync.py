@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from megarl.config.base import arg
 from megarl.config.bounds import POSITIVE, TIMEOUT
+from megarl.config.transports import ALIASES, HELP, TRANSPORTS
 
 
 @dataclass(kw_only=True)
 class WeightSyncConfig:
     type: str = arg(
         "distributed",
-        help="distributed: stream buckets over NCCL/gloo; disk: through a shared HF directory; "
-        "colocated: servers on the trainers' machines and GPUs read the trainers' memory; "
-        "adapter: with actor.lora, the adapters alone, through a shared PEFT directory",
-        choices=("distributed", "nccl", "disk", "colocated", "adapter"),
+        help=HELP,
+        choices=(*TRANSPORTS, *ALIASES),
     )
     bucket_mb: int = arg(
         512, bounds=POSITIVE, help="size of one streamed bucket in MiB; two exist at a time"

@@ -16,8 +16,8 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.owners import assign, by_turns, first_bytes
 from megarl.weight_sync.planner_memory import BF16, FP32, server_weights
+from megarl.weight_sync.senders import assign, by_turns, first_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,10 @@ import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import WeightSender, distributed, fp8
+from megarl.weight_sync import WeightSender, fp8
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo
+from megarl.weight_sync.transports.distributed import DistributedTransport
 from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
 from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server
@@ -86,9 +87,9 @@ def changed(source: Path, target: Path, part: float, *, whole: bool = False) -> 
 SENDER: dict[str, Any] = {}
 
 
-def open_sender(source: Path, parallel: dict[str, Any], owner: int = 0) -> None:
+def open_sender(source: Path, parallel: dict[str, Any], sender: int = 0) -> None:
     shards = sharded(source, parallel, torch.bfloat16)
-    SENDER.update(shards=shards, sender=WeightSender(*shards, owner=owner))
+    SENDER.update(shards=shards, sender=WeightSender(*shards, sender=sender))
 
 
 def send(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
@@ -108,10 +109,7 @@ def close_sender() -> None:
 
 def send_believing(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
     """Without asking the servers what they hold."""
-    believe = mock.patch.object(
-        distributed.DistributedTransport, "_check_acknowledged", return_value=False
-    )
-    with believe:
+    with mock.patch.object(DistributedTransport, "_is_stale", return_value=False):
         return send(source, meta)
 
 
@@ -141,9 +139,9 @@ def send_to_stock(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | st
 class Sending:
     """A sender on the ranks; `to` sends with it and gives bytes and what changed."""
 
-    def __init__(self, world: World, source: Path, parallel: dict[str, Any], owner: int = 0):
+    def __init__(self, world: World, source: Path, parallel: dict[str, Any], sender: int = 0):
         self.world, self.version = world, 0
-        world.run(open_sender, source, parallel, owner)
+        world.run(open_sender, source, parallel, sender)
 
     def to(
         self, servers: list[Server], source: Path, job: Callable[..., Any] = send, **kw: Any
@@ -172,8 +170,8 @@ class Sending:
 def sending(world: World, versions: list[Path]) -> Iterator[Callable[..., Sending]]:
     with ExitStack() as stack:
 
-        def begin(parallel: dict[str, Any], owner: int = 0) -> Sending:
-            sender = Sending(world, versions[0], parallel, owner)
+        def begin(parallel: dict[str, Any], sender: int = 0) -> Sending:
+            sender = Sending(world, versions[0], parallel, sender)
             stack.callback(world.run, close_sender)
             return sender
 
@@ -205,7 +203,7 @@ def test_only_what_changed_is_sent(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path], i: int
 ) -> None:
     """Several layouts and owners; flattened or not makes a difference to whole buckets alone."""
-    sender, whole = sending(list(LAYOUTS.values())[i], owner=i % 2), size(versions[0])
+    sender, whole = sending(list(LAYOUTS.values())[i], sender=i % 2), size(versions[0])
     assert sender.to(servers, versions[0]) == (whole, None)
     nbytes, part = sender.to(servers, versions[1], flattened=bool(i))
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole

@@ -7,7 +7,7 @@ import torch
 
 from megarl.models.gather import Bucket, Member
 from megarl.weight_sync import delta, fp8
-from megarl.weight_sync.acknowledged import Acknowledged
+from megarl.weight_sync.encoding import DeltaBase
 
 NAME, SHAPE = "model.layers.0.mlp.up_proj.weight", (3000, 3000)
 
@@ -19,7 +19,7 @@ def test_changes_against_what_was_kept(part: float, on_host: bool) -> None:
     old = torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda")
     new = torch.where(torch.rand(SHAPE, device="cuda") < part, -old, old)
     bucket = Bucket(0, (Member(NAME, SHAPE, torch.bfloat16, 0, old.nbytes),), old.nbytes)
-    kept = Acknowledged()
+    kept = DeltaBase()
     kept.keep(bucket, old.flatten().view(torch.uint8), on_host=on_host)
     d = kept.changes(bucket, new.flatten().view(torch.uint8))
     on_cpu = delta.encode(

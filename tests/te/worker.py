@@ -152,13 +152,13 @@ def summary(made: Any, groups: Any) -> Facts:
 def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
     """Returns, for every owner, how many ranks send to it in a whole sync."""
     from megarl.models.gather import BucketGatherer
-    from megarl.weight_sync.owners import split_budget, spread_owners
     from megarl.weight_sync.plan import plan_sync
+    from megarl.weight_sync.senders import split_budget, spread_senders
 
     bucket_bytes, staging = split_budget(1 << 30)
-    plan = plan_sync(table, torch.bfloat16, bucket_bytes, spread_owners(layout, count))
+    plan = plan_sync(table, torch.bfloat16, bucket_bytes, spread_senders(layout, count))
     gatherer = BucketGatherer(
-        table, layout, 0, {}, plan.buckets, plan.owners, device="meta", staging=staging
+        table, layout, 0, {}, plan.buckets, plan.senders, device="meta", staging=staging
     )
     sources: dict[int, set[int]] = {}
     for bucket, messages in gatherer._plans.items():

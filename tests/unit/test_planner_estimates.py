@@ -15,7 +15,6 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import planner_traffic
-from megarl.weight_sync.owners import spread_owners
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.planner_advice import best, candidates, estimate_step, even_split
 from megarl.weight_sync.planner_memory import (
@@ -37,6 +36,7 @@ from megarl.weight_sync.planner_traffic import (
     holdings,
     plan_gather,
 )
+from megarl.weight_sync.senders import spread_senders
 from tests.unit.test_planner import FAMILIES, config
 from tools import plan as tool
 
@@ -97,7 +97,7 @@ def test_the_planned_buckets_are_those_that_are_sent(owners: tuple[int, ...]) ->
     want = plan.buckets
     have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, owners=owners)
     assert [(b.nbytes, b.tensors) for b in have] == [(b.nbytes, len(b.members)) for b in want]
-    for b, bucket, owner in zip(have, want, plan.owners, strict=True):
+    for b, bucket, owner in zip(have, want, plan.senders, strict=True):
         assert (b.index, b.owner) == (bucket.index, owner)
         coords, sources = layout.coords(b.owner), dict[int, int]()
         for member in bucket.members:
@@ -192,7 +192,7 @@ def test_one_buckets_links() -> None:
 def test_an_estimate_is_no_better_than_its_bound() -> None:
     m, layout = tool.read_model("llama-3.1-405b"), Layout(tp=8, pp=2, dp=4)
     for senders in (1, 4):
-        owners = spread_owners(layout, senders)
+        owners = spread_senders(layout, senders)
         assert len(set(owners)) == senders
         buckets = plan_gather(
             list(holdings(m, layout)), layout, bucket_bytes=1 << 29, owners=owners

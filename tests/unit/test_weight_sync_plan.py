@@ -12,7 +12,6 @@ from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender
-from megarl.weight_sync.owners import spread_owners
 from megarl.weight_sync.plan import (
     difference,
     first_difference,
@@ -21,6 +20,7 @@ from megarl.weight_sync.plan import (
     uniform_dtype,
     update_body,
 )
+from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.verify import compare_with_each_other, differences
 from tests.tiny import save_tiny
@@ -91,19 +91,19 @@ def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
 def test_an_owner_gathers_from_its_own_stage(table: PieceTable) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     cut = build_piece_table(table.model, layout)
-    owners = spread_owners(layout, 2)
+    owners = spread_senders(layout, 2)
     assert owners == (0, 4)  # the first rank of each stage
     plan = plan_sync(cut, torch.bfloat16, 20_000, owners)
-    assert set(plan.owners) == set(owners)
-    for bucket, owner in zip(plan.buckets, plan.owners, strict=True):
+    assert set(plan.senders) == set(owners)
+    for bucket, owner in zip(plan.buckets, plan.senders, strict=True):
         pieces = [p for m in bucket.members for p in cut.by_name[m.name].pieces]
         assert {p.place.pp for p in pieces} == {layout.coords(owner).pp}
     names = [m.name for b in plan.buckets for m in b.members]
     assert sorted(names) == sorted(t.name for t in table.tensors)
     assert [b.index for b in plan.buckets] == list(range(len(plan.buckets)))
     # by turns: where one is, the others are not far
-    halves = [plan.owners[: len(plan.owners) // 2].count(o) for o in owners]
-    assert all(abs(2 * h - plan.owners.count(o)) <= 1 for h, o in zip(halves, owners))
+    halves = [plan.senders[: len(plan.senders) // 2].count(o) for o in owners]
+    assert all(abs(2 * h - plan.senders.count(o)) <= 1 for h, o in zip(halves, owners))
 
 
 def test_owners_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None:
@@ -111,7 +111,7 @@ def test_owners_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None
     layout = Layout(dp=2)
     plan = plan_sync(build_piece_table(table.model, layout), torch.bfloat16, 20_000, [0, 1])
     loads = [
-        sum(b.nbytes for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner)
+        sum(b.nbytes for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner)
         for owner in (0, 1)
     ]
     assert sum(loads) == plan.nbytes and max(loads) < 0.7 * plan.nbytes
@@ -126,7 +126,7 @@ def test_an_owner_sends_the_experts_it_holds(
     table = build_piece_table(read_hf_config(path), layout)
     plan = plan_sync(table, torch.bfloat16, 20_000, range(4))
     for owner in range(4):
-        buckets = [b for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner]
+        buckets = [b for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner]
         names = [m.name for b in buckets for m in b.members if ".experts." in m.name]
         assert names
         homes = {p.place.ep for name in names for p in table.by_name[name].pieces}
@@ -147,7 +147,7 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
         held |= set(gathered)
         assert k in held
         for owner in owners:
-            slots = [plan.turns[i] % 2 for i in held if plan.owners[i] == owner]
+            slots = [plan.turns[i] % 2 for i in held if plan.senders[i] == owner]
             assert len(slots) == len(set(slots)) <= 2
     assert sorted(i for step in plan.gathers for i in step) == list(range(len(plan.buckets)))
     if len(owners) == 1:
@@ -155,10 +155,10 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
 
 
 def test_owners_are_ranks(table: PieceTable) -> None:
-    assert spread_owners(Layout(dp=8), 3, first=7) == (7, 1, 4)
+    assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
     for count in (0, 9):
         with pytest.raises(ValueError, match=rf"weight_sync.owners={count}: use 1 to 8"):
-            spread_owners(Layout(dp=8), count)
+            spread_senders(Layout(dp=8), count)
 
 
 def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:

@@ -15,7 +15,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.models import build_piece_table, read_hf_config
 from megarl.models.gather import Bucket
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.agreement import Deadline
+from megarl.utils.liveness import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, plan_sync
@@ -34,7 +34,7 @@ class Gatherer:
         self.plan, self.rank, self.log = plan, rank, log
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-        if self.plan.owners[bucket.index] != self.rank:
+        if self.plan.senders[bucket.index] != self.rank:
             return None
         assert out is not None
         self.log.append(f"gather {bucket.index}")
@@ -94,7 +94,7 @@ def test_a_bucket_follows_the_answer_for_the_one_before(
             stream.step(k)
     for stream in ranks[:: -1 if reverse else 1]:
         stream.finish()
-    assert n > 8 and set(plan.owners) == set(owners)
+    assert n > 8 and set(plan.senders) == set(owners)
     on_the_way = [line for line in log if "gather" not in line]
     assert on_the_way == [f"{what} {k}" for k in range(n) for what in ("send", "answer")]
     assert sum(s.counts.bytes for s in ranks) == plan.nbytes

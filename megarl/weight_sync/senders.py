@@ -11,7 +11,7 @@ from megarl.parallel.layout import Layout
 Parts = tuple[tuple[Place, int], ...]  # where the pieces of a tensor are, and numbers in each
 
 
-def spread_owners(layout: Layout, count: int, first: int = 0) -> tuple[int, ...]:
+def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...]:
     """Ranks evenly apart, so that they sit on different stages and nodes."""
     size = layout.world_size
     if not 1 <= count <= size:
