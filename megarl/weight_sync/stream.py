@@ -116,7 +116,7 @@ class BucketStream(ABC):
         for phase in {p for _, own, _ in ranks for p in own}:
             values = [own.get(phase, 0.0) for _, own, _ in ranks]
             self.phases.seconds[phase] = sum(values) if phase in _IN_TURN else max(values)
-        figures = {
+        figures: dict[str, float] = {
             "bytes": total["bytes"],
             "buckets": len(self.plan.buckets),
             "broadcasts": total["broadcasts"],
