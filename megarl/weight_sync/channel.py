@@ -16,14 +16,14 @@ from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.plan import rank_offsets
-from megarl.weight_sync.process_group import (
+from megarl.weight_sync.servers import GRACE, BucketTransfer, Servers, failures
+from megarl.wire.process_group import (
     address_towards,
     destroy_update_group,
     init_update_group,
     is_loopback,
     set_group_timeout,
 )
-from megarl.weight_sync.servers import GRACE, BucketTransfer, Servers, failures
 
 # How much longer than a sync may take its collectives live: ours is the readable error, and NCCL's
 # watchdog ends the process.

@@ -15,8 +15,8 @@ from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, uniform_dtype
-from megarl.weight_sync.process_group import bounded
 from megarl.weight_sync.transports import Transport, WeightSource, make_transport
+from megarl.wire.process_group import bounded
 
 
 class WeightSender:
@@ -72,7 +72,7 @@ class WeightSender:
         transport = agreement.together(self._transport, meta)
         with bounded(self._source.group, meta.timeout + SLACK):  # gathers go through this group
             transport.upload(meta, deadline, phases)
-        phases.figures["servers"] = float(len(meta.addresses))
+        phases.metrics["servers"] = float(len(meta.addresses))
         return agreement.gather(phases.stats())[transport.lead]
 
     def _transport(self, meta: WeightUpdateMeta) -> Transport:

@@ -100,7 +100,7 @@ class BucketStream(ABC):
             return verifier.check(self.deadline)
 
         verified = agreement.gather(agreement.together(check))
-        self.phases.figures["verified"] = float(any(verified))
+        self.phases.metrics["verified"] = float(any(verified))
 
     def account(self) -> None:
         """Notes the metrics of all senders together, the same on every rank, at the end.
@@ -116,7 +116,7 @@ class BucketStream(ABC):
         for phase in {p for _, own, _ in ranks for p in own}:
             values = [own.get(phase, 0.0) for _, own, _ in ranks]
             self.phases.seconds[phase] = sum(values) if phase in _IN_TURN else max(values)
-        figures: dict[str, float] = {
+        metrics: dict[str, float] = {
             "bytes": total["bytes"],
             "buckets": len(self.plan.buckets),
             "broadcasts": total["broadcasts"],
@@ -124,9 +124,9 @@ class BucketStream(ABC):
             "peak_extra_bytes": max(extra for _, _, extra in ranks),
         }
         if total["compared"]:
-            figures["changed"] = total["changed"] / total["compared"]
-            figures["bytes_whole"] = self.plan.nbytes
-        self.phases.figures |= {name: float(value) for name, value in figures.items()}
+            metrics["changed"] = total["changed"] / total["compared"]
+            metrics["bytes_whole"] = self.plan.nbytes
+        self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def is_last(self, bucket: Bucket) -> bool:
         """Returns whether the version arrives with this bucket."""

@@ -12,8 +12,8 @@ import torch
 from megarl.api.records import WeightUpdateMeta
 from megarl.utils.checksum import tensor_checksum
 from megarl.utils.liveness import Deadline
-from megarl.weight_sync import fp8
 from megarl.weight_sync.servers import ServerInfo, Servers
+from megarl.wire import block_fp8
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,11 @@ class Verifier:
             return
         wanted = (
             (n, t) for n, t in tensors
-            if self.names is None or n.removesuffix(fp8.SUFFIX) in self.names
+            if self.names is None or n.removesuffix(block_fp8.SUFFIX) in self.names
         )  # fmt: skip
         self.sent |= {
-            n: tensor_checksum(t.to(self.dtype or t.dtype)) for n, t in fp8.dequantized(wanted)
+            n: tensor_checksum(t.to(self.dtype or t.dtype))
+            for n, t in block_fp8.dequantized(wanted)
         }
 
     def check(self, deadline: Deadline) -> bool:

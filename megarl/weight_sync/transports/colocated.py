@@ -28,21 +28,21 @@ from megarl.config.transports import TRANSPORTS
 from megarl.models.gather import Bucket
 from megarl.utils.env import is_here
 from megarl.utils.liveness import Deadline
-from megarl.weight_sync import handles
 from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.servers import GRACE, BucketTransfer, ServerInfo, Servers, failures
-from megarl.weight_sync.shared_memory import machine
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
+from megarl.wire import handles
+from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Spot:
+class RankLocation:
     """Where a rank is. gpu: its uuid, None on hosts; near: for each server, whether it is here."""
 
     machine: str
@@ -50,7 +50,7 @@ class Spot:
     near: tuple[bool, ...]
 
 
-def ranks_beside(spots: Sequence[Spot], servers: Iterable[str]) -> dict[str, list[int]]:
+def ranks_beside(spots: Sequence[RankLocation], servers: Iterable[str]) -> dict[str, list[int]]:
     """Returns for each server the ranks on its machine. RuntimeError where there are none, or where
     they are on several machines, which a loopback address is on.
     """
@@ -70,7 +70,7 @@ def ranks_beside(spots: Sequence[Spot], servers: Iterable[str]) -> dict[str, lis
 
 
 def read_from(
-    spots: Sequence[Spot], servers: Mapping[str, int], *, sender: int
+    spots: Sequence[RankLocation], servers: Mapping[str, int], *, sender: int
 ) -> dict[str, tuple[int, ...]]:
     """Returns for each server (address -> tp) the rank whose memory each of its workers reads.
 
@@ -132,7 +132,7 @@ class ColocatedTransport(Transport):
             raise
         if self.source.device.type == "cuda":
             self.close()  # training needs the memory
-        phases.figures["readers"] = float(sum(len(ranks) for ranks in sources))
+        phases.metrics["readers"] = float(sum(len(ranks) for ranks in sources))
 
     def close(self) -> None:
         self._pair = []
@@ -150,7 +150,7 @@ class ColocatedTransport(Transport):
         names = dict.fromkeys([*self._known, *meta.addresses])
         near = agreement.together(lambda: tuple(map(is_here, names)))
         gpu = handles.uuid_of(device) if device.type == "cuda" else None
-        spots = agreement.gather(Spot(machine(), gpu, near))
+        spots = agreement.gather(RankLocation(machine(), gpu, near))
         agreement.together(ranks_beside, spots, names)
         info = agreement.together(
             lambda: Servers(meta.addresses).info(deadline) if self.source.rank == sender else {}

@@ -57,9 +57,9 @@ class DirectoryTransport(Transport):
             if meta.verify != "off" and not self.requirements.adapters:
                 with phases.time("verify"):
                     verified = verify_files(servers, target, meta, deadline)
-                    phases.figures["verified"] = float(verified)
+                    phases.metrics["verified"] = float(verified)
             nbytes = sum(f.stat().st_size for f in target.glob("*.safetensors"))
-            phases.figures["bytes"] = float(nbytes)
+            phases.metrics["bytes"] = float(nbytes)
             remove_other_versions(target)
 
         self.source.agreement.together(load)

@@ -23,7 +23,6 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.transports import TRANSPORTS
 from megarl.models.gather import Bucket, BucketGatherer
 from megarl.utils.liveness import Deadline
-from megarl.weight_sync import fp8
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.encoding import Changes, DeltaBase, Ready, quantize_bucket
@@ -34,6 +33,7 @@ from megarl.weight_sync.servers import BucketTransfer, Servers
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
+from megarl.wire import block_fp8
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class GroupStream(BucketStream):
                 bucket, flat = quantize_bucket(bucket, flat)
             ready = Ready(bucket, flat, [flat])
             if not self.meta.flattened:
-                ready.tensors = [fp8.as_sent(t) for _, t in bucket.views(flat)]
+                ready.tensors = [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
             if self.changes is not None:
                 ready = self.changes.encode(ready, last=last, on_host=self.meta.delta_on_host)
         extra = sum(r.extra_bytes(buffers.pair) for r in (ready, *self.in_memory()))
