@@ -46,7 +46,7 @@ class WeightUpdateMeta:
     quantization: "none" | "fp8_block": the layers' linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": checksums of a few tensors, others for every version, are compared
     with the servers' afterwards | "full": of all. True and False stand for "full" and "off".
-    owners: ranks that gather and send buckets in turn (distributed); None is one for each stage.
+    senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
     timeout: seconds all of it may take; server_timeout: those without a sign of life from a server.
     """
 
@@ -60,7 +60,7 @@ class WeightUpdateMeta:
     bucket_bytes: int = 512 << 20
     flattened: bool = True
     verify: str | bool = "off"
-    owners: int | None = 1
+    senders: int | None = 1
     delta: bool = False
     delta_on_host: bool = True
     quantization: str = "none"

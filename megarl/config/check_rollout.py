@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.config.transports import Requirements, is_built_in, requirements_of
+from megarl.config.transports import Requirements, built_in_transport
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 
@@ -44,15 +44,15 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     for address in r.addresses:
         if not is_address(address):
             yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"
-    if is_built_in(sync.type):  # a user's own is looked at where its code may be imported
-        yield from transport_problems(cfg, requirements_of(sync.type))
+    if (built_in := built_in_transport(sync.type)) is not None:
+        yield from transport_problems(cfg, built_in.requirements)
 
 
-def owner_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
-    owners = cfg.weight_sync.owners
-    if owners is not None and world_size and owners > world_size:
+def sender_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
+    senders = cfg.weight_sync.senders
+    if senders is not None and world_size and senders > world_size:
         yield (
-            f"weight_sync.owners={owners}: there are {world_size} trainer processes; use at most "
+            f"weight_sync.senders={senders}: there are {world_size} trainer processes; use at most "
             "that many, or null for one on each pipeline stage"
         )
 

@@ -83,14 +83,15 @@ def transport_name(type_: str) -> str:
     return name
 
 
-def is_built_in(type_: str) -> bool:
-    return transport_name(type_) in TRANSPORTS
+def built_in_transport(type_: str) -> BuiltIn | None:
+    """Returns the one of megarl's own that this name means, None for any other text."""
+    return TRANSPORTS.get(ALIASES.get(type_, type_))
 
 
 def transport_class(type_: str) -> Any:
     """Imports the transport's class. ValueError where that cannot be, or it is no Transport."""
     name = transport_name(type_)
-    built_in = TRANSPORTS.get(name)
+    built_in = built_in_transport(name)
     found = load_object(built_in.target if built_in else name, what="transport")
     declared = getattr(found, "requirements", None)
     if not inspect.isclass(found) or not isinstance(declared, Requirements):
@@ -103,7 +104,7 @@ def transport_class(type_: str) -> Any:
 
 def requirements_of(type_: str) -> Requirements:
     """Returns what a transport needs; a user's own is imported for that. ValueError for none."""
-    built_in = TRANSPORTS.get(transport_name(type_))
+    built_in = built_in_transport(type_)
     if built_in is not None:
         return built_in.requirements
     found: Requirements = transport_class(type_).requirements

@@ -37,7 +37,7 @@ class WeightSyncConfig:
         help="what happens to requests in flight: abort (resumed by the client) or retract",
         choices=("abort", "retract"),
     )
-    owners: int | None = arg(
+    senders: int | None = arg(
         1,
         bounds=POSITIVE,
         help="trainer ranks that gather and send buckets in turn, spread over pipeline stages and "

@@ -342,7 +342,7 @@ class RLTrainer:
             timeout=sync.timeout,
             server_timeout=sync.server_timeout,
             verify="full" if sync.verify == "sample" and not self._synced else sync.verify,
-            owners=sync.owners,
+            senders=sync.senders,
         )
 
     def end_generation(self) -> None:

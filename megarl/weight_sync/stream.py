@@ -120,7 +120,7 @@ class BucketStream(ABC):
             "bytes": total["bytes"],
             "buckets": len(self.plan.buckets),
             "broadcasts": total["broadcasts"],
-            "owners": len(self.plan.sizes),
+            "senders": len(self.plan.sizes),
             "peak_extra_bytes": max(extra for _, _, extra in ranks),
         }
         if total["compared"]:

@@ -220,12 +220,12 @@ def test_every_owner_remembers_its_buckets(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
 ) -> None:
     sender, whole = sending(dict(pp=2, pipeline_split=[3, 1])), size(versions[0])
-    assert sender.to(servers, versions[0], owners=None) == (whole, None)
-    nbytes, part = sender.to(servers, versions[1], owners=None)
+    assert sender.to(servers, versions[0], senders=None) == (whole, None)
+    nbytes, part = sender.to(servers, versions[1], senders=None)
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
     load(servers[1], versions[0])
-    assert sender.to(servers, versions[2], owners=None) == (whole, None)
-    assert sender.to(servers, versions[1], owners=1) == (whole, None)  # others own them now
+    assert sender.to(servers, versions[2], senders=None) == (whole, None)
+    assert sender.to(servers, versions[1], senders=1) == (whole, None)  # others own them now
 
 
 def test_what_does_not_pay_is_sent_whole(

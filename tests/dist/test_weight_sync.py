@@ -244,8 +244,8 @@ def test_two_owners_send_by_turns(
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=36 + i)
     saved, before = tmp_path / "saved", checksums(untied[0])
-    metas = metas_for(untied, 261 + 10 * i, owners=OWNERS[i])
-    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", owners=1)]
+    metas = metas_for(untied, 261 + 10 * i, senders=OWNERS[i])
+    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", senders=1)]
     parallel = list(LAYOUTS.values())[i]
     stats = world.run(job, source, saved, parallel, torch.float32, metas)
     assert stats[0] == stats[1]

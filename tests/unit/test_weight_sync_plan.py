@@ -157,7 +157,7 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
 def test_owners_are_ranks(table: PieceTable) -> None:
     assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
     for count in (0, 9):
-        with pytest.raises(ValueError, match=rf"weight_sync.owners={count}: use 1 to 8"):
+        with pytest.raises(ValueError, match=rf"weight_sync.senders={count}: use 1 to 8"):
             spread_senders(Layout(dp=8), count)
 
 
@@ -211,16 +211,16 @@ def test_stock_servers_are_compared_with_each_other() -> None:
         compare_with_each_other({"a": tp1, "b": tp2, "c": [{"qkv": "9"}]})
 
 
-def sender(table: PieceTable, owner: int = 0) -> WeightSender:
+def sender(table: PieceTable, first: int = 0) -> WeightSender:
     params = {
         n: torch.zeros(p.shape) for n, p in table.local_params(table.layout.coords(0)).items()
     }
-    return WeightSender(table, table.layout, 0, params, owner=owner)
+    return WeightSender(table, table.layout, 0, params, sender=first)
 
 
 def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match=r"owner=2: use a rank of the layout, 0\.\.1"):
-        sender(table, owner=2)
+    with pytest.raises(ValueError, match=r"sender=2: use a rank of the layout, 0\.\.1"):
+        sender(table, 2)
     for kind in ("distributed", "colocated"):
         with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
             sender(table).upload(WeightUpdateMeta(type=kind, version=1))

@@ -99,7 +99,7 @@ class DistributedTransport(Transport):
 
     def _senders(self, meta: WeightUpdateMeta) -> tuple[int, ...]:
         layout = self.source.layout
-        count = meta.owners if meta.owners is not None else layout.pp
+        count = meta.senders if meta.senders is not None else layout.pp
         return spread_senders(layout, count, self.source.sender)
 
     def _hold(self, need: Mapping[int, int]) -> None:
