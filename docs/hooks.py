@@ -55,7 +55,8 @@ def _row(key: Key) -> str:
     default = "required" if key.default is MISSING else _default(show(key.default))
     meaning = _cell(key.help)
     if key.choices:
-        meaning += "<br>One of " + ", ".join(f"`{show(c)}`" for c in key.choices)
+        path = ", or `pkg.module:name`" if key.or_path else ""
+        meaning += "<br>One of " + ", ".join(f"`{show(c)}`" for c in key.choices) + path
     return f"| `{key.name}` | {_cell(key.type_name)} | {default} | {meaning} |"
 
 

@@ -39,17 +39,19 @@ from megarl.algos.losses import (
     token_weight,
 )
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
-from megarl.algos.minibatches import minibatch_rows
 from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
+from megarl.algos.specs import AdvantageSpec, LossSpec
 
 __all__ = [
     "Actor",
+    "AdvantageSpec",
     "Critic",
     "LOSS_WEIGHTS",
     "LoRARef",
+    "LossSpec",
     "Ref",
     "RewardModel",
     "Role",
@@ -61,7 +63,6 @@ __all__ = [
     "grpo_loss",
     "kl_estimate",
     "logp_gap_stats",
-    "minibatch_rows",
     "place_rewards",
     "sequence_weight",
     "sft_loss",

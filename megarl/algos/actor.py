@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.algos.advantages import (
     gae,
-    grpo_advantages,
     place_rewards,
     shape_rewards,
     spread_over_tokens,
     whiten,
 )
 from megarl.algos.kl import kl_estimate
-from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
-from megarl.algos.metrics import Decode, logp_gap_stats, spell_ids, worst_logp_gaps
+from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
+from megarl.algos.rows import Data, as_batch, map_rows, put, row_sums, trained_tokens
+from megarl.algos.specs import advantages_of, loss_of
+from megarl.api.batch import Batch, Padded
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
+from megarl.config.check_actor import check_actor
 from megarl.observability.logging import get_logger, warn_once_per_world
-
-Batch = dict[str, Tensor]
+from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
 
@@ -60,56 +60,71 @@ class Actor(Role):
         mini-batches; decode: token ids to text, for warnings that show tokens.
         """
         super().__init__(engine)
-        _check(config, temperature)
+        check_actor(config, temperature)
         self.config, self.temperature, self.seed = config, temperature, seed
         self.decode = decode
-        self._old = "prox_logp" if config.recompute_logprob else "logprobs"
-        self._weight = LOSS_WEIGHTS[config.loss_agg]
-        self._loss = partial(
-            grpo_loss,
-            eps_clip=config.eps_clip,
-            eps_clip_higher=config.eps_clip_higher,
-            c_clip=config.c_clip,
-            old_logp=self._old,
-            decoupled=config.use_decoupled_loss,
-            behav_imp_weight_cap=config.behav_imp_weight_cap,
-            kl_coef=config.kl_coef,
-            kl_estimator=config.kl_estimator,
-            loss_agg=config.loss_agg,
-        )
+        self.loss, self.advantages = loss_of(config), advantages_of(config)
 
-    def compute_logp(self, batch: Batch) -> Tensor:
-        """[B,S] log-probabilities under the current weights, 0 at t=0."""
+    def compute_logp(self, batch: Data) -> Any:
+        """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
+        for a plain dict."""
+        self._plan(batch)
         return self.forward_logp(batch, self.temperature)
 
-    def compute_prox_logp(self, batch: Batch) -> None:
+    def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
         with moe.router_replay also the routing behind them, which the update will repeat.
         """
         if self.config.recompute_logprob and self.config.moe.router_replay:
-            inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+            self._plan(batch)
             names = ("logprobs", "routed_experts")
-            found = self.engine.forward(inputs, outputs=names, temperature=self.temperature)
+            found = self.forward(batch, names, self.temperature)
             batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
 
-    def compute_advantages(self, batch: Batch) -> None:
-        """Adds batch["advantages"] [B,S] from rewards [B], group_ids [B], loss_mask [B,S]."""
-        rewards = self._shaped_rewards(batch)
-        group_ids = batch.get("group_ids")
-        if group_ids is None:
-            if self.config.adv_norm in ("group", "group_mean"):
+    def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
+        """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
+        [B], group_ids [B] and loss_mask [B,S].
+
+        kl_ctl: weight of the KL to the reference (ref_logp), estimated by k1 and summed over the
+        trained tokens of a sample, as a penalty in its reward.
+        """
+        spec, whole = self.advantages, as_batch(batch)
+        keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
+        _need(batch, [*keys, *spec.reads], what="compute_advantages")
+        samples = dict(whole.per_sample)
+        samples["rewards"] = self._shaped_rewards(batch["rewards"])
+        if kl_ctl:
+            samples["rewards"] = samples["rewards"] - kl_ctl * self._kl_to_ref(whole).float()
+        if "group_ids" not in samples:
+            if spec.needs_groups:
                 raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
-            group_ids = torch.arange(len(rewards))
-        mode = "none" if self.config.adv_norm == "batch" else self.config.adv_norm
-        advantages = grpo_advantages(rewards, group_ids, mode)
-        batch["advantages"] = self._normed(
-            spread_over_tokens(advantages, batch["loss_mask"]), batch
+            samples["group_ids"] = torch.arange(len(whole))
+        numbers = spec.per_sample(samples)
+        if numbers.shape != (len(whole),):
+            raise ValueError(
+                f"actor.advantages={self.config.advantages.type}: per_sample gave a tensor of "
+                f"shape {tuple(numbers.shape)}; it must be [{len(whole)}], one for each sample"
+            )
+
+        def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
+            if spec.per_token is None:
+                return (spread_over_tokens(numbers[rows], part["loss_mask"]),)
+            return (spec.per_token(numbers[rows], part),)
+
+        (whole["advantages"],) = map_rows(whole, of_rows, spec.reads)
+        put(
+            batch, "advantages", whiten(whole, "advantages") if spec.whiten else whole["advantages"]
         )
 
+    def _kl_to_ref(self, batch: Batch) -> Tensor:
+        """[B] float64: the KL to the reference summed over each sample's trained tokens."""
+        kl = kl_estimate(batch[self.config.old_logp].values, batch["ref_logp"].values, "k1")
+        return row_sums(batch, kl.where(batch["loss_mask"].values.bool(), 0.0))
+
     def compute_gae(
-        self, batch: Batch, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
+        self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
     ) -> None:
         """PPO with a critic: adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] from
         rewards [B], values [B,S] and last_value [B].
@@ -119,68 +134,85 @@ class Actor(Role):
         """
         keys = ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
-        _need(batch, keys + (["ref_logp", self._old] if kl_ctl else []), what="compute_gae")
+        keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
+        _need(batch, keys, what="compute_gae")
+        rewards = self._shaped_rewards(batch["rewards"])
         cut = batch["truncated"] if bootstrap else torch.zeros_like(batch["last_value"])
-        batch["token_rewards"] = place_rewards(self._shaped_rewards(batch), batch["loss_mask"])
-        if kl_ctl:
-            kl = kl_estimate(batch[self._old], batch["ref_logp"], "k1")
-            batch["token_rewards"] -= kl_ctl * kl.where(batch["loss_mask"].bool(), 0.0)
-        advantages, batch["returns"] = gae(
-            batch["token_rewards"],
-            batch["values"],
-            batch["loss_mask"],
-            last_value=batch["last_value"] * cut,
-            discount=discount,
-            gae_lambda=gae_lambda,
-        )
-        batch["advantages"] = self._normed(advantages, batch)
 
-    def _normed(self, advantages: Tensor, batch: Batch) -> Tensor:
-        if self.config.adv_norm == "batch":
-            return whiten(advantages, batch["loss_mask"])
-        return advantages
+        def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
+            earned = place_rewards(rewards[rows], part["loss_mask"])
+            if kl_ctl:
+                kl = kl_estimate(part[self.config.old_logp], part["ref_logp"], "k1")
+                earned -= kl_ctl * kl.where(part["loss_mask"].bool(), 0.0)
+            advantages, returns = gae(
+                earned,
+                part["values"],
+                part["loss_mask"],
+                last_value=(part["last_value"] * cut[rows]),
+                discount=discount,
+                gae_lambda=gae_lambda,
+            )
+            return earned, returns, advantages
 
-    def _shaped_rewards(self, batch: Batch) -> Tensor:
-        bad = (~batch["rewards"].isfinite()).nonzero().flatten().tolist()
+        whole, names = as_batch(batch), ("token_rewards", "returns", "advantages")
+        for name, made in zip(names, map_rows(whole, of_rows, [*keys, "loss_mask"]), strict=True):
+            whole[name] = made
+            if name == "advantages" and self.config.adv_norm == "batch":
+                made = whiten(whole, name)
+            put(batch, name, made)
+
+    def _plan(self, data: Data) -> None:
+        """Tells a batch its mini-batches before its first pass, which balances them over ranks."""
+        if isinstance(data, Batch) and data.minibatches is None:
+            data.minibatches = self._minibatches(data)
+
+    def _minibatches(self, batch: Batch) -> list[list[int]]:
+        seed = self.seed * 1_000_003 + self.engine.get_version()
+        return split_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
+
+    def _shaped_rewards(self, rewards: Tensor) -> Tensor:
+        bad = (~rewards.isfinite()).nonzero().flatten().tolist()
         if bad:  # clipping would hide an infinite one, and a NaN spoils its whole group
             raise ValueError(
-                f"rewards of rows {bad[:8]} are {batch['rewards'][bad[:8]].tolist()}: a reward "
-                "must be a finite number; mend the reward function, or reject the episode"
+                f"rewards of rows {bad[:8]} are {rewards[bad[:8]].tolist()}: a reward must be a "
+                "finite number; mend the reward function, or reject the episode"
             )
-        return shape_rewards(batch["rewards"], self.config)
+        return shape_rewards(rewards, self.config)
 
-    def ppo_update(self, batch: Batch) -> dict[str, float]:
+    def ppo_update(self, batch: Data) -> dict[str, float]:
         """ppo_n_minibatches optimizer steps over the batch; metrics averaged over them.
 
-        Beside the loss's metrics: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
-        where the weights are still the old ones: 0 up to rounding), n_updates, skipped_updates
-        (refused because something was not finite; they enter no mean), skipped_sequences and
-        skipped_tokens (theirs), and the trainer/server logprob gap. Adds batch["skipped"] [B], true
-        where a sequence's update was skipped.
+        Beside the loss's metrics: n_updates, skipped_updates (refused because something was not
+        finite; they enter no mean), skipped_sequences and skipped_tokens (theirs), and the
+        trainer/server logprob gap. Adds batch["skipped"] [B], true where a sequence's update was
+        skipped.
         """
-        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", "advantages"]
-        keys += ["prox_logp"] if self._old == "prox_logp" else []
-        keys += ["ref_logp"] if self.config.kl_coef or "ref_logp" in batch else []
+        spec = self.loss
+        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.router_replay else []
+        keys = list(dict.fromkeys([*keys, *spec.needs]))
         _need(batch, keys)
-        gap = self._logp_gap(batch)
-        mine = {k: batch[k] for k in keys}
-        seed = self.seed * 1_000_003 + self.engine.get_version()
+        keys += [name for name in spec.uses if name in batch and name not in keys]
+        whole = as_batch(batch)
+        gap, trained = self._logp_gap(whole), trained_tokens(whole)
+        parts = self._minibatches(whole)
         updates = []
-        batch["skipped"] = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
-        for rows, minibatch in minibatches(
-            mine, self.config.ppo_n_minibatches, self._weight, seed=seed
-        ):
+        skipped = torch.zeros(len(whole), dtype=torch.bool)
+        for rows, minibatch in minibatches(batch, keys, parts, trained):
             update = self.train_batch(
                 minibatch,
-                self._loss,
-                self._weight,
-                outputs=("logprobs", "entropy"),
+                spec.fn,
+                spec.weight,
+                outputs=spec.outputs,
                 temperature=self.temperature,
             )
-            batch["skipped"][rows] = not update["update_successful"]
+            skipped[rows] = not update["update_successful"]
             updates.append(update)
-        return _merge(updates) | gap | skipped_metrics(batch, batch["skipped"])
+        batch["skipped"] = skipped
+        stats = mean_metrics(updates)
+        if stats["n_updates"]:
+            stats = spec.derive(stats, next(u for u in updates if u["update_successful"]))
+        return stats | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
         """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
@@ -189,38 +221,20 @@ class Actor(Role):
         """
         if "prox_logp" not in batch:
             return {}
-        prox, behav, mask = batch["prox_logp"], batch["logprobs"], batch["loss_mask"].bool()
-        fresh = mask
-        if "versions" in batch:
-            fresh = mask & (batch["versions"] == self.engine.get_version())
-        worst = worst_logp_gaps(prox, behav, fresh, k=5)
-        # "not <=" also catches NaN
-        if worst and not abs(worst[0].ours - worst[0].theirs) <= self.config.logp_gap_warn:
+        bound = self.config.logp_gap_warn
+        worst = worst_logp_gaps(batch, version=self.engine.get_version(), above=bound)
+        if worst:
             warn_once_per_world(
                 log,
                 "trainer and server disagree about tokens of the current weights by more than "
                 "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
-                self.config.logp_gap_warn,
-                "\n  ".join(gap.show(batch, decode=self.decode) for gap in worst),
+                bound,
+                "\n  ".join(show_gaps(worst, batch, decode=self.decode)),
             )
-        return logp_gap_stats(prox, behav, mask)
+        return logp_gap_stats(batch)
 
 
-def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps; root mean squares and sample size derived."""
-    stats = mean_metrics(updates)
-    if not stats["n_updates"]:
-        return stats
-    first = next(u for u in updates if u["update_successful"])
-    stats["first_ratio_abs_dev"] = first["ratio_abs_dev"]
-    stats["ratio_rms_dev"] = math.sqrt(stats.pop("ratio_sq_dev"))
-    square = stats.pop("behav_imp_weight_sq")
-    # Kish's effective sample size, as a fraction of the tokens
-    stats["behav_ess"] = stats["behav_imp_weight"] ** 2 / square if square else 0.0
-    return stats
-
-
-def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
+def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:
     hints = {
         "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
         "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
@@ -229,38 +243,6 @@ def _need(batch: Batch, keys: list[str], *, what: str = "ppo_update") -> None:
         "values": "critic.compute_values(batch)",
     }
     for key in keys:
-        if key not in batch:
+        if key not in batch and key != "attention_mask":  # a Batch has lengths instead
             hint = f": call {hints[key]} first" if key in hints else ""
             raise ValueError(f"{what}: the batch has no {key!r}{hint}")
-
-
-def _check(config: PPOActorConfig, temperature: float) -> None:
-    """Cross-field checks; each error names the value and the fix."""
-    if temperature <= 0:
-        raise ValueError(
-            f"temperature={temperature}: training needs sampled tokens: set gconfig.temperature > 0"
-        )
-    if config.ppo_n_minibatches < 1:
-        raise ValueError(f"actor.ppo_n_minibatches={config.ppo_n_minibatches}: must be at least 1")
-    if not 0 < config.eps_clip < 1:
-        raise ValueError(f"actor.eps_clip={config.eps_clip}: must lie between 0 and 1")
-    if config.eps_clip_higher is not None and config.eps_clip_higher <= 0:
-        raise ValueError(f"actor.eps_clip_higher={config.eps_clip_higher}: must be positive")
-    if config.c_clip is not None and config.c_clip <= 1:
-        raise ValueError(f"actor.c_clip={config.c_clip}: the dual clip must exceed 1 (3 is usual)")
-    if config.use_decoupled_loss and not config.recompute_logprob:
-        raise ValueError(
-            "actor.use_decoupled_loss=true needs the proximal logprobs: set "
-            "actor.recompute_logprob=true"
-        )
-    if config.behav_imp_weight_cap is not None and not config.use_decoupled_loss:
-        raise ValueError(
-            f"actor.behav_imp_weight_cap={config.behav_imp_weight_cap} acts on the decoupled loss "
-            "only: set actor.use_decoupled_loss=true, or leave it null"
-        )
-    if config.behav_imp_weight_cap is not None and config.behav_imp_weight_cap <= 0:
-        raise ValueError(
-            f"actor.behav_imp_weight_cap={config.behav_imp_weight_cap}: must be positive"
-        )
-    if config.reward_clip <= 0:
-        raise ValueError(f"actor.reward_clip={config.reward_clip}: must be positive")

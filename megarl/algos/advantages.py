@@ -1,11 +1,20 @@
-"""Rewards to advantages, by group or by a critic's values. Pure; B sequences, S positions."""
+"""Rewards to advantages, by group or by a critic's values. b sequences at hand of B, S positions.
+
+An estimator has up to three parts: group statistics, [B] -> [B] on every rank; work on rows, padded
+[b,S] -> [b,S], for some of them at a time; and one step that sees the whole batch (whitening).
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.algos.rows import moments
+from megarl.algos.specs import AdvantageSpec
+from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 
 ADV_MODES = ("group", "group_mean", "none")
@@ -55,13 +64,24 @@ def grpo_advantages(
     return (centred / (std + eps)).float()
 
 
+def group(config: PPOActorConfig) -> AdvantageSpec:
+    """Returns `grpo_advantages` by the mode config.adv_norm, or "batch": whitened rewards."""
+    whitens = config.adv_norm == "batch"
+    mode = "none" if whitens else config.adv_norm
+    return AdvantageSpec(
+        per_sample=lambda batch: grpo_advantages(batch["rewards"], batch["group_ids"], mode),
+        whiten=whitens,
+        needs_groups=mode != "none",
+    )
+
+
 def spread_over_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B] -> [B,S]: the sequence's advantage at every trained token, 0 elsewhere."""
+    """[b] -> [b,S]: the sequence's advantage at every trained token, 0 elsewhere."""
     return advantages[:, None].float() * loss_mask
 
 
 def place_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B] -> [B,S]: the outcome as the reward of the sequence's last trained token."""
+    """[b] -> [b,S]: the outcome as the reward of the sequence's last trained token."""
     mask = loss_mask.bool()
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None].float() * last
@@ -77,9 +97,9 @@ def gae(
     gae_lambda: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), and the returns
-    A_t + v_t the critic learns; both [B,S] float32, 0 where no token is trained.
+    A_t + v_t the critic learns; both [b,S] float32, 0 where no token is trained.
 
-    token_rewards [B,S]: what writing x_t earned. values [B,S]: v(state before x_t). last_value [B]:
+    token_rewards [b,S]: what writing x_t earned. values [b,S]: v(state before x_t). last_value [b]:
     v(state after the last token) of episodes that were cut, 0 of those that ended.
 
     An episode's steps are its trained tokens t_1 < t_2 < ...; what stands between them (a tool's
@@ -90,7 +110,7 @@ def gae(
     mask = loss_mask.bool()
     order = torch.argsort((~mask).byte(), dim=1, stable=True)  # trained tokens first
     steps, n = mask.gather(1, order), mask.sum(1, keepdim=True)
-    step = mask.long().cumsum(1) - 1  # [B,S] the step a position belongs to, -1 before the first
+    step = mask.long().cumsum(1) - 1  # [b,S] the step a position belongs to, -1 before the first
     earned = token_rewards.double().where(step >= 0, 0.0)
     r = torch.zeros_like(earned).scatter_add(1, step.clamp(min=0), earned)
     v = F.pad(values.double().gather(1, order).where(steps, 0.0), (0, 1))
@@ -103,7 +123,7 @@ def gae(
 
 
 def discounted_sums(x: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor * y_{t+1} along dim 1 of [B,S], in log2(S) steps instead of S: after each,
+    """y_t = x_t + factor * y_{t+1} along dim 1 of [b,S], in log2(S) steps instead of S: after each,
     y_t holds the terms up to twice as far ahead.
     """
     reach = 1
@@ -113,11 +133,13 @@ def discounted_sums(x: Tensor, factor: float) -> Tensor:
     return x
 
 
-def whiten(advantages: Tensor, loss_mask: Tensor, eps: float = 1e-6) -> Tensor:
-    """Zero mean and unit std over the trained tokens of the whole batch; 0 elsewhere. [B,S]"""
-    mask = loss_mask.bool()
-    chosen = advantages[mask].double()
-    if len(chosen) < 2:
-        return torch.zeros_like(advantages)
-    normed = (advantages.double() - chosen.mean()) / (chosen.std() + eps)
-    return normed.where(mask, 0.0).float()
+def whiten(batch: Batch, name: str, eps: float = 1e-6) -> Tokens:
+    """Returns the field `name` with zero mean and unit std over the trained tokens of the whole
+    batch; 0 elsewhere, and everywhere if fewer than two tokens are trained. Collective.
+    """
+    values, mask = batch[name].values, batch["loss_mask"].values.bool()
+    count, mean, squares = moments(batch, values, mask)
+    if count < 2:
+        return Tokens(torch.zeros_like(values), batch[name].lengths)
+    normed = (values.double() - mean) / (math.sqrt(squares / (count - 1)) + eps)
+    return Tokens(normed.where(mask, 0.0).float(), batch[name].lengths)

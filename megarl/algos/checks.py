@@ -1,7 +1,8 @@
-"""What can be wrong with an update: pure functions that return a Finding, or None if all is well.
+"""What can be wrong with an update: functions that return a Finding, or None if all is well.
 
-Plain torch on [B,S] tensors, no ranks: every rank sees the same batch and the same metrics, and so
-comes to the same finding. What follows from a finding is trainer/self_check.py's business.
+Every rank looks at the rows it holds, learns the others' metrics, and so comes to the same finding;
+a row that a finding shows is fetched from whoever holds it. B sequences of the batch, b of a part
+of it, S positions. What follows from a finding is trainer/self_check.py's business.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
-from megarl.algos.metrics import Decode, LogpGap, spell_ids
+from megarl.algos.metrics import Decode, LogpGap, row_ids, show_gaps, spell_ids
+from megarl.algos.rows import Data, row_sums
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn
-
-Batch = dict[str, Tensor]
 
 ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-batch is
 
@@ -92,7 +93,7 @@ class RowGaps:
 
 
 def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
-    """RowGaps of two [B,S] logprobs of the same tokens."""
+    """RowGaps of two [b,S] logprobs of the same tokens."""
     mask = loss_mask.bool()
     ours, theirs = ours.double().where(mask, 0.0), theirs.double().where(mask, 0.0)
     gap = (ours - theirs).abs()
@@ -107,6 +108,16 @@ def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
     )
 
 
+def gaps_of(batch: Batch, ours: str, theirs: str) -> RowGaps:
+    """RowGaps [B] of two fields of the batch, on every rank. Collective."""
+    names = (ours, theirs, "loss_mask")
+    parts = [torch.empty(0, len(fields(RowGaps)), dtype=torch.float64)]
+    for _, padded in batch.chunks(names=names):
+        gaps = row_gaps(*(padded[name] for name in names))
+        parts.append(torch.stack([getattr(gaps, f.name) for f in fields(gaps)], 1))
+    return RowGaps(*batch.gather(torch.cat(parts)).unbind(1))
+
+
 def same_policy(
     gaps: RowGaps,
     bounds: Bounds,
@@ -117,7 +128,10 @@ def same_policy(
     causes: str,
     decode: Decode = spell_ids,
 ) -> Finding | None:
-    """Whether `gaps` (of the trained tokens of `batch`) are no more than rounding."""
+    """Returns a finding where `gaps` (of the trained tokens of `batch`) are more than rounding.
+
+    Collective where they are: the worst tokens are shown.
+    """
     tokens, by_row = gaps.tokens.sum(), gaps.abs_sum / gaps.tokens.clamp(min=1)
     checked = {
         "mean |log ratio|": (gaps.abs_sum.sum() / tokens, bounds.mean),
@@ -135,7 +149,7 @@ def same_policy(
         (
             f"{off} of {len(by_row)} sequences have a mean above {bounds.sequence:g}; "
             "the worst tokens:",
-            *(gap.show(batch, decode=decode, sides=sides) for gap in gaps.worst()),
+            *show_gaps(gaps.worst(), batch, decode=decode, sides=sides),
             f"likely causes: {causes}",
         ),
     )
@@ -144,15 +158,19 @@ def same_policy(
 # ---- metrics of single sequences out of the engine's pass --------------------------------------
 
 
-def number_rows(batch: Batch) -> Batch:
-    """The batch with its rows numbered, for `watch_gaps` and `watch_losses`."""
-    return batch | {ROW: torch.arange(len(batch["input_ids"]))}
+def number_rows(data: Data) -> Data:
+    """Returns the batch with its rows numbered, for `watch_gaps` and `watch_losses`."""
+    if not isinstance(data, Batch):
+        return data | {ROW: torch.arange(len(data["input_ids"]))}
+    numbered = data.select(range(len(data)))
+    numbered[ROW] = torch.arange(len(data))
+    return numbered
 
 
 def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
     """`loss_fn`, with RowGaps of the pass's logprobs and batch[old_logp] among its stats."""
 
-    def watched(outputs: Batch, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+    def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
         gaps = row_gaps(outputs["logprobs"].detach(), batch[old_logp], batch["loss_mask"])
         columns = {f.name: getattr(gaps, f.name).tolist() for f in fields(gaps)}
@@ -164,7 +182,7 @@ def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
 def watch_losses(loss_fn: LossFn) -> LossFn:
     """`loss_fn`, with the loss of every sequence by itself among its stats."""
 
-    def watched(outputs: Batch, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+    def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
         single = [
             loss_fn(*({k: v[i : i + 1] for k, v in d.items()} for d in (outputs, batch)))[0]
@@ -175,7 +193,7 @@ def watch_losses(loss_fn: LossFn) -> LossFn:
     return watched
 
 
-def _by_row(batch: Batch, columns: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+def _by_row(batch: Padded, columns: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
     """As (sum, weight): a sequence stands in one micro-batch, so its sum over all is its own."""
     return {
         f"{ROW}/{row}/{name}": (column[i], 1.0)
@@ -201,17 +219,14 @@ def take_rows(stats: dict[str, float]) -> dict[str, Tensor]:
 PATIENCE = 3  # steps in a row
 
 
-def untrained_rows(loss_mask: Tensor) -> list[int]:
-    """The rows of [B,S] that mark no token."""
-    return (~loss_mask.bool().any(1)).nonzero().flatten().tolist()
-
-
-def no_trained_token(loss_mask: Tensor, what: str) -> Finding | None:
-    """Finds rows of [B,S] that mark no token; `what` names the batch."""
-    if not (rows := untrained_rows(loss_mask)):
+def no_trained_token(trained: Tensor, what: str) -> Finding | None:
+    """Finds rows without a token to train on. `trained` [B]: every row's trained tokens; `what`
+    names the batch.
+    """
+    if not (rows := (trained == 0).nonzero().flatten().tolist()):
         return None
     return Finding(
-        f"{what}: loss_mask marks no token in {len(rows)} of {len(loss_mask)} rows ({some(rows)})"
+        f"{what}: loss_mask marks no token in {len(rows)} of {len(trained)} rows ({some(rows)})"
     )
 
 
@@ -261,23 +276,48 @@ class Streaks:
 
 
 def nonfinite_inputs(batch: Batch) -> Finding | None:
-    """Numbers that are not finite where the loss reads them, before any pass is spent on them."""
-    mask = batch["loss_mask"].bool()
+    """Finds numbers that are not finite where the loss reads them, before any pass is spent on
+    them. Collective.
+    """
+    samples = {n: v for n, v in batch.per_sample.items() if v.is_floating_point()}
+    tokens = {n: v.values for n, v in batch.per_token.items() if v.values.is_floating_point()}
+    counts = {}
+    if tokens:
+        mask = batch["loss_mask"].values.bool()
+        held = [_bad(v, mask).flatten(1).sum(1) for v in tokens.values()]
+        counts = dict(zip(tokens, row_sums(batch, torch.stack(held, 1)).unbind(1), strict=True))
+    counts |= {name: _bad(values).flatten(1).sum(1) for name, values in samples.items()}
     details = []
-    for name, value in batch.items():
-        bad = ~value.isfinite()
-        if value.shape == mask.shape:
-            bad &= mask
-        if bad.any():
-            places = bad.nonzero()
-            first = places[0].tolist()
+    for name, count in counts.items():
+        if rows := count.nonzero().flatten().tolist():
+            place, value = _first_bad(batch, name, rows[0])
             details.append(
-                f"{name}: {len(places)} numbers in rows {some(places[:, 0].unique().tolist())}, "
-                f"the first at {first}: {value[tuple(first)].item()}"
+                f"{name}: {int(count.sum())} numbers in rows {some(rows)}, "
+                f"the first at {place}: {value}"
             )
     if not details:
         return None
     return Finding("the batch holds numbers that are not finite", tuple(details))
+
+
+def _bad(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """True for what is not finite, of one number per token only where `mask` is set."""
+    bad = ~values.isfinite()
+    bad = bad & mask if mask is not None and bad.shape == mask.shape else bad
+    return bad if bad.ndim > 1 else bad[:, None]
+
+
+def _first_bad(batch: Batch, name: str, row: int) -> tuple[list[int], float]:
+    """The place and the value of the first number of a row that is not finite. Collective."""
+    if isinstance(batch[name], Tokens):
+        found = batch.fetch([row], [name, "loss_mask"])
+        values, mask = found[name][0], found["loss_mask"][0].bool()
+    else:
+        values, mask = batch[name][row : row + 1], None
+    bad = _bad(values, mask)
+    at = bad.reshape(values.shape).nonzero()[0].tolist()
+    inner = at if isinstance(batch[name], Tokens) else at[1:]
+    return [row, *inner], float(values[tuple(at)])
 
 
 def nonfinite_update(stats: dict[str, float]) -> Finding | None:
@@ -289,15 +329,16 @@ def nonfinite_update(stats: dict[str, float]) -> Finding | None:
 
 
 def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:
-    """Which sequences make the loss [B] what it is; none means that the backward pass did."""
+    """Says which sequences make the loss [B] what it is; none means that the backward pass did.
+    Collective.
+    """
     bad = (~row_loss.isfinite()).nonzero().flatten().tolist()
     if not bad:
         return (
             "the loss of every sequence is finite by itself: it overflowed in the sum or in the "
             "backward pass"
         )
-    length = int(batch["attention_mask"][bad[0]].sum())
-    text = decode(batch["input_ids"][bad[0], :length].tolist())
+    text = decode(row_ids(batch, bad[:1])[0])
     return (
         f"the loss is not finite in {len(bad)} of {len(row_loss)} sequences, rows {some(bad)}; "
         f"row {bad[0]} ends in {text[-80:]!r}"

@@ -7,28 +7,32 @@ weights over the whole batch before it divides, so no figure depends on how the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate, safe_exp
+from megarl.algos.specs import LossSpec, Metrics
+from megarl.api.batch import Padded
+from megarl.config.algo import PPOActorConfig
 
-Batch = dict[str, Tensor]
 Stats = dict[str, tuple[Tensor, Tensor]]
 
 
-def token_weight(batch: Batch) -> float:
+def token_weight(batch: Padded) -> float:
     """Trained tokens."""
     return float(batch["loss_mask"].sum())
 
 
-def sequence_weight(batch: Batch) -> float:
+def sequence_weight(batch: Padded) -> float:
     """Sequences with at least one trained token."""
     return float(batch["loss_mask"].bool().any(1).sum())
 
 
-LOSS_WEIGHTS: dict[str, Callable[[Batch], float]] = {
+LOSS_WEIGHTS: dict[str, Callable[[Padded], float]] = {
     "token-mean": token_weight,
     "sequence-mean": sequence_weight,
 }
@@ -48,7 +52,7 @@ def aggregate(per_token: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
     raise ValueError(f"loss_agg={loss_agg!r}: use one of {', '.join(LOSS_WEIGHTS)}")
 
 
-def sft_loss(outputs: Batch, batch: Batch) -> tuple[Tensor, Stats]:
+def sft_loss(outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
     """Cross entropy of the trained tokens; weight: `token_weight`.
 
     With the output "greedy_match" [b,S] (1 where x_t is the argmax) also token_accuracy, and
@@ -68,8 +72,8 @@ def sft_loss(outputs: Batch, batch: Batch) -> tuple[Tensor, Stats]:
 
 
 def grpo_loss(
-    outputs: Batch,
-    batch: Batch,
+    outputs: Padded,
+    batch: Padded,
     *,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
@@ -133,8 +137,44 @@ def grpo_loss(
     return loss, stats
 
 
+def grpo(config: PPOActorConfig) -> LossSpec:
+    """Returns `grpo_loss` with the settings of the actor's section."""
+    old = config.old_logp
+    return LossSpec(
+        fn=partial(
+            grpo_loss,
+            eps_clip=config.eps_clip,
+            eps_clip_higher=config.eps_clip_higher,
+            c_clip=config.c_clip,
+            old_logp=old,
+            decoupled=config.use_decoupled_loss,
+            behav_imp_weight_cap=config.behav_imp_weight_cap,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
+            loss_agg=config.loss_agg,
+        ),
+        weight=LOSS_WEIGHTS[config.loss_agg],
+        outputs=("logprobs", "entropy"),
+        needs=("logprobs", "advantages", old, *(["ref_logp"] if config.kl_coef else [])),
+        uses=("ref_logp",),
+        derive=_grpo_metrics,
+    )
+
+
+def _grpo_metrics(mean: Metrics, first: Metrics) -> Metrics:
+    """Adds the ratio's deviation at the first step, its root mean square and the sample size."""
+    rest = {k: v for k, v in mean.items() if k not in ("ratio_sq_dev", "behav_imp_weight_sq")}
+    square = mean["behav_imp_weight_sq"]
+    return rest | {
+        "first_ratio_abs_dev": first["ratio_abs_dev"],
+        "ratio_rms_dev": math.sqrt(mean["ratio_sq_dev"]),
+        # Kish's effective sample size, as a fraction of the tokens
+        "behav_ess": mean["behav_imp_weight"] ** 2 / square if square else 0.0,
+    }
+
+
 def critic_loss(
-    outputs: Batch, batch: Batch, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
+    outputs: Padded, batch: Padded, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
 ) -> tuple[Tensor, Stats]:
     """Half the squared error of values [b,S] against batch["returns"]; weight:
     `LOSS_WEIGHTS[loss_agg]`.
@@ -164,7 +204,7 @@ def critic_loss(
 
 @torch.no_grad()
 def _policy_stats(
-    logp: Tensor, ratio: Tensor, batch: Batch, low: float, high: float, c_clip: float | None
+    logp: Tensor, ratio: Tensor, batch: Padded, low: float, high: float, c_clip: float | None
 ) -> Stats:
     """Figures of the step, as means over trained tokens.
 

@@ -1,13 +1,21 @@
-"""How far two sides disagree about the same tokens. Pure functions of [B,S] tensors."""
+"""How far two sides disagree about the same tokens.
+
+B sequences of the batch, T tokens of those that this rank holds. What is collective gives the same
+on every rank.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
+from megarl.algos.rows import moments, row_maxima, row_sums, total
+from megarl.api.batch import Batch, Padded
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -17,35 +25,41 @@ def spell_ids(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def logp_gap_stats(prox_logp: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, float]:
-    """How far the trainer's and the server's logprobs of the same tokens are apart, all [B,S].
+def logp_gap_stats(batch: Batch) -> dict[str, float]:
+    """Returns how far the trainer's (prox_logp) and the server's logprobs of the same trained
+    tokens are apart. Collective.
 
     mismatch/k1, k3 estimate KL(server || trainer): the tokens were drawn by the server. With fresh
     weights and no bug these are rounding errors. Empty if no token is trained.
     """
-    mask = loss_mask.bool()
-    if not mask.any():
-        return {}
-    trainer, server = prox_logp[mask].double(), logprobs[mask].double()
+    mask = batch["loss_mask"].values.bool()
+    server = batch["logprobs"].values.double().where(mask, 0.0)
+    trainer = batch["prox_logp"].values.double().where(mask, 0.0)
     gap = (trainer - server).abs()
+    k1, k3 = (kl_estimate(server, trainer, kind) for kind in ("k1", "k3"))
+    sums = row_sums(batch, torch.stack([mask.double(), gap, k1, k3], 1))
+    tokens, *totals = (total(column) for column in sums.unbind(1))
+    if not tokens:
+        return {}
+    mean, k1_mean, k3_mean = (value / tokens for value in totals)
     return {
-        "train_rollout_logprob_abs_diff/mean": float(gap.mean()),
-        "train_rollout_logprob_abs_diff/max": float(gap.max()),
-        "mismatch/k1": float(kl_estimate(server, trainer, "k1").mean()),
-        "mismatch/k3": float(kl_estimate(server, trainer, "k3").mean()),
+        "train_rollout_logprob_abs_diff/mean": mean,
+        "train_rollout_logprob_abs_diff/max": float(row_maxima(batch, gap).max()),
+        "mismatch/k1": k1_mean,
+        "mismatch/k3": k3_mean,
     }
 
 
-def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over trained tokens, all [B,S]: 1 is a perfect
-    critic, 0 no better than a constant. 0 where the returns are all equal.
+def explained_variance(batch: Batch) -> float:
+    """Returns 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is a perfect critic,
+    0 no better than a constant. 0 where the returns are all equal. Collective.
     """
-    mask = loss_mask.bool()
-    spread = returns[mask].double().var(unbiased=False) if mask.any() else 0.0
+    mask = batch["loss_mask"].values
+    values, returns = (batch[name].values.double() for name in ("values", "returns"))
+    spread = moments(batch, returns, mask)[2]
     if not spread > 0:
         return 0.0
-    error = (returns[mask] - values[mask]).double().var(unbiased=False)
-    return float(1 - error / spread)
+    return 1 - moments(batch, returns - values, mask)[2] / spread
 
 
 @dataclass(frozen=True)
@@ -57,16 +71,10 @@ class LogpGap:
     ours: float
     theirs: float
 
-    def show(
-        self,
-        batch: dict[str, Tensor],
-        *,
-        decode: Decode = spell_ids,
-        sides: tuple[str, str] = ("trainer", "server"),
-    ) -> str:
-        """With the token's text between its neighbours, as »this« in: one and one is »two«."""
-        length = int(batch["attention_mask"][self.row].sum())
-        ids, t = batch["input_ids"][self.row, :length].tolist(), self.position
+    def show(self, ids: Sequence[int], decode: Decode, sides: tuple[str, str]) -> str:
+        """Shows the token of a row `ids` between its neighbours, as »this« in: one and one is
+        »two«."""
+        t = self.position
         around = (ids[max(0, t - 12) : t], ids[t : t + 1], ids[t + 1 : t + 5])
         before, token, after = (decode(part) for part in around)
         return (
@@ -75,19 +83,62 @@ class LogpGap:
         )
 
 
-def worst_logp_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor, k: int = 5) -> list[LogpGap]:
-    """The k trained tokens of largest |ours - theirs|, worst first; NaN is worst of all."""
-    mask = loss_mask.bool()
-    gap = (ours.double() - theirs.double()).abs().nan_to_num(nan=float("inf"))
-    gap = gap.masked_fill(~mask, -1.0).flatten()
-    order = gap.topk(min(k, int(mask.sum()))).indices.tolist()
-    width = mask.shape[1]
+def show_gaps(
+    gaps: Sequence[LogpGap],
+    batch: Batch,
+    *,
+    decode: Decode = spell_ids,
+    sides: tuple[str, str] = ("trainer", "server"),
+) -> list[str]:
+    """Returns a line for each of some gaps of the batch. Collective: fetches the tokens' rows."""
+    rows = sorted({gap.row for gap in gaps})
+    texts = dict(zip(rows, row_ids(batch, rows), strict=True))
+    return [gap.show(texts[gap.row], decode, sides) for gap in gaps]
+
+
+def row_ids(batch: Batch, rows: Sequence[int]) -> list[list[int]]:
+    """Returns the token ids of some rows (ascending), on every rank. Collective."""
+    found = batch.fetch(rows, ["input_ids"])
+    lengths = batch.lengths[list(rows)].tolist()
+    return [ids[:n].tolist() for ids, n in zip(found["input_ids"], lengths, strict=True)]
+
+
+def worst_logp_gaps(
+    batch: Batch, *, version: int | None = None, k: int = 5, above: float = -1.0
+) -> list[LogpGap]:
+    """Returns the k trained tokens of largest |prox_logp - logprobs|, worst first; NaN is worst of
+    all. Empty where not one of them is `above`. Collective.
+
+    version: only tokens that these weights wrote (batch["versions"]) count; None counts all.
+    """
+    names = ["prox_logp", "logprobs", "loss_mask"]
+    names += ["versions"] if version is not None and "versions" in batch else []
+    gap = _masked_gap({name: batch[name].values for name in names}, version)
+    worst = row_maxima(batch, gap)
+    if not float(worst.max()) > above:
+        return []
+    # each of the k worst tokens is in one of the k rows that hold the worst tokens
+    rows = worst.topk(min(k, len(worst))).indices.sort().values
+    rows = rows[worst[rows] >= 0]
+    found = batch.fetch(rows, names)
+    gap = _masked_gap(found, version)
+    order = gap.flatten().topk(min(k, int((gap >= 0).sum()))).indices.tolist()
+    places = [divmod(i, gap.shape[1]) for i in order]
     return [
         LogpGap(
-            row=i // width,
-            position=i % width,
-            ours=float(ours.flatten()[i]),
-            theirs=float(theirs.flatten()[i]),
+            row=int(rows[i]),
+            position=t,
+            ours=float(found["prox_logp"][i, t]),
+            theirs=float(found["logprobs"][i, t]),
         )
-        for i in order
+        for i, t in places
     ]
+
+
+def _masked_gap(tokens: Padded, version: int | None) -> Tensor:
+    """Returns |prox_logp - logprobs| in fp64, infinite for NaN and -1 where it does not count."""
+    mask = tokens["loss_mask"].bool()
+    if version is not None and "versions" in tokens:
+        mask = mask & (tokens["versions"] == version)
+    gap = (tokens["prox_logp"].double() - tokens["logprobs"].double()).abs()
+    return gap.nan_to_num(nan=math.inf).masked_fill(~mask, -1.0)

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from megarl.algos.checks import some, untrained_rows
-from megarl.utils.batch import select
-
-Batch = dict[str, Tensor]
-
-
-def minibatch_rows(batch_size: int, n: int, *, seed: int) -> list[list[int]]:
-    """Rows 0..batch_size-1 in n parts whose sizes differ by at most one, shuffled by `seed`.
-
-    One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
-    equal prompt stay neighbours. Groups need not stay whole: advantages are already computed.
-    """
-    if n > batch_size:
-        raise ValueError(
-            f"ppo_n_minibatches={n} exceeds the {batch_size} sequences of the batch: lower it, or "
-            "raise train_dataset.batch_size or gconfig.n_samples"
-        )
-    if n == 1:
-        return [list(range(batch_size))]
-    # torch uses the low 32 bits of a seed only
-    order = torch.randperm(batch_size, generator=torch.Generator().manual_seed(seed % 2**32))
-    return [sorted(part.tolist()) for part in order.tensor_split(n)]
+from megarl.algos.checks import some
+from megarl.algos.rows import Data, select_rows
 
 
 def minibatches(
-    batch: Batch, n: int, weight: Callable[[Batch], float], *, seed: int
-) -> Iterator[tuple[list[int], Batch]]:
-    """(rows, part) for the parts of `batch` that have something to train on: elsewhere the gradient
-    is zero, and so is its denominator. ValueError if none has.
+    data: Data, names: Sequence[str], parts: Sequence[list[int]], trained: Tensor
+) -> Iterator[tuple[list[int], Data]]:
+    """(rows, their fields `names`) for those of `parts` that have something to train on: elsewhere
+    the gradient is zero, and so is its denominator. `trained` [B]: trained tokens of every row.
+    ValueError if there are none.
     """
-    found = False
-    for rows in minibatch_rows(len(batch["input_ids"]), n, seed=seed):
-        minibatch = select(batch, rows)
-        if weight(minibatch) > 0:
-            found = True
-            yield rows, minibatch
-    if not found:
-        raise ValueError(
-            "ppo_update: loss_mask marks no token in the whole batch "
-            f"(rows {some(untrained_rows(batch['loss_mask']))})"
-        )
+    if not trained.any():
+        rows = some((trained == 0).nonzero().flatten().tolist())
+        raise ValueError(f"ppo_update: loss_mask marks no token in the whole batch (rows {rows})")
+    for rows in parts:
+        if trained[rows].any():
+            yield rows, select_rows(data, rows, names)
 
 
-def skipped_metrics(batch: Batch, skipped: Tensor) -> dict[str, float]:
-    """Counts what was not trained on: the rows of `skipped` [B] bool, and their tokens."""
+def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
+    """Counts what was not trained on: the rows of `skipped` [B] bool, and their `trained` tokens
+    [B]."""
     return {
         "skipped_sequences": float(skipped.sum()),
-        "skipped_tokens": float(batch["loss_mask"][skipped].sum()),
+        "skipped_tokens": float(trained[skipped].sum()),
     }
 
 

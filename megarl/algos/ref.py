@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 from megarl.algos.actor import Actor
 from megarl.algos.role import Role
+from megarl.algos.rows import Data
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
-
-Batch = dict[str, Tensor]
 
 
 class Ref(Role):
@@ -21,8 +20,9 @@ class Ref(Role):
         self.config = config
         self.temperature = temperature
 
-    def compute_logp(self, batch: Batch) -> Tensor:
-        """[B,S] log-probabilities at the actor's sampling temperature, 0 at t=0."""
+    def compute_logp(self, batch: Data) -> Any:
+        """Returns log-probabilities at the actor's sampling temperature, 0 at t=0: Tokens for a
+        Batch, [B,S] for a plain dict."""
         return self.forward_logp(batch, self.temperature)
 
 
@@ -33,7 +33,7 @@ class LoRARef(Ref):
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor.config, actor.engine, temperature=actor.temperature)
 
-    def compute_logp(self, batch: Batch) -> Tensor:
+    def compute_logp(self, batch: Data) -> Any:
         with self.engine.disable_adapter():
             return super().compute_logp(batch)
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from megarl.api.engine import PARTS, PendingSave, TrainEngine
+from megarl.algos.rows import Data, as_batch
+from megarl.api.batch import Batch, Tokens
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
-Batch = dict[str, Tensor]
+
+class UpdateCheck(Protocol):
+    """Looks at every update of a role, see trainer/self_check.py."""
+
+    def train_batch(
+        self, engine: Any, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step of `engine`, or refuses it."""
 
 
 class Role:
@@ -19,29 +28,44 @@ class Role:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
-        # what every update goes through; trainer/self_check.py stands around it
-        self.train_batch: Callable[..., dict[str, float]] = engine.train_batch
+        self.update_check: UpdateCheck | None = None
 
-    def forward_logp(self, batch: Batch, temperature: float) -> Tensor:
-        """[B,S] log-probabilities of the batch's tokens, 0 at t=0; sends what it needs only."""
-        inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
-        return self.engine.forward(inputs, outputs=("logprobs",), temperature=temperature)
+    def train_batch(
+        self, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
+    ) -> dict[str, float]:
+        """Makes one optimizer step (TrainEngine.train_batch), under `update_check` if it is set."""
+        if self.update_check is None:
+            return self.engine.train_batch(data, loss_fn, weight_fn, **kw)
+        return self.update_check.train_batch(self.engine, data, loss_fn, weight_fn, **kw)
 
-    def forward_values(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of a value model: v(state before x_t) [B,S], 0 at t=0, and v(state after the last token)
-        [B], both 0 at padding and for empty sequences.
+    def forward_logp(self, data: Data, temperature: float) -> Tokens | Tensor:
+        """Returns log-probabilities of the batch's tokens, 0 at t=0."""
+        return self.forward(data, ("logprobs",), temperature)
 
-        What is said about x_t is read off the token before it. So one more token after every
-        sequence, whichever, makes the last state the one before it.
+    def forward(self, data: Data, outputs: Sequence[str], temperature: float = 1.0) -> Any:
+        """Returns engine.forward's outputs, sending of a plain dict what it needs only."""
+        if not isinstance(data, Batch):
+            data = {k: data[k] for k in ("input_ids", "attention_mask")}
+        return self.engine.forward(data, outputs=outputs, temperature=temperature)
+
+    def forward_values(self, data: Data) -> tuple[Tokens, Tensor]:
+        """Returns a value model's v(state before x_t), 0 at t=0, and v(state after the last token)
+        [B], 0 for empty sequences.
+
+        The model says about x_t what it reads off the token before. So one more token after every
+        sequence, any id, makes the last state the one before it.
         """
-        mask = batch["attention_mask"].bool()
-        inputs = {
-            "input_ids": F.pad(batch["input_ids"] * mask, (0, 1)),
-            "attention_mask": F.pad(mask, (1, 0), value=True),
-        }
+        batch = as_batch(data)
+        self.engine.place(batch)
+        longer = _one_token_longer(batch)
+        inputs = longer if isinstance(data, Batch) else longer.padded()
         values = self.engine.forward(inputs, outputs=("values",))
-        last = values.gather(1, mask.sum(1, keepdim=True))[:, 0]
-        return values[:, :-1].where(mask, 0.0), last
+        if not isinstance(values, Tokens):
+            values = Tokens.from_padded(values, longer.lengths)
+        ends = values.lengths.cumsum(0) - 1
+        inside = torch.ones(len(values.values), dtype=torch.bool)
+        inside[ends] = False
+        return Tokens(values.values[inside], values.lengths - 1), batch.gather(values.values[ends])
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.engine.initialize(addr, ft_spec)
@@ -79,3 +103,17 @@ class Role:
 
     def get_scheduling_config(self) -> dict[str, Any]:
         return self.engine.get_scheduling_config()
+
+
+def _one_token_longer(batch: Batch) -> Batch:
+    """The ids of the batch with one more token 0 after every row, held by the same ranks."""
+    ids = batch["input_ids"]
+    ends = (ids.lengths + 1).cumsum(0) - 1
+    longer = torch.zeros(len(ids.values) + len(ids.lengths), dtype=ids.values.dtype)
+    inside = torch.ones(len(longer), dtype=torch.bool)
+    inside[ends] = False
+    longer[inside] = ids.values
+    tokens = {"input_ids": Tokens(longer, ids.lengths + 1)}
+    out = Batch(batch.lengths + 1, {}, tokens, home=batch.home, comm=batch.comm)
+    out.placed = batch.placed
+    return out

@@ -11,11 +11,12 @@ from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss, token_weight
 from megarl.algos.minibatches import skipped_metrics
 from megarl.algos.role import Role
+from megarl.algos.rows import Data, as_batch, only, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
 from megarl.observability.logging import get_logger, warn_once_per_world
 
-Batch = dict[str, Tensor]
+INPUTS = ("input_ids", "attention_mask", "loss_mask")
 
 log = get_logger(__name__)
 
@@ -28,34 +29,38 @@ class SFT(Role):
         self.config = config
         self._told_of_untrained = False
 
-    def train(self, batch: Batch) -> dict[str, float]:
+    def train(self, batch: Data) -> dict[str, float]:
         """One optimizer step. The engine's metrics (loss, grad_norm, lr), ppl and skipped_updates
         (1 if it was refused because something was not finite; then there is no ppl), with
         skipped_sequences and skipped_tokens.
         """
-        stats = self.train_batch(self._inputs(batch), sft_loss, token_weight)
+        inputs, trained = self._inputs(batch)
+        stats = self.train_batch(inputs, sft_loss, token_weight)
         done = bool(stats["update_successful"])
-        skipped = torch.full((len(batch["input_ids"]),), not done)
-        counts = {"skipped_updates": float(not done)} | skipped_metrics(batch, skipped)
+        skipped = torch.full((len(trained),), not done)
+        counts = {"skipped_updates": float(not done)} | skipped_metrics(trained, skipped)
         return (_with_ppl(stats) if done else stats) | counts
 
-    def evaluate(self, batch: Batch) -> dict[str, float]:
+    def evaluate(self, batch: Data) -> dict[str, float]:
         """loss, ppl, token_accuracy and exact_match (every trained token is the argmax)."""
         return _with_ppl(
             self.engine.eval_batch(
-                self._inputs(batch), sft_loss, token_weight, outputs=("logprobs", "greedy_match")
+                self._inputs(batch)[0], sft_loss, token_weight, outputs=("logprobs", "greedy_match")
             )
         )
 
-    def _inputs(self, batch: Batch) -> Batch:
-        """ValueError for a batch without a trained token; single rows without warn, once."""
-        if finding := no_trained_token(batch["loss_mask"], "SFT batch"):
-            if not batch["loss_mask"].any():
+    def _inputs(self, batch: Data) -> tuple[Data, Tensor]:
+        """What the loss needs, and the trained tokens of every row [B]. ValueError for a batch
+        without a trained token; single rows without warn, once.
+        """
+        trained = trained_tokens(as_batch(batch))
+        if finding := no_trained_token(trained, "SFT batch"):
+            if not trained.any():
                 raise ValueError(f"{finding}: there is nothing to train on")
             if not self._told_of_untrained:
                 self._told_of_untrained = True
                 warn_once_per_world(log, "%s: nothing is learned from them", finding)
-        return {k: batch[k] for k in ("input_ids", "attention_mask", "loss_mask")}
+        return only(batch, INPUTS), trained
 
 
 def _with_ppl(stats: dict[str, float]) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """TrainEngine: what an algorithm may ask of whatever trains the model.
 
 Shapes: B sequences of the global batch, b of a micro-batch, S positions (right-padded).
-`input_` is the global batch, a dict of CPU tensors and the same on every rank: input_ids [B,S],
-attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...] tensors). Position t
-of a per-token tensor belongs to input_ids[:, t]. A batch that is not the same on every rank, or an
-id outside of the model's vocabulary, is a ValueError on every rank before the pass begins.
+`input_` is the global batch: a `Batch`, whose tokens the first verb that gets it places on the
+ranks for the rest of the step, or a plain dict of CPU tensors that is the same on every rank:
+input_ids [B,S], attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...]
+tensors). Position t of a per-token tensor belongs to input_ids[:, t]. A dict that is not the same
+on every rank, or an id outside of the model's vocabulary, is a ValueError on every rank before the
+pass begins.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
+from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 
-Batch = dict[str, torch.Tensor]
 # (outputs, batch) of one micro-batch, padded [b,S] -> (loss_sum, {name: (sum, weight)})
-LossFn = Callable[[Batch, Batch], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
-LossWeightFn = Callable[[Batch], float]
+LossFn = Callable[[Padded, Padded], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
+# additive: it is given one sequence at a time, [1,n], and the numbers of all are added up
+LossWeightFn = Callable[[Padded], float]
 
 OUTPUTS = (
     "logprobs", "entropy", "values", "topk_logprobs", "topk_ids", "greedy_match", "logits",
@@ -59,10 +62,17 @@ class TrainEngine(ABC):
     @abstractmethod
     def destroy(self) -> None: ...
 
+    def place(self, batch: Batch) -> None:
+        """Moves the batch's tokens to the ranks that will work on them in this step, as the first
+        verb does by itself; a batch that has been placed stays where it is. Collective. Call it
+        before deriving another Batch whose results belong to this one.
+        """
+        batch.placed = True
+
     @abstractmethod
     def train_batch(
         self,
-        input_: Batch,
+        input_: Batch | Padded,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         *,
@@ -82,7 +92,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def eval_batch(
         self,
-        input_: Batch,
+        input_: Batch | Padded,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         *,
@@ -95,16 +105,17 @@ class TrainEngine(ABC):
     @abstractmethod
     def forward(
         self,
-        input_: Batch,
+        input_: Batch | Padded,
         output_seqlens: Sequence[int] | None = None,
-        post_hook: Callable[[Batch, Batch], Any] | None = None,
+        post_hook: Callable[[Padded, Padded], Any] | None = None,
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
         *,
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
     ) -> Any:
-        """Outputs [B,S] in the order of `input_`, on every rank: a tensor for one name in
-        `outputs`, a dict for several ("routed_experts" is [B,S,L,k], for k experts in each of L
+        """Outputs [B,S] in the order of `input_`, on every rank; of a Batch, Tokens of the rows
+        that this rank holds after the call. One result for one name in `outputs`, a dict for
+        several ("routed_experts" is [B,S,L,k], for k experts in each of L
         layers; see TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest
         tokens of the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the
         likeliest first and of equals the lowest id; training refuses them and "logits": they have

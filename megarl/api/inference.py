@@ -7,27 +7,42 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
+from megarl.api.batch import Batch, Padded
+from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 
-from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
-
-Batch = dict[str, torch.Tensor]
+# why a sample may fail, see RolloutWorkflow.arun_episode
+FAILURES = ("other", "environment", "reward", "tool", "server")
 
 
 class RolloutWorkflow(ABC):
     """Turns one row of data into trajectories by talking to an InferenceEngine."""
 
     @abstractmethod
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded | None:
         """A padded batch [n,S] of this row's n samples (input_ids, attention_mask, loss_mask,
         logprobs, versions, rewards, ...), or None to reject the row.
+
+        Where something failed for single samples, `valid` [n] bool is False for them: they leave
+        the batch, are counted, and are never trained on. `failure` [n] int says why, as an index
+        into FAILURES. `unit_ids` [n] int names samples that stay in one mini-batch and on one rank.
         """
 
 
 class InferenceEngine(ABC):
+    """What a script asks of generation; every rank makes one, and rank 0 drives.
+
+    Collective: initialize, prepare_batch, rollout_batch, update_weights, destroy; an error of the
+    driver is one of every rank. On the driver only: submit, wait, agenerate, check_health. Nothing
+    happens elsewhere: pause, resume.
+    """
+
     @abstractmethod
-    def initialize(self) -> None:
-        """Waits until every server is healthy; an error names the ones that are not."""
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Waits until every server is healthy; an error names the ones that are not.
+
+        addr: host:port of the servers in place of the configured ones; ft_spec: how many batches
+        there will be.
+        """
 
     @abstractmethod
     def destroy(self) -> None: ...
@@ -45,11 +60,11 @@ class InferenceEngine(ABC):
         data: dict[str, Any],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> None: ...
 
     @abstractmethod
-    def wait(self, count: int, timeout: float | None = None) -> Batch:
+    def wait(self, count: int, timeout: float | None = None) -> Padded:
         """The next `count` accepted episodes in order of submission, concatenated and padded."""
 
     @abstractmethod
@@ -58,7 +73,7 @@ class InferenceEngine(ABC):
         data: Sequence[dict[str, Any]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
         """Submits all rows and waits for all of them; no staleness admission (evaluation)."""
 
@@ -68,7 +83,7 @@ class InferenceEngine(ABC):
         dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
         """One training batch: keeps the pipe full up to the staleness bound, then waits."""
 

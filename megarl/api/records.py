@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from megarl.config.loader import run_dir
+from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.servers import listed_addresses
 from megarl.config.transports import requirements_of, transport_name
+from megarl.config.weight_sync import WeightSyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,61 @@ class WeightUpdateMeta:
                 f"WeightUpdateMeta.type={self.type!r} sends whole weights as they are: leave delta "
                 "and quantization, or use type='distributed'"
             )
+
+    @classmethod
+    def from_disk(
+        cls, path: str | Path | BaseConfig, *, addresses: Sequence[str] = (), **fields: Any
+    ) -> WeightUpdateMeta:
+        """Makes an update through a directory on shared storage.
+
+        path: the directory, or a recipe's config for <run>/weights; addresses: host:port of the
+        servers, the environment's MEGARL_LLM_SERVER_ADDRS where empty; fields: any other field.
+        """
+        where = run_dir(path) / "weights" if isinstance(path, BaseConfig) else path
+        servers = tuple(addresses) or tuple(listed_addresses())
+        return cls(type="disk", path=str(where), addresses=servers, **fields)
+
+    @classmethod
+    def from_megatron(
+        cls,
+        alloc_mode: str | None = None,
+        engine: object = None,
+        *,
+        addresses: Sequence[str] = (),
+        **fields: Any,
+    ) -> WeightUpdateMeta:
+        """Makes an update that streams buckets over NCCL, on CPU over gloo.
+
+        `alloc_mode` and `engine` stand where other systems have them: the first goes to the log,
+        the second is not needed, since the engine that uploads knows its parameters. `addresses`
+        and `fields` are those of `from_disk`.
+        """
+        servers = tuple(addresses) or tuple(listed_addresses())
+        return cls(type="distributed", alloc_mode=alloc_mode, addresses=servers, **fields)
+
+    from_megatron_nccl = from_megatron
+
+    @classmethod
+    def from_config(
+        cls, config: WeightSyncConfig, *, path: str | Path, addresses: Sequence[str], **fields: Any
+    ) -> WeightUpdateMeta:
+        """Makes the update that the `weight_sync` section describes; `path` is used by the types
+        that write files."""
+        return cls(
+            type=config.type,
+            options=config.options,
+            path=str(path),
+            addresses=tuple(addresses) or tuple(listed_addresses()),
+            bucket_bytes=config.bucket_mb << 20,
+            flattened=config.flattened,
+            delta=config.delta,
+            delta_on_host=config.delta_on_host,
+            quantization=config.quantization,
+            senders=config.senders,
+            timeout=config.timeout,
+            server_timeout=config.server_timeout,
+            **({"verify": config.verify} | fields),
+        )
 
     @property
     def number(self) -> int:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.base import arg
+from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from megarl.config.engine import TrainEngineConfig
 
 
 @dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
+    loss: SeamConfig = seam(
+        "grpo", help="what an update minimises: a function of this section that makes a LossSpec"
+    )
+    advantages: SeamConfig = seam(
+        "group",
+        help="how rewards become advantages where there is no critic: a function of this section "
+        "that makes an AdvantageSpec; group: the samples of a prompt compared (adv_norm)",
+    )
     ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
     eps_clip: float = arg(0.2, bounds=Bounds(gt=0, lt=1), help="lower clip: ratio >= 1 - eps_clip")
     eps_clip_higher: float | None = arg(
@@ -60,6 +68,11 @@ class PPOActorConfig(TrainEngineConfig):
         bounds=POSITIVE,
         help="warn when the largest |trainer - server| logprob gap exceeds this",
     )
+
+    @property
+    def old_logp(self) -> str:
+        """The key of the logprobs in a batch from which the ratio of a loss starts."""
+        return "prox_logp" if self.recompute_logprob else "logprobs"
 
 
 @dataclass(kw_only=True)

@@ -12,18 +12,20 @@ from dataclasses import fields
 
 from megarl.config.algo import ValueModelConfig
 from megarl.config.bounds import number_problems
+from megarl.config.check_actor import actor_problems
 from megarl.config.check_data import (
     batching_problems,
     dataset_problems,
     model_path_problems,
+    reward_problems,
     tokenizer_problems,
 )
 from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import (
     generation_problems,
-    sender_problems,
     rollout_problems,
+    sender_problems,
     server_problems,
 )
 from megarl.config.engine import TrainEngineConfig
@@ -57,7 +59,8 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     assert isinstance(cfg, GRPOConfig), type(cfg)
     found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
     if isinstance(cfg, PPOConfig):
-        found |= {"critic": cfg.critic, "reward_model": cfg.reward_model}
+        found["critic"] = cfg.critic
+    found["reward_model"] = cfg.reward_model
     return {name: engine for name, engine in found.items() if engine is not None}
 
 
@@ -201,17 +204,15 @@ def _shared_ref_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
     yield from _minibatch_problems(cfg, "critic", cfg.critic.ppo_n_minibatches)
-    if cfg.kl_ctl > 0 and cfg.ref is None:
-        yield f"kl_ctl={cfg.kl_ctl}: needs a reference; set ref.path (or ref={{}})"
     if cfg.actor.adv_norm in ("group", "group_mean"):
         yield (
             f"actor.adv_norm={cfg.actor.adv_norm}: with a critic, samples are not compared by "
             "prompt; take batch or none"
         )
-    if cfg.reward_model is not None and cfg.actor.dynamic_sampling:
+    if cfg.actor.advantages.type != "group":
         yield (
-            "actor.dynamic_sampling=true: groups are picked by the rewards of the rollout, which "
-            "reward_model replaces; set one of them off"
+            f"actor.advantages={cfg.actor.advantages.type}: with a critic, advantages are GAE's; "
+            "leave it out, or take recipe=grpo"
         )
 
 
@@ -226,17 +227,24 @@ def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]
 
 def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     a, n = cfg.actor, cfg.gconfig.n_samples
+    yield from actor_problems(a)
     yield from _minibatch_problems(cfg, "actor", a.ppo_n_minibatches)
-    if a.adv_norm in ("group", "group_mean") and n == 1:
+    compares = a.adv_norm in ("group", "group_mean") and a.advantages.type == "group"
+    if compares and n == 1:
         yield (
             f"gconfig.n_samples={n}: actor.adv_norm={a.adv_norm} compares the samples of a "
             "prompt; take 2 or more, or actor.adv_norm=none"
         )
     if a.dynamic_sampling and n == 1:
         yield f"actor.dynamic_sampling=true: needs gconfig.n_samples > 1 (it is {n})"
-    if a.moe.router_replay and not a.recompute_logprob:
-        yield "actor.moe.router_replay=true: needs actor.recompute_logprob=true to replay from"
-    if a.use_decoupled_loss and not a.recompute_logprob:
-        yield "actor.use_decoupled_loss=true: needs actor.recompute_logprob=true (prox_logp)"
-    if a.kl_coef > 0 and cfg.ref is None:
-        yield f"actor.kl_coef={a.kl_coef}: needs a reference; set ref.path (or ref={{}})"
+    if a.dynamic_sampling and cfg.reward_model is not None:
+        yield (
+            "actor.dynamic_sampling=true: groups are picked by the rewards of the rollout, which "
+            "reward_model replaces; set one of them off"
+        )
+    for key, weight in (("actor.kl_coef", a.kl_coef), ("kl_ctl", cfg.kl_ctl)):
+        if weight > 0 and cfg.ref is None:
+            yield f"{key}={weight}: needs a reference; set ref.path (or ref={{}})"
+    for name, data in (("train_dataset", cfg.train_dataset), ("valid_dataset", cfg.valid_dataset)):
+        if data is not None:
+            yield from reward_problems(name, data)

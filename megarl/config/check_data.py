@@ -6,23 +6,38 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import GENERATED, WITH_REWARD, DatasetConfig
+from megarl.utils.importing import is_import_path
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    if cfg.type != "gsm8k":
+    """Yields what is wrong with the path and the split of a data set."""
+    if cfg.type in GENERATED:
         if cfg.path:
             yield (
                 f"{key}.path={cfg.path}: {key}.type={cfg.type} makes its own problems and reads no "
-                f"file; set {key}.type=gsm8k, or leave the path out"
+                f"file; set {key}.type to chat or gsm8k, or leave the path out"
             )
+        if cfg.split not in ("train", "test"):
+            yield f"{key}.split={cfg.split}: {key}.type={cfg.type} has train and test"
+    elif is_import_path(cfg.type):
+        return
     elif not cfg.path:
-        yield f"{key}.path is empty: {key}.type=gsm8k needs a hub name (openai/gsm8k) or a path"
+        yield f"{key}.path is empty: {key}.type={cfg.type} needs a hub name (openai/gsm8k) or a path"
     elif not Path(cfg.path).exists() and not looks_like_hub_name(cfg.path):
         yield f"{key}.path={cfg.path}: no such file or directory"
+
+
+def reward_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
+    """Yields a problem where a data set for RL has no reward."""
+    if not cfg.reward.type and cfg.type not in WITH_REWARD:
+        yield (
+            f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; name "
+            "pkg.module:function, or none where a reward model or the workflow judges"
+        )
 
 
 def batching_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -41,6 +42,8 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             f"gconfig.greedy=true: all gconfig.n_samples={cfg.gconfig.n_samples} samples of a "
             "prompt would be equal; sample while training"
         )
+    if cfg.gconfig.greedy:  # else the temperature has been judged already
+        yield from temperature_problems(cfg.gconfig.temperature, "gconfig.temperature")
     for address in r.addresses:
         if not is_address(address):
             yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 
-from megarl.config.recipes import RECIPES, BaseConfig
+from megarl.config.recipes import RECIPES, BaseConfig, find_recipe
 from megarl.config.schema import Key, children, show
 
 INDENT = 34
@@ -19,7 +19,7 @@ def render_help(recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = 
     lines = ["keys of every recipe", *_group(list(children(BaseConfig)), width)]
     shared = {f.name for f in fields(BaseConfig)}
     for name in recipes:
-        own = [k for k in children(RECIPES[name]) if k.name not in shared]
+        own = [k for k in children(find_recipe(name)) if k.name not in shared]
         lines += ["", f"keys of recipe={name}", *_group(own, width)]
     return "\n".join(lines)
 
@@ -39,7 +39,8 @@ def _group(keys: list[Key], width: int) -> Iterator[str]:
 
 def _one_key(key: Key, width: int) -> list[str]:
     head = f"  {key.name}"
-    choices = f" {{{', '.join(map(show, key.choices))}}}" if key.choices else ""
+    words = [*map(show, key.choices or ()), *(["pkg.module:name"] if key.or_path else [])]
+    choices = f" {{{', '.join(words)}}}" if words else ""
     required = key.default is MISSING
     value = "required" if required else f"default {show(key.default)}"
     body = f"{key.help} [{key.type_name}, {value}]{choices}"

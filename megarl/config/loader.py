@@ -1,12 +1,14 @@
-"""YAML + dotted overrides -> a recipe dataclass, by OmegaConf's structured configs.
+"""Makes a recipe dataclass of YAML files and dotted overrides, by OmegaConf's structured configs.
 
     cfg = load_config("configs/x.yaml", ["actor.optimizer.lr=1e-5", "+train_dataset.options.n=3"])
-    cfg = load_config(sys.argv[1:])    # --config X.yaml a.b=c +new.key=v
+    cfg = load_config(sys.argv[1:])                  # --config X.yaml a.b=c +new.key=v
+    cfg = load_config(sys.argv[1:], cls=MyConfig)    # a dataclass of one's own: keys beside ours
 
-`a.b=c` sets a key of the recipe; `+a.b=c` adds one to a free-form dict. Setting any key of a
-section that is null by default (actor.optimizer, ref, valid_dataset) makes the section real.
-YAML interpolation (`${actor.path}`, `${oc.env:HOME}`) works in both. All problems are collected
-and raised as one ConfigError.
+`a.b=c` sets a key of the recipe; `+a.b=c` adds one to a free-form dict; `++a.b=c` does either.
+`group=name` and `+group=name` choose files (compose.py). Setting any key of a section that is null
+by default (actor.optimizer, ref, valid_dataset) makes the section real. YAML interpolation
+(`${actor.path}`, `${oc.env:HOME}`) works in both. All problems are collected and raised as one
+ConfigError.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megarl.config.aliases import aliased
+from megarl.config.base import SeamConfig
 from megarl.config.command_line import parse_command_line
-from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.recipes import RECIPES, BaseConfig
+from megarl.config.compose import Composer, Tree, group_file, has_group, merged
+from megarl.config.errors import raise_if_any
+from megarl.config.recipes import RECIPES, BaseConfig, recipe_class
 from megarl.config.schema import (
     Key,
     children,
@@ -37,22 +41,35 @@ from megarl.config.schema import (
 from megarl.config.secrets import reads_environment, remember, written_tree
 from megarl.utils.staging import write_whole
 
-DEFAULT_RECIPE = "grpo"
-Tree = dict[str, Any]
+Override = tuple[str, str, Any]
+C = TypeVar("C", bound=BaseConfig)
+Source = str | os.PathLike[str] | Sequence[str] | None
+
+
+@overload
+def load_config(source: Source, overrides: Sequence[str] = ()) -> BaseConfig: ...
+@overload
+def load_config(source: Source, overrides: Sequence[str] = (), *, cls: type[C]) -> C: ...
 
 
 def load_config(
-    source: str | os.PathLike[str] | Sequence[str] | None, overrides: Sequence[str] = ()
+    source: Source, overrides: Sequence[str] = (), *, cls: type[BaseConfig] | None = None
 ) -> BaseConfig:
-    """`source` is a YAML path, or a command line (`--config X.yaml a.b=c ...`), or None."""
+    """Returns the configuration. Raises ConfigError with everything that is wrong.
+
+    source: a YAML path, or a command line (`--config X.yaml a.b=c ...`), or None. cls: the
+    dataclass to make; without it `recipe` decides, or the `config_class` of the `trainer`.
+    """
     if source is not None and not isinstance(source, str | os.PathLike):
         command = parse_command_line(source, options=("config",))
         overrides = [*command.words, *command.overrides, *overrides]
         source = command.options.get("config")
     problems: list[str] = []
-    tree = _read_yaml(Path(source)) if source is not None else {}
     parsed = _parse_overrides(overrides, problems)
-    cls = _recipe_class(tree, parsed)
+    tree: Tree = {}
+    if source is not None:
+        tree, parsed = _compose(Path(source), parsed)
+    cls = recipe_class(tree, {name: value for _, name, value in parsed}, cls)
     for plus, name, value in parsed:
         _apply_override(tree, cls, plus, name, value, problems)
     node = OmegaConf.structured(cls)
@@ -85,25 +102,29 @@ def run_dir(cfg: BaseConfig) -> Path:
     return Path(cfg.fileroot) / cfg.experiment_name / cfg.trial_name
 
 
-def _read_yaml(path: Path) -> Tree:
-    if not path.is_file():
-        raise ConfigError([f"--config {path}: no such file"])
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as e:
-        raise ConfigError([f"--config {path}: not valid YAML: {' '.join(str(e).split())}"]) from e
-    if not isinstance(tree, dict):
-        raise ConfigError([f"--config {path}: the top level must be keys and values"])
-    return {str(k): v for k, v in tree.items()}
+def _compose(path: Path, parsed: list[Override]) -> tuple[Tree, list[Override]]:
+    """Returns the keys of the file with its defaults, and the overrides that chose no file."""
+    plain = {name: value for plus, name, value in parsed if plus != "+" and "." not in name}
+    composer = Composer(
+        switches={k: v for k, v in plain.items() if v is None or isinstance(v, str)}
+    )
+    tree, rest = composer.read(path), []
+    for plus, name, value in parsed:
+        if plus == "+" and "." not in name and isinstance(value, str) and has_group(path, name):
+            tree = merged(tree, composer.read(group_file(path, name, value)))
+        elif not (name in composer.groups and (value is None or isinstance(value, str))):
+            rest.append((plus, name, value))
+    return tree, rest
 
 
-def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[bool, str, Any]]:
-    """(has a plus, dotted name, value as YAML reads it) of every well-formed override."""
+def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[Override]:
+    """Returns (its plus signs, dotted name, value as YAML reads it) of every well-formed one."""
     parsed = []
     for text in overrides:
-        name, equals, value = text.removeprefix("+").partition("=")
-        if not equals or not all(name.split(".")):
-            problems.append(f"{text!r}: an override is key=value or +key=value")
+        name, equals, value = text.lstrip("+").partition("=")
+        plus = text[: len(text) - len(text.lstrip("+"))]
+        if not equals or not all(name.split(".")) or len(plus) > 2:
+            problems.append(f"{text!r}: an override is key=value, +key=value or ++key=value")
             continue
         try:
             box = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={value}"]), resolve=False)
@@ -112,42 +133,39 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[tupl
             problems.append(f"{text!r}: the value is not valid YAML, quote it: {reason}")
             continue
         assert isinstance(box, dict)
-        parsed.append((text.startswith("+"), name, box["v"] if value.strip() else ""))
+        parsed.append((plus, name, box["v"] if value.strip() else ""))
     return parsed
 
 
-def _recipe_class(tree: Tree, overrides: list[tuple[bool, str, Any]]) -> type[BaseConfig]:
-    name = next((v for _, k, v in reversed(overrides) if k == "recipe"), tree.get("recipe"))
-    name = DEFAULT_RECIPE if name is None else name
-    if not isinstance(name, str) or name not in RECIPES:
-        raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)}"])
-    tree["recipe"] = name
-    return RECIPES[name]
-
-
 def _apply_override(
-    tree: Tree, cls: type[BaseConfig], plus: bool, name: str, value: Any, problems: list[str]
+    tree: Tree, cls: type[BaseConfig], plus: str, name: str, value: Any, problems: list[str]
 ) -> None:
-    inside = free_form_parent(cls, name)
-    if plus and name in key_table(cls):
+    table = key_table(cls)
+    if plus == "+" and name in table:
         problems.append(f"+{name}: already a key of this recipe; drop the +")
         return
-    if plus and inside is None:
-        free = [k.name for k in key_table(cls).values() if k.free_form]
+    if plus == "+" and free_form_parent(cls, name) is None:
+        free = [k.name for k in table.values() if k.free_form]
         problems.append(
             f"+{name}: keys can be added only inside {', '.join(free)}{_hint(cls, name)}"
         )
         return
     *parents, last = name.split(".")
     for depth, part in enumerate(parents, start=1):
+        above = ".".join(parents[:depth])
+        if _is_seam(table.get(above)) and isinstance(tree.get(part), str):
+            tree[part] = {"type": tree[part]}
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
-                above = ".".join(parents[:depth])
                 problems.append(f"{name}: {above}={show(tree[part])} is a value, not a section")
                 return
             tree[part] = {}
         tree = tree[part]
     tree[last] = value
+
+
+def _is_seam(key: Key | None) -> bool:
+    return key is not None and key.section is SeamConfig
 
 
 def _merge(
@@ -163,6 +181,8 @@ def _merge(
     keys = {k.name.removeprefix(prefix): k for k in children(cls, prefix)}
     for name, value in tree.items():
         key = keys.get(str(name))
+        if _is_seam(key) and isinstance(value, str) and not _is_interpolation(value):
+            value = {"type": value}
         if key is None:
             problems += [_unknown(root, n) for n in _leaves(value, f"{prefix}{name}")]
         elif key.section is None or value is None or _is_interpolation(value):
@@ -201,7 +221,7 @@ def _set(node: DictConfig, name: str, key: Key, value: Any, problems: list[str])
         fix = "; write [a,b]" if key.type_name.startswith("list") else ""
         problems.append(f"{key.name}={show(value)}: not of type {key.type_name}{fix}")
         return
-    if key.choices and not _is_interpolation(value) and node[name] not in key.choices:
+    if key.choices and not _is_interpolation(value) and not key.allows(node[name]):
         problems.append(not_a_choice(key, value))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
-from megarl.config.base import arg
+from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import (
     FRACTION,
     FRACTION_ABOVE_ZERO,
@@ -17,6 +19,7 @@ from megarl.config.bounds import (
 )
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.errors import ConfigError
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
@@ -27,11 +30,22 @@ from megarl.config.run import (
     StatsLoggerConfig,
 )
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.utils.importing import is_import_path, load_object
+
+DEFAULT_RECIPE = "grpo"
+_WHAT = "what to run; a path names a dataclass of your own, a subclass of one of the recipes'"
+
+
+def _recipe(name: str) -> Any:
+    return arg(name, help=_WHAT, choices=("sft", "grpo", "ppo"), or_path=True)
 
 
 @dataclass(kw_only=True)
 class BaseConfig:
-    recipe: str = arg("grpo", help="what to run", choices=("sft", "grpo", "ppo"))
+    recipe: str = _recipe(DEFAULT_RECIPE)
+    trainer: SeamConfig = seam(
+        help="class of the training loop, made with (cfg, ctx); empty is the recipe's own"
+    )
     experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
     trial_name: str = arg("trial0", help="this run; part of the run directory")
     fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
@@ -65,7 +79,7 @@ class BaseConfig:
 
 @dataclass(kw_only=True)
 class SFTConfig(BaseConfig):
-    recipe: str = arg("sft", help="what to run", choices=("sft", "grpo", "ppo"))
+    recipe: str = _recipe("sft")
     model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
     stop_at_exact_match: float | None = arg(
         None,
@@ -82,6 +96,15 @@ class GRPOConfig(BaseConfig):
         help="frozen reference for the KL term; null is none; empty path is actor.path, and with "
         "actor.lora then the actor's own engine, adapters off",
     )
+    reward_model: ValueModelConfig | None = arg(
+        None, help="frozen; its score of the last token replaces the reward; null is none"
+    )
+    kl_ctl: float = arg(
+        0.0,
+        bounds=NOT_NEGATIVE,
+        help="weight of the KL to the reference as a penalty in the reward: of every token in PPO, "
+        "of their sum in GRPO",
+    )
     gconfig: GenerationHyperparameters = arg(
         factory=GenerationHyperparameters, help="sampling during training"
     )
@@ -95,22 +118,16 @@ class GRPOConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
-    recipe: str = arg("ppo", help="what to run", choices=("sft", "grpo", "ppo"))
+    recipe: str = _recipe("ppo")
     actor: PPOActorConfig = arg(
         factory=lambda: PPOActorConfig(adv_norm="batch"), help="the trained policy"
     )
     critic: PPOCriticConfig = arg(
         factory=PPOCriticConfig, help="the value function; empty path is actor.path"
     )
-    reward_model: ValueModelConfig | None = arg(
-        None, help="frozen; its score of the last token replaces the reward; null is none"
-    )
     discount: float = arg(1.0, bounds=FRACTION, help="GAE: discount per trained token")
     gae_lambda: float = arg(
         1.0, bounds=FRACTION, help="GAE: 1 is the whole return, 0 one step ahead"
-    )
-    kl_ctl: float = arg(
-        0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference, taken off every reward"
     )
     bootstrap_truncated: bool = arg(
         False,
@@ -119,3 +136,57 @@ class PPOConfig(GRPOConfig):
 
 
 RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
+
+
+def recipe_class(
+    tree: Mapping[str, Any], overrides: Mapping[str, Any], cls: type[BaseConfig] | None = None
+) -> type[BaseConfig]:
+    """Returns the dataclass that the keys `recipe` and `trainer` of a configuration ask for; `cls`
+    if it is given and fits them. Raises ConfigError for a name that is none."""
+    name = overrides.get("recipe", tree.get("recipe"))
+    if isinstance(name, str) and is_import_path(name):
+        named = _own_class(name, "recipe")
+    elif name is not None and name not in tuple(RECIPES):
+        raise ConfigError([f"recipe={name}: not one of {', '.join(RECIPES)} (or pkg.module:name)"])
+    else:
+        named = None if name is None else RECIPES[name]
+        cls = cls or _config_class_of_trainer(tree, overrides)
+    if cls is None:
+        return named or RECIPES[DEFAULT_RECIPE]
+    if named is not None and not issubclass(cls, named):
+        raise ConfigError(
+            [f"recipe={name}: {cls.__name__} is not one of that recipe's; leave it out"]
+        )
+    return cls
+
+
+def find_recipe(name: str) -> type[BaseConfig]:
+    """Returns the dataclass of a recipe's name or import path, or raises ConfigError."""
+    return recipe_class({}, {"recipe": name})
+
+
+def _config_class_of_trainer(
+    tree: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> type[BaseConfig] | None:
+    """Returns the `config_class` of the trainer, where it is a class of the user's that has one."""
+    trainer = overrides.get("trainer.type", overrides.get("trainer", tree.get("trainer")))
+    name = trainer.get("type") if isinstance(trainer, Mapping) else trainer
+    if not isinstance(name, str) or not is_import_path(name):
+        return None
+    return getattr(_load(name, "trainer"), "config_class", None)
+
+
+def _own_class(name: str, key: str) -> type[BaseConfig]:
+    cls = _load(name, key)
+    if not (isinstance(cls, type) and issubclass(cls, BaseConfig)):
+        raise ConfigError([f"{key}={name}: not a subclass of SFTConfig, GRPOConfig or PPOConfig"])
+    if not is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
+        raise ConfigError([f"{key}={name}: write @dataclass(kw_only=True) above the class"])
+    return cls
+
+
+def _load(name: str, key: str) -> Any:
+    try:
+        return load_object(name, what=key)
+    except ValueError as e:
+        raise ConfigError([str(e)]) from e

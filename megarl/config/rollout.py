@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.base import arg
+from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 
@@ -65,9 +65,12 @@ class RolloutConfig:
     addresses: list[str] = arg(
         factory=list, help="host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"
     )
-    workflow: str = arg(
-        "megarl.rollout.workflows.rlvr:RLVRWorkflow",
-        help="pkg.module:Class that turns a row into samples",
+    workflow: SeamConfig = seam(
+        "megarl.rollout.workflows.rlvr:RLVRWorkflow", help="class that turns a row into samples"
+    )
+    backend: SeamConfig = seam(
+        "megarl.rollout.client:RemoteSGLangEngine",
+        help="class of the generation client, made with (rollout, weight_sync=..., seed=...)",
     )
     max_concurrent_rollouts: int | None = arg(
         None,

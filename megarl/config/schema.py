@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from megarl.config.aliases import aliased, role_of
+from megarl.utils.importing import is_import_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,13 @@ class Key:
     choices: tuple[Any, ...] | None
     section: type | None
     bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
+    or_path: bool = False  # beside the choices, an import path is a value
+
+    def allows(self, value: Any) -> bool:
+        """Returns whether `value` is one of the choices, or an import path where those are."""
+        if not self.choices or value in self.choices:
+            return True
+        return self.or_path and isinstance(value, str) and is_import_path(value)
 
     @property
     def nullable(self) -> bool:
@@ -88,6 +96,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             choices=field.metadata.get("choices"),
             section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
             bounds=field.metadata.get("bounds"),
+            or_path=field.metadata.get("or_path", False),
         )
 
 
@@ -164,12 +173,13 @@ def choice_problems(cfg: Any) -> list[str]:
     return [
         not_a_choice(key, key.default)
         for key in all_keys(type(cfg), parent=cfg)
-        if key.choices and key.default not in key.choices and not absent(cfg, key.name)
+        if not key.allows(key.default) and not absent(cfg, key.name)
     ]
 
 
 def not_a_choice(key: Key, value: Any) -> str:
-    return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}"
+    path = " (or pkg.module:name)" if key.or_path else ""
+    return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}{path}"
 
 
 def absent(cfg: Any, name: str) -> bool:

@@ -10,6 +10,11 @@ ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:
-    """`rollout.addresses`, else the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
+    """Returns `rollout.addresses`, or those of the environment where it is empty."""
+    return list(config.addresses) or listed_addresses()
+
+
+def listed_addresses() -> list[str]:
+    """Returns the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
     listed = os.environ.get(ADDRESSES_ENV, "")
-    return list(config.addresses) or [a.strip() for a in listed.split(",") if a.strip()]
+    return [a.strip() for a in listed.split(",") if a.strip()]

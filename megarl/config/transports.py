@@ -67,9 +67,7 @@ TRANSPORTS: Mapping[str, BuiltIn] = {
     ),
 }
 ALIASES: Mapping[str, str] = {"nccl": "distributed"}  # the design documents' word
-HELP = "; ".join(f"{name}: {way.help}" for name, way in TRANSPORTS.items()) + (
-    "; or package.module:Name of a Transport of your own"
-)
+HELP = "; ".join(f"{name}: {way.help}" for name, way in TRANSPORTS.items())
 
 
 def transport_name(type_: str) -> str:

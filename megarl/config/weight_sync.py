@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.base import arg
 from megarl.config.bounds import POSITIVE, TIMEOUT
@@ -15,7 +16,9 @@ class WeightSyncConfig:
         "distributed",
         help=HELP,
         choices=(*TRANSPORTS, *ALIASES),
+        or_path=True,
     )
+    options: dict[str, Any] = arg(factory=dict, help="options of a transport of your own")
     bucket_mb: int = arg(
         512, bounds=POSITIVE, help="size of one streamed bucket in MiB; two exist at a time"
     )

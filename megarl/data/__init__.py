@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.data.dataset import RowDataset, build_dataset, check_context
-    from megarl.data.loader import build_dataloader, collate_sft
-    from megarl.data.sources import check_batches, load_problems
+    from megarl.data.loader import build_dataloader, collate_sft, collator
+    from megarl.data.sources import check_batches, load_rows
 
 _HOME = {
     "RowDataset": "dataset",
@@ -19,13 +19,20 @@ _HOME = {
     "check_context": "dataset",
     "build_dataloader": "loader",
     "collate_sft": "loader",
+    "collator": "loader",
     "check_batches": "sources",
-    "load_problems": "sources",
+    "load_rows": "sources",
 }
 __all__ = [
-    "RowDataset", "build_dataloader", "build_dataset", "check_batches", "check_context",
-    "collate_sft", "load_problems",
-]  # fmt: skip
+    "RowDataset",
+    "build_dataloader",
+    "build_dataset",
+    "check_batches",
+    "check_context",
+    "collate_sft",
+    "collator",
+    "load_rows",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,71 +6,73 @@ import operator
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data.problem import Problem, in_split, take_options
+from megarl.data.problem import Problem, in_split
 
 _OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _COMMUTATIVE = "+*"
 DEFAULT_COUNT = 1000
-_DEFAULTS = {"level": 2, "ops": "+", "count": DEFAULT_COUNT, "demos": 1, "careless": 0.0}
 TEST_PERCENT = 20
 _TRIES = 200  # draws per wanted problem before the level counts as exhausted
 
 
-def arithmetic(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
-    """Distinct problems. options: level (digits of a and b, one number or a list to draw from),
-    ops (among "+-*"), count (problems made when `size` is null); for SFT demos (demonstrations per
-    problem) and careless (the probability that one forgets every carry, sums only).
+def arithmetic(
+    cfg: DatasetConfig,
+    *,
+    seed: int,
+    level: int | list[int] = 2,
+    ops: str | list[str] = "+",
+    count: int = DEFAULT_COUNT,
+    demos: int = 1,
+    careless: float = 0.0,
+) -> list[Problem]:
+    """Makes distinct problems. Raises ValueError where there are not enough of them.
+
+    level: digits of a and b, one number or a list to draw from. ops: among "+-*". count: problems
+    made when `cfg.size` is null. For SFT, demos: demonstrations per problem; careless: the
+    probability that one forgets every carry (sums only).
 
     Train and test never share a problem, nor its mirror image b+a, for any two seeds.
     """
-    options = take_options(cfg.options, _DEFAULTS, of="arithmetic", lists=("level", "ops"))
-    levels, ops = _levels(options["level"]), list(options["ops"])
+    levels, ops = _levels(level), list(ops)
     if not ops or set(ops) - set(_OPS):
-        raise ValueError(f"arithmetic: ops={options['ops']!r}: use one or more of {list(_OPS)}")
-    for name in ("count", "demos"):
-        if options[name] < 1:
-            raise ValueError(f"arithmetic: {name}={options[name]}: must be > 0")
-    count = options["count"] if cfg.size is None else cfg.size
-    if count > (most := len(set(ops)) * sum(10 ** (2 * n) for n in set(levels))):
-        raise _too_few(cfg, options, most, count)
+        raise ValueError(f"arithmetic: ops={''.join(ops)!r}: use one or more of {list(_OPS)}")
+    for name, number in (("count", count), ("demos", demos)):
+        if number < 1:
+            raise ValueError(f"arithmetic: {name}={number}: must be > 0")
+    if not 0 <= careless <= 1 or (careless and set(ops) != {"+"}):
+        raise ValueError(f"arithmetic: careless={careless}: a probability, and for ops='+' only")
+    wanted = count if cfg.size is None else cfg.size
+    if wanted > (most := len(set(ops)) * sum(10 ** (2 * n) for n in set(levels))):
+        raise _too_few(cfg, level, ops, most, wanted)
     rng, made = random.Random(seed), dict[str, Problem]()
-    for _ in range(_TRIES * count + 10_000):
-        if len(made) == count:
+    for _ in range(_TRIES * wanted + 10_000):
+        if len(made) == wanted:
             break
-        level, op = rng.choice(levels), rng.choice(ops)
-        a, b = _number(rng, level), _number(rng, level)
+        digits, op = rng.choice(levels), rng.choice(ops)
+        a, b = _number(rng, digits), _number(rng, digits)
         if in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
             question = f"{a}{op}{b}"
             made[question] = Problem(
-                question=question, answer=str(_OPS[op](a, b)), task=f"arithmetic{op}{level}"
+                question=question, answer=str(_OPS[op](a, b)), task=f"arithmetic{op}{digits}"
             )
-    if len(made) < count:
-        raise _too_few(cfg, options, len(made), count)
-    return _demonstrate(list(made.values()), options, rng)
-
-
-def _too_few(cfg: DatasetConfig, options: dict[str, Any], there: int, count: int) -> ValueError:
-    return ValueError(
-        f"arithmetic: level={options['level']} ops={options['ops']!r} has only about "
-        f"{there} distinct {cfg.split} problems, {count} wanted; lower size or raise level"
-    )
-
-
-def _demonstrate(
-    problems: list[Problem], options: dict[str, Any], rng: random.Random
-) -> list[Problem]:
-    """Every problem `demos` times; each time the teacher is careless by chance."""
-    demos, careless = options["demos"], options["careless"]
-    if not 0 <= careless <= 1 or (careless and set(options["ops"]) != {"+"}):
-        raise ValueError(f"arithmetic: careless={careless}: a probability, and for ops='+' only")
-    return [
+    if len(made) < wanted:
+        raise _too_few(cfg, level, ops, len(made), wanted)
+    return [  # every problem `demos` times; each time the teacher is careless by chance
         replace(p, response=_without_carry(p.question) if rng.random() < careless else None)
-        for p in problems
+        for p in made.values()
         for _ in range(demos)
     ]
+
+
+def _too_few(
+    cfg: DatasetConfig, level: int | list[int], ops: list[str], there: int, wanted: int
+) -> ValueError:
+    return ValueError(
+        f"arithmetic: level={level} ops={''.join(ops)!r} has only about {there} distinct "
+        f"{cfg.split} problems, {wanted} wanted; lower size or raise level"
+    )
 
 
 def _without_carry(question: str) -> str:

@@ -1,4 +1,6 @@
-"""Rows of local files, each with the place a message can name: file and line, or file and row."""
+"""Rows of local files or of the hub, each with the place a message can name: file and line, or file
+and row.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,60 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.dataset import DatasetConfig
+
 Row = dict[str, Any]
 FORMATS = (".parquet", ".jsonl", ".json")
+
+
+def read_dataset(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row]]:
+    """Yields (place, row) of every row of `cfg.path`: a file, a directory with files of the split,
+    or a data set of the hub with its configuration `subset`. Raises ValueError for none of these.
+    """
+    path = Path(cfg.path)
+    if not cfg.path:
+        raise ValueError("set path to a hub name (openai/gsm8k), a file or a directory")
+    if path.exists():
+        for file in [path] if path.is_file() else _split_files(path, cfg.split):
+            yield from read_rows(file)
+    elif path.suffix in FORMATS or path.is_absolute():
+        raise ValueError(f"{path} does not exist")
+    else:
+        yield from _hub_rows(cfg, subset)
+
+
+def check_size(cfg: DatasetConfig, rows: int) -> None:
+    """Raises ValueError where a source has fewer rows than `cfg.size`."""
+    if cfg.size is not None and 0 < rows < cfg.size:
+        raise ValueError(
+            f"{cfg.type}: size={cfg.size}, but {cfg.path}, split {cfg.split}, has {rows} rows; "
+            "lower size, or leave it null for all"
+        )
+
+
+def _hub_rows(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        source = load_dataset(cfg.path, subset, split=cfg.split)
+    except (OSError, ValueError, DatasetsError) as e:
+        of = f"{subset}, split {cfg.split}" if subset else f"split {cfg.split}"
+        raise ValueError(
+            f"{cfg.path} ({of}) is neither a file nor to be had from the hub: "
+            f"{' '.join(str(e).split())}"
+        ) from e
+    for i, row in enumerate(source):
+        yield f"{cfg.path} row {i}", row
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """<split>*.parquet (or .jsonl, .json), in the folder or in its `main` as the hub has it."""
+    for place in (folder, folder / "main"):
+        for suffix in FORMATS:
+            if files := sorted(place.glob(f"{split}*{suffix}")):
+                return files
+    raise ValueError(f"{folder} has no {split}*.parquet, .jsonl or .json")
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Row]]:

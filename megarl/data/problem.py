@@ -1,11 +1,12 @@
-"""A problem: what every loader makes of its source, before any tokenizer."""
+"""A problem: what the loaders of question and answer make of their source, before any tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +21,14 @@ class Problem:
     response: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def row_keys(self) -> tuple[str, ...]:
-        """Names what a reward gets by keyword: the keys of the row but for the prompt's."""
-        return ("row_id", "messages", "answer", "task", *self.extra)
+    def row(self, purpose: str) -> Row:
+        """Returns the row that a loader of conversations would give: for "rl" with answer, task
+        and extra, for "sft" with the response."""
+        messages = [{"role": "user", "content": self.question}]
+        if purpose == "sft":
+            text = self.answer if self.response is None else self.response
+            return {"messages": messages, "response": text}
+        return {"messages": messages, "answer": self.answer, "task": self.task, **self.extra}
 
 
 def stable_hash(text: str) -> int:
@@ -32,29 +37,8 @@ def stable_hash(text: str) -> int:
 
 
 def in_split(key: str, split: str, *, test_percent: int) -> bool:
-    """Whether the problem with this key belongs to `split`: never to both, whatever the seed."""
+    """Returns whether the problem with this key belongs to `split`: never to both, whatever the
+    seed. Raises ValueError for a split that is neither train nor test."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split}: generated problems are of train or test")
     return (stable_hash(key) % 100 < test_percent) == (split == "test")
-
-
-def take_options(
-    options: dict[str, Any], defaults: dict[str, Any], *, of: str, lists: Collection[str] = ()
-) -> dict[str, Any]:
-    """The given options over their defaults; those in `lists` may have several values. Raises
-    ValueError for an unknown one, naming the known, and for one of another type than its default.
-    """
-    if unknown := sorted(set(options) - set(defaults)):
-        raise ValueError(f"dataset type {of}: unknown options {unknown}, known {sorted(defaults)}")
-    for name, value in options.items():
-        kind = type(defaults[name])
-        values = value if isinstance(value, list) and name in lists else [value]
-        if defaults[name] is not None and not all(_is_a(kind, v) for v in values):
-            raise ValueError(
-                f"dataset type {of}: options.{name}={value!r}: not of type {kind.__name__}"
-            )
-    return defaults | options
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)

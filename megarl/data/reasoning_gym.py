@@ -15,15 +15,16 @@ _TRIES = 20  # items generated per wanted one before the task counts as exhauste
 _SEED_STRIDE = 1 << 32
 
 
-def reasoning_gym(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
-    """Distinct problems. options: task (a name, required), and that task's own configuration.
+def reasoning_gym(
+    cfg: DatasetConfig, *, seed: int, task: Any = None, **options: Any
+) -> list[Problem]:
+    """Makes distinct problems of the library's `task`, a name; `options` are the task's own.
+    Raises ValueError for a task that there is not, or that gives too few.
 
     The split is decided by a hash of the question, so train and test never share one.
     """
     import reasoning_gym as library
 
-    options = dict(cfg.options)
-    task = options.pop("task", None)
     known = library.factory.DATASETS
     if not isinstance(task, str) or task not in known:
         raise ValueError(f"reasoning_gym: options.task={task!r}: use one of {sorted(known)}")

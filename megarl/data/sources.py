@@ -1,47 +1,95 @@
-"""Where problems come from, by DatasetConfig.type. Imports no torch, so that a start can look at
-its data before anything else."""
+"""Rows of a data set by DatasetConfig.type. Imports no torch of itself, so that a start can look at
+its data before anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megarl.config.dataset import DatasetConfig
 from megarl.data.arithmetic import arithmetic
+from megarl.data.chat import chat
 from megarl.data.gsm8k import gsm8k
-from megarl.data.problem import Problem
+from megarl.data.problem import Problem, Row
 from megarl.data.reasoning_gym import reasoning_gym
+from megarl.utils.importing import is_import_path, load_object
+from megarl.utils.signatures import call_problem, option_problems
 
-# to add a source: a function (cfg, *, seed) -> list[Problem], here and in DatasetConfig.type
-SOURCES: dict[str, Callable[..., list[Problem]]] = {
+# (cfg, *, seed, **options) -> rows or problems, as a function of the user's is called, too
+SOURCES: dict[str, Callable[..., Iterable[Row | Problem]]] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
     "reasoning_gym": reasoning_gym,
+    "chat": chat,
 }
-# options every source takes: they shape the prompt, not the problems
-_PROMPT_OPTIONS: dict[str, type] = {"system": str, "chat_template_kwargs": dict}
+# options of every source: they shape what the tokenizer makes of the rows
+TEMPLATE_OPTIONS = ("system", "chat_template_kwargs", "train_on")
+# names that a row gets after its source, or that a reward gets beside it
+_RESERVED = ("row_id", "prompt", "prompt_ids", "completion", "completion_ids", "episode_id")
 
 
-def load_problems(cfg: DatasetConfig, *, seed: int) -> list[Problem]:
-    """At least one problem. Raises ValueError naming the option, the file and the line, or the
-    number of rows that is wrong.
+def load_rows(cfg: DatasetConfig, *, seed: int, purpose: str = "rl") -> list[Row]:
+    """Returns at least one row, before any tokenizer: `messages` and, for "rl", what the reward
+    gets; for "sft" the messages hold the assistant's, or `response` is the text to be written after
+    them. Raises ValueError naming the option, the file and the line, or the row that is wrong.
     """
-    if cfg.type not in SOURCES:
-        raise ValueError(f"dataset type {cfg.type!r}: use one of {sorted(SOURCES)}")
-    for name, value in prompt_options(cfg).items():
-        if value is not None and not isinstance(value, _PROMPT_OPTIONS[name]):
-            kind = "text" if _PROMPT_OPTIONS[name] is str else "keys and values"
-            raise ValueError(f"dataset type {cfg.type}: options.{name}={value!r}: not {kind}")
-    own = {k: v for k, v in cfg.options.items() if k not in _PROMPT_OPTIONS}
-    problems = SOURCES[cfg.type](replace(cfg, options=own), seed=seed)
-    if not problems:
+    make = _source(cfg)
+    options = {k: v for k, v in cfg.options.items() if k not in TEMPLATE_OPTIONS}
+    problems = option_problems(make, options, key="options", positional=1, by_name=("seed",))
+    if found := "; ".join(problems):
+        raise ValueError(f"dataset type {cfg.type}: {found}")
+    if problem := call_problem(make, ("cfg",), ("seed", *options)):
+        raise ValueError(f"dataset type {cfg.type}: {problem}; it is called as (cfg, seed=...)")
+    made = _all(make(cfg, seed=seed, **options))
+    rows = [_row(i, row, cfg, purpose) for i, row in enumerate(made)]
+    if not rows:
         raise ValueError(f"{describe(cfg)} is empty: its source has 0 rows")
-    return problems
+    return rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
 
 
-def prompt_options(cfg: DatasetConfig) -> dict[str, Any]:
-    return {k: v for k, v in cfg.options.items() if k in _PROMPT_OPTIONS}
+def _source(cfg: DatasetConfig) -> Callable[..., Any]:
+    if cfg.type in SOURCES:
+        return SOURCES[cfg.type]
+    if not is_import_path(cfg.type):
+        raise ValueError(
+            f"dataset type {cfg.type!r}: use one of {sorted(SOURCES)}, or pkg.module:function"
+        )
+    make = load_object(cfg.type, what="dataset type")
+    if not callable(make):
+        raise ValueError(f"dataset type {cfg.type}: a {type(make).__name__}, not a function")
+    return make
+
+
+def _all(made: Any) -> Iterable[Any]:
+    """The rows of a list, a generator, a HF or a torch data set."""
+    if hasattr(type(made), "__iter__"):
+        return made
+    if hasattr(type(made), "__len__") and hasattr(type(made), "__getitem__"):
+        return (made[i] for i in range(len(made)))
+    raise ValueError(f"it gave a {type(made).__name__}, not rows")
+
+
+def _row(index: int, row: Any, cfg: DatasetConfig, purpose: str) -> Row:
+    row = row.row(purpose) if isinstance(row, Problem) else row
+    what = f"dataset type {cfg.type}: row {index}"
+    if not isinstance(row, Mapping) or not row.get("messages"):
+        names = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+        raise ValueError(f"{what} has no messages; it has {names}")
+    if taken := [name for name in _RESERVED if name in row]:
+        raise ValueError(
+            f"{what}: the name {taken[0]} is megarl's; give the column another one"
+            + (f", as options.columns.my_{taken[0]}={taken[0]} does" if cfg.type == "chat" else "")
+        )
+    row = dict(row)
+    if isinstance(row["messages"], str):
+        row["messages"] = [{"role": "user", "content": row["messages"]}]
+    if purpose == "rl" and row["messages"][-1]["role"] == "assistant":
+        raise ValueError(
+            f"{what} ends with an assistant's message, which in RL the policy is to write; leave "
+            "it out"
+        )
+    return row
 
 
 def check_batches(rows: int, cfg: DatasetConfig) -> None:

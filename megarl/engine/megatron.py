@@ -16,13 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, PendingSave, TrainEngine
+from megarl.api.batch import Batch, Padded
+from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
-from megarl.engine import checkpoint, optimizer, passes, weights
+from megarl.engine import checkpoint, intake, optimizer, passes, weights
 from megarl.engine.memory import Memory
 from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
+from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
@@ -53,6 +55,7 @@ class MegatronEngine(TrainEngine):
         what = resolve(self.config, dist.get_world_size())
         self.model_config, self.layout, self.dtype = what.model, what.layout, what.dtype
         self._groups = ProcessGroups(what.layout)
+        world_comm()  # where it has to be made, all ranks make it here
         with model_scope(self._groups), waiting_for(self._groups, "initialize"):
             self._built = build(self.config, what, self._groups, self.seed, ft_spec)
             self._memory = Memory(self._built)
@@ -117,8 +120,12 @@ class MegatronEngine(TrainEngine):
 
     # ---- passes --------------------------------------------------------------------------------
 
+    def place(self, batch: Batch) -> None:
+        with self._scope("place", ()):
+            intake.place(self.state, batch)
+
     def train_batch(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
@@ -132,7 +139,7 @@ class MegatronEngine(TrainEngine):
             return {**stats, "lr": lr, **optimizer.step(mine, stats["loss"])}
 
     def backward_batch(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
@@ -147,7 +154,7 @@ class MegatronEngine(TrainEngine):
             )  # fmt: skip
 
     def eval_batch(
-        self, input_: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
@@ -158,8 +165,8 @@ class MegatronEngine(TrainEngine):
             )  # fmt: skip
 
     def forward(
-        self, input_: Batch, output_seqlens: Sequence[int] | None = None,
-        post_hook: Callable[[Batch, Batch], Any] | None = None,
+        self, input_: Batch | Padded, output_seqlens: Sequence[int] | None = None,
+        post_hook: Callable[[Padded, Padded], Any] | None = None,
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
@@ -169,6 +176,8 @@ class MegatronEngine(TrainEngine):
             result = passes.forward_pass(self.state, input_, outputs, temperature)
         if output_seqlens is None and post_hook is None:
             return result if len(result) > 1 else next(iter(result.values()))
+        if isinstance(input_, Batch):
+            raise ValueError("output_seqlens and post_hook go with a plain dict of padded tensors")
         return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
 
     @contextmanager

@@ -9,24 +9,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Alignment, Cost, Packed, pack, plan_micro_batches
-from megarl.utils.batch import Batch, select, seqlens
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`batch`: these rows [b,S] of the global batch, trimmed, on the host.
+    """Some rows of a batch that this rank holds.
 
     `packed`: this context-parallel rank's share of the same sequences, packed, on the device.
     """
 
     rows: list[int]
-    batch: Batch
+    source: Batch
     packed: Packed
+
+    def padded(self, names: Sequence[str] | None = None) -> Padded:
+        """These rows as [b,S] tensors on the host, as long as the longest of them; made anew each
+        time, so that only one micro-batch at a time is padded."""
+        return self.source.padded(self.rows, names)
 
     def params(self) -> PackedSeqParams:
         """What attention and rotary embedding need to know about the packed tokens.
@@ -58,37 +66,28 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
 
 def plan(
     batch: Batch,
+    of_row: Tensor,
     layout: Layout,
     max_tokens: int,
     cost: Cost,
     *,
-    whole_groups: bool = False,
+    groups: Sequence[Sequence[int]] | None = None,
     token_unit: int = 1,
 ) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows. `max_tokens` is what one device holds of a micro-batch. The
-    interleaved schedule wants a multiple of pp. `whole_groups` keeps the rows of a group together.
+    interleaved schedule wants a multiple of pp. `of_row` [B]: a row's dp rank. The rows of each of
+    `groups` share a micro-batch.
     """
     return plan_micro_batches(
-        seqlens(batch),
+        batch.lengths.tolist(),
         dp=layout.dp,
         max_tokens=max_tokens * layout.cp,
         align=alignment(layout, token_unit),
         multiple_of=layout.pp if layout.vpp > 1 else 1,
         cost=cost,
-        groups=_groups(batch) if whole_groups else None,
+        groups=groups,
+        index=of_row.tolist(),
     )
-
-
-def _groups(batch: Batch) -> list[list[int]]:
-    """Rows by their group_ids, in the order of first appearance."""
-    if "group_ids" not in batch:
-        raise ValueError(
-            "whole_groups=True needs batch['group_ids'] [B]: which rows belong together"
-        )
-    groups: dict[int, list[int]] = {}
-    for row, group in enumerate(batch["group_ids"].tolist()):
-        groups.setdefault(group, []).append(row)
-    return list(groups.values())
 
 
 def build(
@@ -102,11 +101,50 @@ def build(
     """This rank's micro-batches, in the order of the plan."""
     out = []
     for rows in micro_batches:
-        mine = select(batch, rows)
+        ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
         packed = pack(
-            mine["input_ids"].long(), seqlens(mine), align=alignment(layout, token_unit),
+            ids, batch.lengths[rows].tolist(), align=alignment(layout, token_unit),
             cp=layout.cp, cp_rank=cp_rank,
         )  # fmt: skip
-        out.append(MicroBatch(rows, mine, packed.to(mcore.device())))
+        out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
     return out
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where per-token results go: flat, of all rows for every rank (`everyone`), or of those that
+    a rank holds for the ranks of its data-parallel index. T tokens of them."""
+
+    rows: Tensor  # ascending
+    lengths: Tensor  # [b], theirs
+    everyone: bool
+
+    @staticmethod
+    def of(batch: Batch, *, everyone: bool) -> Frame:
+        rows = torch.arange(len(batch)) if everyone else batch.rows
+        return Frame(rows, batch.lengths[rows], everyone)
+
+    def zeros(self, inner: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """[T, *inner] on the device."""
+        return torch.zeros(int(self.lengths.sum()), *inner, dtype=dtype, device=mcore.device())
+
+    def starts(self, rows: Sequence[int]) -> Tensor:
+        """Where these rows begin."""
+        ends = self.lengths.cumsum(0)
+        places = torch.searchsorted(self.rows, torch.as_tensor(rows, dtype=torch.long))
+        return (ends - self.lengths)[places]
+
+    def put(self, full: Tensor, mb: MicroBatch, values: Tensor) -> None:
+        """A micro-batch's [b,S,...] into `full`. The places are found on the host: a device need
+        not stop for them."""
+        lengths = mb.source.lengths[mb.rows]
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        t = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        places = torch.stack([self.starts(mb.rows)[row] + t, row * values.shape[1] + t])
+        into, of = places.to(full.device, non_blocking=True)
+        full[into] = values.flatten(0, 1)[of].to(full.dtype)
+
+    def tokens(self, full: Tensor) -> Tokens:
+        """The result, on the host."""
+        return Tokens(full.cpu(), self.lengths)

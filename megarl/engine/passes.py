@@ -5,32 +5,39 @@ Everything here is collective, in the scope of the engine's groups. B sequences,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megarl.api.engine import Batch, LossFn, LossWeightFn
-from megarl.engine import micro_batch, schedule
+import torch
+
+from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.engine import LossFn, LossWeightFn
+from megarl.engine import intake, micro_batch, schedule
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
-from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
+from megarl.parallel import exchange
+from megarl.parallel.placement import units_of
 
 
 def loss_pass(
-    state: EngineState, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+    state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
 ) -> dict[str, float]:  # fmt: skip
     """The loss and the weighted means of its stats; with `backward` also the gradients."""
     check_input(
-        state, "train_batch" if backward else "eval_batch", batch, outputs, backward=backward,
+        state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
         temperature=temperature, whole_groups=whole_groups,
     )  # fmt: skip
+    batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
-    weight = float(loss_weight_fn(batch))
+    weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
     if not weight > 0:
         raise ValueError(
             f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
@@ -54,10 +61,18 @@ def loss_pass(
 
 
 def forward_pass(
-    state: EngineState, batch: Batch, outputs: Sequence[str], temperature: float
-) -> Batch:
-    """{name: [B,S,...]} for each of `outputs`."""
-    check_input(state, "forward", batch, outputs, backward=False, temperature=temperature)
+    state: EngineState, given: Batch | Padded, outputs: Sequence[str], temperature: float
+) -> dict[str, Any]:
+    """{name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain dict,
+    {name: [B,S,...]} on every rank."""
+    check_input(state, "forward", given, outputs, backward=False, temperature=temperature)
+    needed = [name for name in ("input_ids", ROUTED) if name in given]
+    if isinstance(given, Batch):
+        intake.place(state, given)
+        view = given.select(torch.arange(len(given)), needed)
+    else:
+        view = intake.as_batch(given, needed)
+    batch = intake.settle(state, view)
     mine = _micro_batches(state, batch, backward=False)
     job = schedule.Pass(
         outputs=tuple(o for o in outputs if o != ROUTED),
@@ -65,25 +80,37 @@ def forward_pass(
         cp_group=state.groups.cp,
         routing=state.routing,
     )
-    shape = batch["input_ids"].shape
+    frame = Frame.of(batch, everyone=not isinstance(given, Batch))
     widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
     with _taped(state, record=ROUTED in outputs):
         schedule.run(state.chunks, mine, job, backward=False)
-        result = schedule.collect_outputs(job, mine, shape, state.groups, extra=widths)
+        result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
         if state.routing is not None and ROUTED in outputs:
-            result[ROUTED] = state.routing.collect(mine, shape)
-    return result
+            result[ROUTED] = state.routing.collect(mine, frame)
+    if not isinstance(given, Batch):
+        width = given["input_ids"].shape[1]
+        return {name: tokens.padded(width=width) for name, tokens in result.items()}
+    return {name: _returned(tokens, batch, given) for name, tokens in result.items()}
+
+
+def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
+    """What was computed at a borrowed place, where `given` is at home. Collective."""
+    return exchange.move(tokens, given.lengths, batch.home, given.home, given.comm)
 
 
 def plan(
-    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
+    state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
 ) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows."""
+    batch = intake.as_batch(given)
     spec = state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
+    groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
     return micro_batch.plan(
-        batch, state.layout, larger or spec.max_tokens_per_mb, sequence_cost(state.model),
-        whole_groups=whole_groups, token_unit=token_unit(state.config.fp8),
+        batch, intake.home_of(state, batch, whole_groups=whole_groups).of_row, state.layout,
+        larger or spec.max_tokens_per_mb, sequence_cost(state.model),
+        groups=None if groups is None else units_of(groups),
+        token_unit=token_unit(state.config.fp8),
     )  # fmt: skip
 
 
@@ -107,8 +134,8 @@ def _taped(state: EngineState, *, record: bool = False) -> AbstractContextManage
 
 
 def by_sequence(
-    outputs: Batch, batch: Batch, output_seqlens: Sequence[int] | None,
-    post_hook: Callable[[Batch, Batch], Any] | None,
+    outputs: Padded, batch: Padded, output_seqlens: Sequence[int] | None,
+    post_hook: Callable[[Padded, Padded], Any] | None,
 ) -> list[Any]:  # fmt: skip
     """Every sequence by itself: its outputs {name: [n]} (the first output_seqlens[i] positions, all
     S by default) and its row of the batch through `post_hook`."""

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.api.batch import Tokens
 from megarl.config.engine import MoEConfig
-from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
@@ -110,6 +111,13 @@ class Routing:
     def tapes(self) -> Iterator[RouterTape]:
         return (tape for tapes in self._tapes.values() for tape in tapes)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest integers that hold the number of an expert."""
+        experts = self.shape.num_experts
+        bounds = {torch.uint8: 1 << 8, torch.int16: 1 << 15, torch.int32: 1 << 31}
+        return next(dtype for dtype, bound in bounds.items() if experts <= bound)
+
     @contextmanager
     def of_pass(self, *, record: bool = False) -> Iterator[None]:
         """Around all micro-batches of a pass."""
@@ -124,9 +132,9 @@ class Routing:
 
     def prepare(self, chunk: torch.nn.Module, mb: MicroBatch) -> None:
         """Before `chunk` meets `mb`: with router_replay, its batch says who is routed where."""
-        if not self.config.router_replay or ROUTED not in mb.batch:
+        if not self.config.router_replay or ROUTED not in mb.source:
             return
-        given = mb.batch[ROUTED].flatten(0, 1)  # [b*S,L,k]
+        given = mb.padded([ROUTED])[ROUTED].flatten(0, 1)  # [b*S,L,k]
         if given.shape[1:] != (self.model.num_layers, self.shape.top_k):
             raise ValueError(
                 f"batch[{ROUTED!r}] has {given.shape[1]} layers of {given.shape[2]} experts, the "
@@ -146,25 +154,29 @@ class Routing:
             return mb.packed.token
         return mb.packed.token.chunk(layout.tp)[self.groups.coords.tp]
 
-    def collect(self, micro_batches: Sequence[MicroBatch], shape: torch.Size) -> Tensor:
-        """Collective, inside a recording pass: what was chosen, [B,S,L,k] on every rank's host; one
-        byte each for at most 256 experts. 0 at padding.
+    def collect(self, micro_batches: Sequence[MicroBatch], frame: Frame) -> Tokens:
+        """Collective, inside a recording pass: what was chosen, [T,L,k] for whom `frame` says, in
+        the smallest integers that hold an expert's number.
         """
-        dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int32
-        size = (*shape, self.model.num_layers, self.shape.top_k)
-        full = torch.zeros(size, dtype=dtype, device=mcore.device())
+        full = frame.zeros((self.model.num_layers, self.shape.top_k), self.dtype)
         for i, mb in enumerate(micro_batches):
             token = self._tokens(mb)
             real = token >= 0
-            width = max(1, mb.batch["input_ids"].shape[1])
-            rows = torch.tensor([*mb.rows, 0], device=full.device)[token[real] // width]
+            width = max(1, mb.packed.index.shape[1])
+            starts = torch.tensor([*frame.starts(mb.rows).tolist(), 0], device=full.device)
+            places = (starts[token // width] + token % width)[real]
             for tape in self.tapes:
                 assert tape.recorded is not None
-                chosen = tape.recorded[i][real].to(dtype)
-                full[rows, token[real] % width, tape.layer] = chosen
-        if self.groups.layout.world_size > 1:
-            dist.all_reduce(full)  # every number has one owner, the others add zero
-        return full.cpu()
+                full[places, tape.layer] = tape.recorded[i][real].to(full.dtype)
+        raw = full.view(torch.uint8)  # every number has one owner, the others add zero to its bytes
+        groups = self.groups
+        if frame.everyone and groups.layout.world_size > 1:
+            dist.all_reduce(raw)
+        elif not frame.everyone:  # with experts, tensor parallelism shares the tokens out, too
+            for group in (groups.tp, groups.cp, groups.pp):
+                if group.size() > 1:
+                    dist.all_reduce(raw, group=group)
+        return frame.tokens(full)
 
     def metrics(self, n_micro_batches: int) -> dict[str, float]:
         """Collective, after a pass: loads by layer, and auxiliary losses where they are on."""

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.api.batch import Padded, Tokens
 from megarl.api.engine import LossFn
 from megarl.engine.lm_head import HeadJob
-from megarl.engine.micro_batch import MicroBatch
+from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.engine.routing import ROUTED, Routing
 from megarl.models.names import unwrap
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
 from megarl.parallel.vocab_parallel import TOP_IDS
-from megarl.utils.batch import Batch
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import mappings  # isort: skip
@@ -49,7 +49,7 @@ class Pass:
     loss_scale: float = 1.0
     routing: Routing | None = None
     sums: list[Sums] = field(default_factory=list)
-    outputs_of: list[Batch] = field(default_factory=list)
+    outputs_of: list[Padded] = field(default_factory=list)
 
 
 def run(
@@ -98,7 +98,8 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     if job.loss_fn is None:
         job.outputs_of.append(outputs)
         return nothing, None
-    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in mb.batch.items() if k != ROUTED}
+    padded = mb.padded([k for k in mb.source if k != ROUTED])
+    batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in padded.items()}
     loss_sum, stats = job.loss_fn(outputs, batch)
     if loss_sum.ndim:
         raise ValueError(
@@ -155,24 +156,23 @@ def _accumulate(
 
 
 def collect_outputs(
-    job: Pass, micro_batches: Sequence[MicroBatch], shape: torch.Size, groups: ProcessGroups,
+    job: Pass, micro_batches: Sequence[MicroBatch], frame: Frame, groups: ProcessGroups,
     extra: dict[str, int],
-) -> Batch:  # fmt: skip
-    """Collective: every rank's outputs as [B,S] (and [B,S,extra[name]]) on the host, in the order
-    of the global batch. Each number has one owner; the others add zero.
+) -> dict[str, Tokens]:  # fmt: skip
+    """Collective: outputs of one number a token (extra[name] numbers) for whom `frame` says. Every
+    rank of the last stage has them; for the rest of the world, each number has one owner.
     """
     filled = [mb for mb in micro_batches if mb.rows]
     result = {}
     for name in job.outputs:
-        full = torch.zeros(
-            *shape, *([extra[name]] if name in extra else []),
-            dtype=torch.long if name == TOP_IDS else torch.float32, device=mcore.device(),
-        )  # fmt: skip
-        if _speaks(groups):
+        inner = [extra[name]] if name in extra else []
+        full = frame.zeros(inner, torch.long if name == TOP_IDS else torch.float32)
+        if _speaks(groups) if frame.everyone else groups.is_last_stage:
             for mb, outputs in zip(filled, job.outputs_of, strict=True):
-                values = outputs[name]
-                full[torch.tensor(mb.rows, device=full.device), : values.shape[1]] = values
-        if groups.layout.world_size > 1:
+                frame.put(full, mb, outputs[name])
+        if frame.everyone and groups.layout.world_size > 1:
             dist.all_reduce(full)
-        result[name] = full.cpu()
+        elif groups.layout.pp > 1 and not frame.everyone:
+            dist.broadcast(full, group=groups.pp, group_src=groups.layout.pp - 1)
+        result[name] = frame.tokens(full)
     return result

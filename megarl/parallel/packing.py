@@ -5,13 +5,12 @@ B sequences of the global batch, b of a micro-batch, S positions (right-padded),
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-
-from megarl.utils.batch import Batch
 
 Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the global batch
 
@@ -52,14 +51,20 @@ def slot_lengths(lengths: Sequence[int], align: Alignment) -> list[int]:
     return slots
 
 
-def _spread(items: Sequence[int], costs: Sequence[int], bins: int) -> list[list[int]]:
-    """Costliest first into the lightest bin (LPT); ties by position, so always the same.
+def spread(costs: Sequence[int], bins: int) -> list[list[int]]:
+    """Puts items into bins: costliest first, each into the lightest bin (LPT); ties by position, so
+    always the same.
 
     No bin costs more than 4/3 - 1/(3*bins) times the best possible, nor than the mean plus one
-    sequence (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+    item (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
     """
-    everything = [sum(costs[i] for i in items)] * bins  # a bound that never binds
-    return _spread_within(items, costs, costs, everything) or []
+    out: list[list[int]] = [[] for _ in range(bins)]
+    lightest = [(0, 0, k) for k in range(bins)]  # (load, items, bin), a heap
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, count, k = lightest[0]
+        out[k].append(i)
+        heapq.heapreplace(lightest, (load + costs[i], count + 1, k))
+    return out
 
 
 def _spread_within(
@@ -101,6 +106,7 @@ def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[
 def plan_micro_batches(
     seqlens: Sequence[int], *, dp: int, max_tokens: int, align: Alignment = UNALIGNED,
     multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
+    index: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Every sequence once, over dp ranks and micro-batches of at most `max_tokens` padded tokens.
 
@@ -110,6 +116,8 @@ def plan_micro_batches(
     longer than the budget is alone in its micro-batch. The same input gives the same plan on every
     rank. The rows of each of `groups` (a partition; None takes every row by itself) share a
     micro-batch, and all this is said of groups in place of sequences.
+
+    index: the dp rank of every sequence, where they have been placed already (a group has one).
     """
     if max_tokens < 1:
         raise ValueError(f"mb_spec.max_tokens_per_mb={max_tokens}: a micro-batch needs a token")
@@ -118,7 +126,10 @@ def plan_micro_batches(
     slots = [padded_length(n, align.slot) for n in seqlens]
     sizes = [sum(slots[i] for i in unit) for unit in units]
     costs = [sum(cost(slots[i]) for i in unit) for unit in units]
-    ranks = _spread(range(len(sizes)), costs, dp)
+    if index is None:
+        ranks = spread(costs, dp)
+    else:
+        ranks = [[u for u, unit in enumerate(units) if index[unit[0]] == d] for d in range(dp)]
     fitted = [_first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of
@@ -213,19 +224,3 @@ def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:
     out = values[packed.index]
     mask = packed.valid.reshape(*packed.valid.shape, *[1] * (values.ndim - 1))
     return torch.where(mask, out, torch.zeros((), dtype=out.dtype, device=out.device))
-
-
-def check_right_padded(batch: Batch) -> None:
-    """Raises ValueError naming the first row of `attention_mask` that is not right-padded."""
-    for key in ("input_ids", "attention_mask"):
-        if key not in batch:
-            raise ValueError(f"the batch has no {key!r}, only {sorted(batch)}")
-    mask = batch["attention_mask"].bool()
-    if len(mask) == 0:
-        raise ValueError("the batch is empty: B = 0")
-    broken = (mask[:, 1:] & ~mask[:, :-1]).any(1)
-    if broken.any():
-        row = int(broken.nonzero()[0])
-        raise ValueError(
-            f"attention_mask of row {row} is not right-padded (a real token after a padded one)"
-        )

@@ -16,10 +16,14 @@ _HOME = {
     "ServerProcess": "server_process",
     "start_server": "server_process",
     "RLVRWorkflow": "workflows.rlvr",
+    "ChatWorkflow": "trajectory",
+    "Trajectory": "trajectory",
+    "pad": "trajectory",
     "RewardPool": "rewards",
     "RewardError": "rewards",
     "check_rows": "rewards",
     "get_reward_fn": "rewards",
+    "reward_of": "rewards",
 }
 __all__ = sorted(_HOME)
 

@@ -1,8 +1,10 @@
-"""SampleAccounting: every sample that was handed out is trained once, or its update was skipped."""
+"""What becomes of samples: handed out and trained once (or their update was skipped), or failed."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +17,8 @@ class SampleAccounting:
     """Episodes are handed out in ascending order of their ids, so one mark tells what came before:
     beside it only the episodes of the batch being trained are held. The consumer reports both ends:
 
-        ledger.receive(batch["episode_ids"])   # on getting a batch, [B], one id per sample
-        ledger.train(batch["episode_ids"], batch["skipped"])     # after the update
+        accounting.receive(batch["episode_ids"])   # on getting a batch, [B], one id per sample
+        accounting.train(batch["episode_ids"], batch["skipped"])     # after the update
     """
 
     def __init__(self) -> None:
@@ -69,3 +71,34 @@ class SampleAccounting:
         )
         self.skipped_episodes = state.get("skipped_episodes", 0)
         self.skipped_samples = state.get("skipped_samples", 0)
+
+
+class FailedSamples:
+    """Counts the samples that an environment, a reward, a tool or a server spoilt, by kind, and
+    their tokens. They are in no batch: to train on what they stand for (a reward of zero, say)
+    would teach the failure.
+    """
+
+    def __init__(self) -> None:
+        self.samples: Counter[str] = Counter()
+        self.tokens = 0
+
+    def add(self, failed: Sequence[tuple[str, int]]) -> None:
+        """Adds (kind, length) of every failed sample of an episode."""
+        self.samples.update(kind for kind, _ in failed)
+        self.tokens += sum(length for _, length in failed)
+
+    def stats(self) -> dict[str, float]:
+        """failed_samples, and where there are any those of each kind, and their mean length."""
+        count = self.samples.total()
+        stats = {"failed_samples": float(count)}
+        if count:
+            stats |= {f"failed_samples/{kind}": float(n) for kind, n in self.samples.items()}
+            stats["failed_samples/len_mean"] = self.tokens / count
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": dict(self.samples), "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples, self.tokens = Counter(state["samples"]), state["tokens"]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
-from megarl.api.records import ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.api.batch import Batch, Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
-from megarl.config.servers import ADDRESSES_ENV, server_addresses
+from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.parallel.rank_zero import RankZero
+from megarl.rollout.driver import Arrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.server_pool import POLL_INTERVAL, PROBE_TIMEOUT, ServerPool, gone, silent
-from megarl.utils.http import STRANGER, HttpError, shown
+from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
+from megarl.rollout.server_waits import wait_for_version, wait_healthy
+from megarl.utils.http import HttpError
+
+T = TypeVar("T")
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
 MAX_FRUITLESS_ABORTS = 20
@@ -27,6 +33,11 @@ ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted 
 
 class RemoteSGLangEngine(InferenceEngine):
     """Servers are `config.addresses`, else the environment's MEGARL_LLM_SERVER_ADDRS.
+
+    Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
+    `prepare_batch`, `rollout_batch`, `update_weights` and `destroy` are called by every rank, and
+    an error of the driver is one of every rank. `pause` and `resume` do nothing on other ranks;
+    `submit`, `wait` and `agenerate` are errors there.
 
     Everything asynchronous runs in one thread with its own event loop; the synchronous methods may
     be called from any other thread. `seed` keys requests that carry none while gconfig.seed is set.
@@ -45,6 +56,8 @@ class RemoteSGLangEngine(InferenceEngine):
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
         self._executor: RolloutExecutor | None = None
+        self._zero: RankZero | None = None  # while it is open
+        self._loader: object = None  # the dataloader that all ranks were found to share
         self._admitted: asyncio.Event  # cleared while paused; used inside the loop only
         self._pauses = 0
 
@@ -55,8 +68,31 @@ class RemoteSGLangEngine(InferenceEngine):
         """host:port of every server that is not lost."""
         return self._pool.addresses if self._pool else server_addresses(self.config)
 
-    def initialize(self) -> None:
-        assert self._loop is None, "initialize() was called twice"
+    def initialize(
+        self, addr: str | Sequence[str] | None = None, ft_spec: FinetuneSpec | None = None
+    ) -> None:
+        """Waits until every server is healthy. Collective; starts torch.distributed where torchrun
+        began several processes and nothing has started it yet.
+
+        addr: host:port of the servers, several by commas, in place of those configured; ft_spec: no
+        episode begins that none of its steps can use. RuntimeError names servers that are not well.
+        """
+        assert self._zero is None, "initialize() was called twice"
+        if addr:
+            listed = addr.split(",") if isinstance(addr, str) else addr
+            addresses = [a.strip() for a in listed if a.strip()]
+            self.config = dataclasses.replace(self.config, addresses=addresses)
+        self._zero = driver_of_world(self.config, self._sync)
+        try:
+            addresses = self._zero(self._connect, ft_spec)
+        except BaseException:
+            self.destroy()
+            raise
+        if not self._zero.is_zero:
+            self.config = dataclasses.replace(self.config, addresses=addresses)
+
+    def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
+        """On the driver: opens connections; returns the servers' addresses."""
         pool = ServerPool(
             server_addresses(self.config),
             request_timeout=self.config.request_timeout,
@@ -66,25 +102,50 @@ class RemoteSGLangEngine(InferenceEngine):
         self._pool, self._loop = pool, LoopThread()
         self._admitted = asyncio.Event()
         self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
-        try:
-            self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
-            self._loop.run(self._admit(), timeout=PROBE_TIMEOUT)
-            self._loop.run(
-                self._wait_healthy(), timeout=self.config.setup_timeout + 2 * PROBE_TIMEOUT
-            )
-        except BaseException:
-            self.destroy()
-            raise
+        setup = self.config.setup_timeout
+        self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
+        self._loop.run(self._admit(), timeout=PROBE_TIMEOUT)
+        self._loop.run(wait_healthy(pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
+        if ft_spec is not None:
+            self._executor.expect(ft_spec.total_train_steps)
+        return pool.addresses
 
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
-        thread. May be called twice.
+        thread. Every rank calls it, none waits for another. May be called twice.
         """
         loop, pool = self._loop, self._pool
-        self._loop = self._pool = self._executor = None
+        self._loop = self._pool = self._executor = self._zero = None
         if loop is not None:
             paused = not self._admitted.is_set()
             loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
+
+    @property
+    def drives(self) -> bool:
+        """Whether this process is the driver: rank 0, or the only process."""
+        return self._zero is None or self._zero.is_zero
+
+    def on_driver(self, fn: Callable[..., T], *args: Any) -> T:
+        """Returns `fn(*args)` of the driver, or raises its error, on every rank. Collective."""
+        return self._everyone()(fn, *args)
+
+    def share(self, fn: Callable[..., Sequence[Padded]], *args: Any) -> Batch:
+        """Returns the batch of the padded samples that `fn(*args)` returns on the driver, whose
+        tokens stay there until the first engine verb. Collective.
+        """
+        mine: list[Padded] = []
+
+        @wraps(fn)
+        def bring() -> None:
+            mine.extend(fn(*args))
+
+        self._everyone()(bring)
+        return Batch.from_local(mine)
+
+    def _everyone(self) -> RankZero:
+        if self._zero is None:
+            raise RuntimeError("the rollout client is not open: call initialize() on every rank")
+        return self._zero
 
     def check_health(self) -> None:
         loop, pool = self._open()
@@ -92,34 +153,17 @@ class RemoteSGLangEngine(InferenceEngine):
         if down:
             raise RuntimeError("unhealthy servers: " + "; ".join(map(str, down.values())))
 
-    async def _wait_healthy(self) -> None:
-        pool = self._open()[1]
-        deadline = time.monotonic() + self.config.setup_timeout
-        while True:
-            left = deadline - time.monotonic()
-            patience = max(1.0, min(PROBE_TIMEOUT, left))
-            down = await pool.unhealthy(timeout=patience)
-            if not down:
-                await pool.check_protocol(timeout=patience)
-                return
-            for error in down.values():
-                if 400 <= (error.status or 0) < 500:  # no server of ours says so while it starts
-                    raise RuntimeError(f"{error}: {STRANGER}")
-            if left <= POLL_INTERVAL:
-                causes = "\n  ".join(map(str, down.values()))
-                raise RuntimeError(
-                    f"{len(down)} of {len(pool.addresses)} generation servers were not reachable "
-                    f"within rollout.setup_timeout={self.config.setup_timeout:g} s:\n  {causes}\n"
-                    f"Start them, correct rollout.addresses or {ADDRESSES_ENV}, or raise "
-                    "rollout.setup_timeout if they are still loading."
-                )
-            await asyncio.sleep(POLL_INTERVAL)
-
     @property
     def is_open(self) -> bool:
         return self._pool is not None
 
     def _open(self) -> tuple[LoopThread, ServerPool]:
+        if not self.drives:
+            raise RuntimeError(
+                "generation is driven by rank 0 alone: call initialize, prepare_batch, "
+                "rollout_batch, update_weights and destroy on every rank, and submit, wait, "
+                "agenerate, check_health and stats on rank 0 only"
+            )
         if self._loop is None or self._pool is None:
             raise RuntimeError("the rollout client is not open: call initialize() first")
         return self._loop, self._pool
@@ -191,8 +235,10 @@ class RemoteSGLangEngine(InferenceEngine):
         """Stops admitting requests here, then pauses every server. Those that give no answer are
         dropped, here and from `addresses`, while any is left; the next update does without them.
         Those dropped before that answer again are in `addresses` again; they get requests after an
-        update.
+        update. Does nothing on other ranks than the driver.
         """
+        if not self.drives:
+            return
         loop, pool = self._open()
         self.executor.pipeline.hold()
 
@@ -205,6 +251,9 @@ class RemoteSGLangEngine(InferenceEngine):
         loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
 
     def resume(self) -> None:
+        """Has the servers go on and admits requests again; nothing on other ranks."""
+        if not self.drives:
+            return
         loop, pool = self._open()
 
         async def work() -> None:
@@ -215,7 +264,10 @@ class RemoteSGLangEngine(InferenceEngine):
         self.executor.pipeline.release()
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
-        """Goes on without these (address -> why), RuntimeError where no other is left."""
+        """Goes on without these (address -> why); RuntimeError where no other is left. Does nothing
+        on other ranks than the driver."""
+        if not self.drives:
+            return
         loop, pool = self._open()
 
         async def work() -> None:
@@ -224,39 +276,27 @@ class RemoteSGLangEngine(InferenceEngine):
         loop.run(work(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Resolves once every server reports `meta.version` (None: the one after the client's),
-        which then is the client's too. ValueError for one that is not above the last.
+        """Returns a future that resolves once every server reports `meta.version` (None: the one
+        after the client's), which then is the client's too. Every rank calls this, and `result()`.
+        ValueError for a version that is not above the last.
 
         The trainer's `upload_weights` moves the weights; this waits for their arrival.
         """
+        zero = self._everyone()
         meta = meta.settled(self._version, self._updated)
-        return self._open()[0].submit(self._await_version(meta))
+        arrival = self._open()[0].submit(self._await_version(meta)) if zero.is_zero else None
+        if arrival is not None and zero.size == 1:
+            return arrival
+        return Arrival(zero, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
-        pool, wanted = self._open()[1], str(meta.number)
-        deadline = time.monotonic() + meta.timeout
-        while True:
-            left = deadline - time.monotonic()
-            patience = self._sync.server_timeout
-            infos = await pool.everywhere(
-                "GET", "/model_info", timeout=max(1.0, min(patience, left))
-            )
-            pool.drop(gone(infos) if left < patience else silent(infos))
-            late = {a: _served(info) for a, info in infos.items() if _served(info) != wanted}
-            late = {a: what for a, what in late.items() if a in pool.addresses}
-            if not late:
-                pool.serves(meta.number)
-                self._adapter = meta.adapter
-                self.set_version(meta.number)
-                self._updated = meta.number
-                return
-            if left <= POLL_INTERVAL:
-                who = "; ".join(f"{a} serves {what}" for a, what in late.items())
-                raise TimeoutError(
-                    f"weights of version {wanted} did not reach {len(late)} of {len(infos)} "
-                    f"servers within weight_sync.timeout={meta.timeout:g} s: {who}"
-                )
-            await asyncio.sleep(POLL_INTERVAL)
+        await wait_for_version(self._open()[1], meta, self._sync.server_timeout)
+        self._arrived(meta)
+
+    def _arrived(self, meta: WeightUpdateMeta) -> None:
+        self._adapter = meta.adapter
+        self.set_version(meta.number)
+        self._updated = meta.number
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -281,11 +321,11 @@ class RemoteSGLangEngine(InferenceEngine):
         data: dict[str, Any],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> None:
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
-    def wait(self, count: int, timeout: float | None = None) -> Batch:
+    def wait(self, count: int, timeout: float | None = None) -> Padded:
         return self.executor.wait(count, timeout)
 
     def rollout_batch(
@@ -293,26 +333,28 @@ class RemoteSGLangEngine(InferenceEngine):
         data: Sequence[dict[str, Any]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        return self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)
+        return self.share(
+            lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
+        )
 
     def prepare_batch(
         self,
         dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Batch], bool] | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        return self.executor.prepare_batch(dataloader, workflow, workflow_builder, should_accept)
+        if dataloader is not self._loader:
+            check_same_data(dataloader, self._everyone())
+            self._loader = dataloader
+        return self.share(
+            lambda: self.executor.prepare_parts(
+                dataloader, workflow, workflow_builder, should_accept
+            )
+        )
 
     def stats(self) -> dict[str, float]:
         """The executor's counters and timings, see RolloutExecutor.stats."""
         return self.executor.stats()
-
-
-def _served(info: Any) -> str:
-    """The weight version of a /model_info answer, or why there is none."""
-    if not isinstance(info, dict):
-        return f"nothing ({info if isinstance(info, HttpError) else shown(info)})"
-    return str(info.get("weight_version"))

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
-from megarl.rollout.episode_check import check_episode
-from megarl.utils.batch import concat_padded
+from megarl.api.batch import Padded
+from megarl.api.inference import FAILURES, InferenceEngine, RolloutWorkflow
+from megarl.rollout.episode_check import check_episode, check_valid
+from megarl.utils.batch import select
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,15 +22,19 @@ class Episode:
 
     number: place in the order of submission, unique in a run, also over resumes. drawn: the row
     came from prepare_batch's dataloader. drops: how often in a row its samples were too stale.
+    failed: kind and length of samples that are not in `batch` because something failed. counted:
+    the pipeline knows that it was accepted.
     """
 
     number: int
     row: dict[str, Any]
     workflow: RolloutWorkflow
-    should_accept: Callable[[Batch], bool] | None = None
+    should_accept: Callable[[Padded], bool] | None = None
     drawn: bool = False
     drops: int = 0
-    batch: Batch | None = None
+    batch: Padded | None = None
+    failed: Sequence[tuple[str, int]] = ()
+    counted: bool = False
     error: BaseException | None = None
     latency: float = 0.0
 
@@ -58,9 +63,10 @@ async def run_episode(
             data = {**episode.row, "episode_id": episode.number}
             batch = await episode.workflow.arun_episode(engine, data)
         if batch is not None:
-            _check(batch, episode, engine, vocab_size)
-            if episode.should_accept is None or episode.should_accept(batch):
-                episode.batch = batch
+            batch = _checked(batch, episode, engine, vocab_size)
+        accept = episode.should_accept
+        if batch is not None and (accept is None or accept(batch)):
+            episode.batch = batch
     # handed to whoever waits for the episode, see RolloutExecutor.wait
     except (Exception, asyncio.CancelledError, SystemExit) as cause:
         error = cause
@@ -77,18 +83,51 @@ async def run_episode(
     episode.latency = time.monotonic() - begun
 
 
-def _check(batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None) -> None:
+def _checked(
+    batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None
+) -> Padded | None:
+    """What the workflow returned, without samples that failed; None if all of them did."""
     try:
-        check_episode(batch, version=engine.get_version(), vocab_size=vocab_size)
+        batch, episode.failed = without_failed(batch)
+        if batch is not None:
+            check_episode(batch, version=engine.get_version(), vocab_size=vocab_size)
+        return batch
     except (TypeError, ValueError) as e:
         name = type(episode.workflow).__name__
         raise type(e)(f"{name} returned for {episode.name}: {e}") from None
 
 
-def join_episodes(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> Batch:
-    """All samples padded to one length; `group_ids` [B] holds each sample's episode's id."""
-    batches = [e.batch for e in episodes if e.batch is not None]
-    joined = concat_padded(batches)
-    sizes = torch.tensor([len(b["input_ids"]) for b in batches])
-    joined["group_ids"] = torch.repeat_interleave(torch.tensor(list(group_ids)), sizes)
-    return joined
+def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
+    """(the batch without the samples whose `valid` [n] is False, None if it is all; their kinds and
+    lengths). A failed sample may hold anything: NaN, garbage, no token at all.
+    """
+    if not isinstance(batch, dict) or "valid" not in batch:
+        return batch, []
+    check_valid(batch)
+    batch = dict(batch)
+    valid, kinds = batch.pop("valid"), batch.pop("failure", None)
+    lengths = batch["attention_mask"].bool().sum(1).tolist()
+    failed = [
+        (FAILURES[0 if kinds is None else int(kinds[i])], lengths[i])
+        for i in (~valid).nonzero().flatten().tolist()
+    ]
+    return (select(batch, valid.nonzero().flatten()) if valid.any() else None), failed
+
+
+def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:
+    """The samples of each episode, padded to its own length, with group_ids and episode_ids [n].
+    unit_ids [n], where a workflow gives them, are numbered through all episodes.
+    """
+    parts, units = [], 0
+    for episode, group in zip(episodes, group_ids, strict=True):
+        assert episode.batch is not None
+        n = len(episode.batch["input_ids"])
+        part = episode.batch | {
+            "group_ids": torch.full((n,), group),
+            "episode_ids": torch.full((n,), episode.number),
+        }
+        if "unit_ids" in part:
+            names, local = part["unit_ids"].unique(return_inverse=True)
+            part["unit_ids"], units = local + units, units + len(names)
+        parts.append(part)
+    return parts

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.api.inference import FAILURES
+
 # key -> what it holds; the contract's dtypes are int64, bool, float32 and int32
 _PER_TOKEN = {
     "input_ids": "integers",
@@ -62,6 +64,28 @@ def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) ->
             place = bad.nonzero()[0].tolist()
             where = ", ".join(f"{name} {i}" for name, i in zip(("sample", "position"), place))
             raise ValueError(f"{key} of {where} is {batch[key][tuple(place)].item()}: {why}")
+
+
+def check_valid(batch: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError for a `valid` that is not [n] booleans, a `failure` that is
+    not [n] numbers of api.inference.FAILURES, or rows that cannot be told apart.
+    """
+    if bad := next((k for k, v in batch.items() if not isinstance(v, Tensor)), None):
+        raise TypeError(f"{_what(batch)}: use a padded batch [n,S] of tensors ({bad!r}), or None")
+    if "input_ids" not in batch or "attention_mask" not in batch:
+        raise ValueError(f"a batch without input_ids or attention_mask (it has {', '.join(batch)})")
+    n, valid, kinds = len(batch["input_ids"]), batch["valid"], batch.get("failure")
+    if valid.dtype != torch.bool or tuple(valid.shape) != (n,):
+        raise ValueError(
+            f"valid of {valid.dtype} and shape {tuple(valid.shape)}: use [n={n}] booleans"
+        )
+    if kinds is not None and (
+        tuple(kinds.shape) != (n,)
+        or kinds.dtype not in _KINDS["integers"]
+        or not set(kinds.tolist()) <= set(range(len(FAILURES)))
+    ):
+        named = ", ".join(f"{i} {name}" for i, name in enumerate(FAILURES))
+        raise ValueError(f"failure {kinds.tolist()}: use [n={n}] of {named}")
 
 
 def _check_shapes(batch: dict[str, Tensor]) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError, SampleAccounting
-from megarl.rollout.episode import Episode, join_episodes
+from megarl.rollout.episode import Episode, batch_parts
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
 from megarl.rollout.row_stream import RowStream
+from megarl.utils.batch import concat_padded
 
 WorkflowBuilder = Callable[[], RolloutWorkflow]
 
@@ -49,7 +51,7 @@ class RolloutExecutor:
         self.pipeline.enqueue(data, _workflow(workflow, workflow_builder), should_accept)
         self.pipeline.start_soon()
 
-    def wait(self, count: int, timeout: float | None = None) -> Batch:
+    def wait(self, count: int, timeout: float | None = None) -> Padded:
         """The next `count` accepted episodes, joined; group_ids [B] number them from 0, episode_ids
         [B] over the whole run. An episode that failed makes this raise its error.
         """
@@ -62,7 +64,7 @@ class RolloutExecutor:
             while (episodes := pipe.take(count)) is None:
                 pipe.check_not_stuck(count)
                 pipe.sleep(deadline, f"{count} episodes")
-        return self._hand_out(episodes, begun)
+        return concat_padded(self._hand_out(episodes, begun))
 
     def prepare_batch(
         self,
@@ -70,9 +72,24 @@ class RolloutExecutor:
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
-    ) -> Batch:
-        """One consumer batch: as many episodes as the dataloader's batch has rows. Rejected groups
-        are replaced by the next rows, over the end of the epoch if need be.
+    ) -> Padded:
+        """One consumer batch: as many episodes as the dataloader's batch has rows, joined and
+        padded to the longest. Rejected groups are replaced by the next rows, over the end of the
+        epoch if need be.
+        """
+        return concat_padded(
+            self.prepare_parts(dataloader, workflow, workflow_builder, should_accept)
+        )
+
+    def prepare_parts(
+        self,
+        dataloader: Iterable[list[dict[str, Any]]],
+        workflow: RolloutWorkflow | None = None,
+        workflow_builder: WorkflowBuilder | None = None,
+        should_accept: ShouldAccept | None = None,
+    ) -> list[Padded]:
+        """prepare_batch's samples, those of each episode padded to the longest of it: what
+        Batch.from_local takes.
         """
         flow = _workflow(workflow, workflow_builder)
         feeder = self._feed_from(dataloader)
@@ -106,7 +123,7 @@ class RolloutExecutor:
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
-    ) -> Batch:
+    ) -> Padded:
         """All rows, whatever the staleness bound (evaluation); group_ids is the index into `data`.
         Rejected rows are left out; an episode that fails cancels the rest and raises.
         """
@@ -127,7 +144,9 @@ class RolloutExecutor:
         accepted = [e for e in episodes if e.batch is not None]
         if not accepted:
             raise RuntimeError(f"rollout_batch: all {len(data)} rows were rejected")
-        return join_episodes(accepted, group_ids=[e.number for e in accepted])
+        batch = concat_padded(batch_parts(accepted, group_ids=[e.number for e in accepted]))
+        del batch["episode_ids"]  # these episodes have no place in the order of submission
+        return batch
 
     def stats(self) -> dict[str, float]:
         """Counters of the run (submitted = running + accepted + rejected + failed + dropped, which
@@ -148,11 +167,12 @@ class RolloutExecutor:
             "skipped": self.accounting.skipped_episodes,
             "skipped_samples": self.accounting.skipped_samples,
         }
-        return {k: float(v) for k, v in counters.items()} | self._batch_stats
+        failed = pipe.failed_samples.stats()
+        return {k: float(v) for k, v in counters.items()} | failed | self._batch_stats
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Reports that the samples [B] of these episodes were trained on, but those under `skipped`
-        [B] bool; then all that was ever handed out must have been one or the other.
+        """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool;
+        then all that was ever handed out must have been one or the other.
         """
         self.accounting.train(episode_ids, skipped)
         self.accounting.check()
@@ -185,16 +205,14 @@ class RolloutExecutor:
         self.pipeline.serve(self._rows.batch_size)
         return self._rows
 
-    def _hand_out(self, episodes: list[Episode], begun: float) -> Batch:
+    def _hand_out(self, episodes: list[Episode], begun: float) -> list[Padded]:
         latencies = [e.latency for e in episodes]
         self._batch_stats = {
             "wait_time": time.monotonic() - begun,
             "latency_mean": sum(latencies) / len(latencies),
             "latency_max": max(latencies),
         }
-        batch = join_episodes(episodes, group_ids=range(len(episodes)))
-        numbers = torch.tensor([e.number for e in episodes])
-        return batch | {"episode_ids": numbers[batch["group_ids"]]}
+        return batch_parts(episodes, group_ids=range(len(episodes)))
 
     def _check_signal(self, batch_size: int) -> None:
         rejected = self.pipeline.rejected_in_a_row

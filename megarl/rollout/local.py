@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megarl.api.records import FinetuneSpec
 from megarl.config.rollout import RolloutConfig, ServerConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
@@ -12,8 +13,9 @@ from megarl.rollout.server_process import ServerProcess, start_server
 
 
 class SGLangEngine(RemoteSGLangEngine):
-    """`server.count` servers on this host, from `initialize` to `destroy`; `config.addresses` is
-    not read. Logs go to <log_dir>/server<i>.log.
+    """`server.count` servers on the driver's host, from `initialize` to `destroy`.
+
+    `config.addresses` is not read. Logs go to <log_dir>/server<i>.log.
     """
 
     def __init__(
@@ -36,26 +38,23 @@ class SGLangEngine(RemoteSGLangEngine):
         self._log_dir = Path(log_dir)
         self._processes: list[ServerProcess] = []
 
-    def initialize(self) -> None:
-        try:
-            for i in range(self._server.count):
-                self._processes.append(
-                    start_server(
-                        self._server,
-                        model_path=self._model_path,
-                        dtype=self._dtype,
-                        log_path=self._log_dir / f"server{i}.log",
-                        wait=False,
-                    )
+    def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
+        """On the driver: starts the servers first."""
+        for i in range(self._server.count):
+            self._processes.append(
+                start_server(
+                    self._server,
+                    model_path=self._model_path,
+                    dtype=self._dtype,
+                    log_path=self._log_dir / f"server{i}.log",
+                    wait=False,
                 )
-            for process in self._processes:
-                process.wait_healthy(self._server.start_timeout)
-            addresses = [p.address for p in self._processes]
-            self.config = dataclasses.replace(self.config, addresses=addresses)
-            super().initialize()
-        except BaseException:
-            self.destroy()
-            raise
+            )
+        for process in self._processes:
+            process.wait_healthy(self._server.start_timeout)
+        addresses = [p.address for p in self._processes]
+        self.config = dataclasses.replace(self.config, addresses=addresses)
+        return super()._connect(ft_spec)
 
     def destroy(self) -> None:
         try:

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout.accounting import FailedSamples
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError
@@ -24,7 +26,7 @@ from megarl.utils import stopping
 
 log = get_logger(__name__)
 
-ShouldAccept = Callable[[Batch], bool]
+ShouldAccept = Callable[[Padded], bool]
 
 # episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
 DEFAULT_CONCURRENCY = 256
@@ -49,6 +51,7 @@ class Pipeline:
         self.live: dict[int, Episode] = {}  # pending, running, accepted; in submission order
         self.rejected_in_a_row = 0
         self.reward_errors = 0
+        self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
         self.last_progress = time.monotonic()
         self._failed: list[Episode] = []  # whose errors nobody has been told of
         self._faults: list[BaseException] = []  # ours
@@ -122,7 +125,7 @@ class Pipeline:
         version = self._engine.get_version()
         ready: list[Episode] = []
         for episode in list(self.live.values()):
-            if len(ready) == count or episode.batch is None:
+            if len(ready) == count or not episode.counted:
                 break
             if self.staleness.is_stale(episode.oldest_version(), version):
                 self._drop(episode, version)
@@ -132,6 +135,7 @@ class Pipeline:
             return None
         for episode in ready:
             del self.live[episode.number]
+            self.failed_samples.add(episode.failed)
         self.staleness.hand_out(count)
         self.check()
         return ready
@@ -153,6 +157,7 @@ class Pipeline:
             # episodes are handed out in order: no number from this one on has been
             "next_number": again[0].number if again else self._next_number,
             "reward_errors": self.reward_errors,
+            "failed_samples": self.failed_samples.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }
 
@@ -160,6 +165,8 @@ class Pipeline:
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
+            if "failed_samples" in state:  # else from before they were counted
+                self.failed_samples.load_state_dict(state["failed_samples"])
             self.staleness.load_state_dict(state["counters"])
             self.staleness.begin(self._engine.get_version())
 
@@ -284,11 +291,13 @@ class Pipeline:
     def _settle(self, episode: Episode) -> None:
         if episode.batch is not None:
             self.staleness.accept()
+            episode.counted = True
             self.rejected_in_a_row = 0
             return
         del self.live[episode.number]
         if episode.error is None or self.forgiven(episode.error):
             self.staleness.reject()
+            self.failed_samples.add(episode.failed)
             self.rejected_in_a_row += 1
         else:
             self.staleness.fail()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -20,8 +19,8 @@ from megarl.observability.logging import get_logger
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
 from megarl.parallel.groups import init_distributed, shutdown_distributed
+from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.run_dir import claim, newest_checkpoint
-from megarl.trainer.spmd import RankZero
 from megarl.utils import stopping
 
 log = get_logger(__name__)
@@ -33,12 +32,8 @@ class RunContext:
     `on_rank_zero` runs things on rank 0; `clock` answers alike on every rank.
     """
 
-    def __init__(
-        self, cfg: BaseConfig, *, model_path: str, zero_timeouts: Mapping[str, float] | None = None
-    ) -> None:
-        """`zero_timeouts`: configuration keys whose sum bounds what rank 0 does alone."""
+    def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         self.cfg = cfg
-        self._zero_timeouts = zero_timeouts or {"collective_timeout": cfg.collective_timeout}
         self.run_dir = run_dir(cfg)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.tokenizer_path or model_path)
         self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
@@ -49,8 +44,7 @@ class RunContext:
     def __enter__(self) -> RunContext:
         init_distributed(timeout=self.cfg.collective_timeout)
         torch.manual_seed(self.cfg.seed)
-        bounds = self._zero_timeouts
-        self.on_rank_zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
+        self.on_rank_zero = RankZero(self.cfg.collective_timeout)
         self.on_rank_zero(self._claim)
         self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero)
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())

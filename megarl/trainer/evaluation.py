@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.batch import Padded
+from megarl.api.inference import RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
@@ -24,11 +25,21 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
+class Generates(Protocol):
+    """An executor's or a rollout session's part on rank 0."""
+
+    def rollout_batch(
+        self, rows: Sequence[dict[str, Any]], /, workflow: RolloutWorkflow
+    ) -> Padded: ...
+
+    def get_version(self) -> int: ...
+
+
 class Evaluator:
     def __init__(
         self,
         rows: Rows,
-        engine: InferenceEngine,
+        engine: Generates,
         workflow: RolloutWorkflow,
         tokenizer: Any,
         *,

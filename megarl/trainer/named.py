@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+from megarl.config.base import SeamConfig
 from megarl.config.check import engines, model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.config.rollout import RolloutConfig
-from megarl.data import check_batches, load_problems
-from megarl.data.problem import Problem
+from megarl.config.transports import Requirements, built_in_transport, requirements_of
+from megarl.data import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
 from megarl.trainer.user_code import Named, code_problems
+from megarl.utils.importing import is_import_path
 from megarl.utils.isolated import call_isolated
 
+T = TypeVar("T")
 IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
 _TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -62,35 +66,48 @@ def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
     return {key: data for key, data in found.items() if data is not None}
 
 
-def check_data(cfg: BaseConfig) -> dict[str, tuple[str, ...]]:
+def check_data(
+    cfg: BaseConfig, *, isolated: bool = False, path: Sequence[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Reads all data, as the run will. Raises ConfigError naming each set that is not sound; by
-    key, what a reward gets of a row.
+    key, what a reward gets of a row. `isolated`: where code of the user's reads it, in a process of
+    its own, with `path` in front of the import path.
     """
-    problems, row_keys = [], {}
-    for key, data in datasets(cfg).items():
-        try:
-            rows = load_problems(data, seed=cfg.seed)
-            if key == "train_dataset":  # the other is not cut into batches
-                check_batches(len(rows), data)
-            _check_answers(cfg, data, rows)
-            row_keys[key] = rows[0].row_keys
-        except ValueError as e:
-            problems.append(f"{key}: {e}")
+    own = [f"{k}={d.type}" for k, d in datasets(cfg).items() if is_import_path(d.type)]
+    if isolated and own:
+        problems, row_keys = _isolated(_read_data, cfg, path, what=own)
+    else:
+        problems, row_keys = _read_data(cfg)
     raise_if_any(problems)
     return row_keys
 
 
-def _check_answers(cfg: BaseConfig, data: DatasetConfig, problems: Sequence[Problem]) -> None:
+def _read_data(
+    cfg: BaseConfig, path: Sequence[str] = ()
+) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    sys.path[:0] = path
+    purpose = "rl" if isinstance(cfg, GRPOConfig) else "sft"
+    problems, row_keys = [], {}
+    for key, data in datasets(cfg).items():
+        try:
+            rows = load_rows(data, seed=cfg.seed, purpose=purpose)
+            if key == "train_dataset":  # the other is not cut into batches
+                check_batches(len(rows), data)
+            if purpose == "rl":
+                _check_answers(data, rows)
+            row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
+        except ValueError as e:
+            problems.append(f"{key}: {e}")
+    return problems, row_keys
+
+
+def _check_answers(data: DatasetConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Has a reward of megarl's own look at every row. Others are checked when the run begins, for
     their code is not imported here.
     """
-    name = data.reward or data.type
-    if isinstance(cfg, GRPOConfig) and is_registered(name):
-        rows = (
-            {"row_id": i, "answer": p.answer, "task": p.task, **p.extra}
-            for i, p in enumerate(problems)
-        )
-        check_rows(get_reward_fn(name), rows)
+    name = data.reward.type or data.type
+    if is_registered(name):
+        check_rows(get_reward_fn(name), ({"row_id": i} | row for i, row in enumerate(rows)))
 
 
 def check_code(
@@ -100,12 +117,10 @@ def check_code(
     isolated: bool = False,
     path: Sequence[str] = (),
 ) -> None:
-    """Imports the workflow and the rewards that are not megarl's own. Raises ConfigError for each
-    that is not to be had or does not take what it is given. `isolated`: in a process of its own,
-    with `path` in front of the import path.
+    """Imports the code that is named and not megarl's own. Raises ConfigError for each that cannot
+    be loaded or does not take what it is given. `isolated`: in a process of its own, with `path` in
+    front of the import path.
     """
-    if not isinstance(cfg, GRPOConfig):
-        return
     named = list(_named_code(cfg, row_keys))
     if isolated:  # what a script defines itself, it finds itself
         named = [code for code in named if not code.target.startswith("__main__:")]
@@ -114,18 +129,71 @@ def check_code(
     if not isolated:
         raise_if_any(code_problems(named, path))
         return
+    what = [f"{code.key}={code.target}" for code in named]
+    raise_if_any(_isolated(code_problems, named, path, what=what))
+
+
+def transport_needs(cfg: GRPOConfig, path: Sequence[str] = ()) -> Requirements:
+    """Returns what the transport of weights needs. Raises ConfigError where it cannot be loaded. A
+    user's own is imported in a process of its own, with `path` in front of the import path.
+    """
+    type_ = cfg.weight_sync.type
+    if (built_in := built_in_transport(type_)) is not None:
+        return built_in.requirements
+    if type_.startswith("__main__:"):  # what a script defines itself, it finds itself
+        return Requirements()
+    found = _isolated(_needs_of, type_, path, what=[f"weight_sync.type={type_}"])
+    if isinstance(found, str):
+        raise ConfigError([found])
+    return found
+
+
+def _needs_of(type_: str, path: Sequence[str]) -> Requirements | str:
+    sys.path[:0] = path
     try:
-        raise_if_any(call_isolated(code_problems, named, path, timeout=IMPORT_TIMEOUT))
+        return requirements_of(type_)
+    except ValueError as e:
+        return f"weight_sync.type: {e}"
+
+
+def _isolated(fn: Callable[..., T], *args: Any, what: Sequence[str]) -> T:
+    try:
+        return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT)
     except (TimeoutError, ChildProcessError) as e:
-        targets = ", ".join(f"{code.key}={code.target}" for code in named)
-        raise ConfigError([f"{targets}: cannot be imported: {e}"]) from e
+        raise ConfigError([f"{', '.join(what)}: cannot be imported: {e}"]) from e
 
 
-def _named_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterator[Named]:
-    own_workflow = cfg.rollout.workflow != RolloutConfig().workflow
-    if own_workflow:
-        yield Named(key="rollout.workflow", target=cfg.rollout.workflow, kind="workflow")
+def _named_code(cfg: BaseConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterator[Named]:
+    if cfg.trainer.type:
+        yield _named("trainer", cfg.trainer, "trainer")
     for key, data in datasets(cfg).items():
-        if not is_registered(data.reward or data.type):
+        for kind in ("collate", "sampler"):
+            if (seam := getattr(data, kind)).type:
+                yield _named(f"{key}.{kind}", seam, kind)
+    if isinstance(cfg, GRPOConfig):
+        yield from _named_rl_code(cfg, row_keys)
+
+
+def _named_rl_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterator[Named]:
+    ours = GRPOConfig()
+    own_workflow = cfg.rollout.workflow.type != ours.rollout.workflow.type
+    if cfg.rollout.workflow != ours.rollout.workflow:
+        yield _named("rollout.workflow", cfg.rollout.workflow, "workflow")
+    if cfg.rollout.backend != ours.rollout.backend:
+        yield _named("rollout.backend", cfg.rollout.backend, "backend")
+    if built_in_transport(cfg.weight_sync.type) is None or cfg.weight_sync.options:
+        sync = SeamConfig(type=cfg.weight_sync.type, options=cfg.weight_sync.options)
+        yield _named("weight_sync.type", sync, "transport", config=cfg)
+    for kind in ("loss", "advantages"):
+        if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
+            yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)
+    for key, data in datasets(cfg).items():
+        name = data.reward.type or data.type
+        if not is_registered(name) or data.reward.options:
             row = None if own_workflow else row_keys[key]
-            yield Named(key=f"{key}.reward", target=data.reward, kind="reward", row=row)
+            seam = SeamConfig(type=name, options=data.reward.options)
+            yield _named(f"{key}.reward", seam, "reward", row=row)
+
+
+def _named(key: str, seam: SeamConfig, kind: str, **more: Any) -> Named:
+    return Named(key=key, target=seam.type, kind=kind, options=seam.options, **more)

@@ -18,7 +18,7 @@ from megarl.trainer.rollout_metrics import batch_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
-from megarl.utils.batch import Batch
+from megarl.utils.batch import Padded
 
 log = get_logger(__name__)
 
@@ -110,7 +110,7 @@ class SFTTrainer:
         if total:
             self.saver.save_final()
 
-    def _step(self, batch: Batch) -> dict[str, float]:
+    def _step(self, batch: Padded) -> dict[str, float]:
         with self.timers.phase("step"), self.timers.phase("train"):
             stats = self.model.train(batch) | batch_metrics(batch)
             self.model.step_lr_scheduler()

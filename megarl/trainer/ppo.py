@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from megarl.algos import Role
+from megarl.api.batch import Batch
 from megarl.config.check import model_path
 from megarl.config.recipes import PPOConfig
+from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
 from megarl.trainer.roles import MegatronCritic, MegatronRewardModel
 from megarl.trainer.rollout_metrics import rollout_metrics
@@ -31,43 +34,49 @@ class PPOTrainer(rl.RLTrainer):
         if cfg.reward_model is not None:
             self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
             self.reward_model.initialize(None, None)
+        self.gae: dict[str, Any] = dict(
+            discount=cfg.discount,
+            gae_lambda=cfg.gae_lambda,
+            kl_ctl=cfg.kl_ctl,
+            bootstrap=cfg.bootstrap_truncated,
+        )
         return {"critic": self.critic}
 
+    # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
-        """One step of PPO."""
-        cfg = self.cfg
-        self.check.begin_step(step + 1)
-        with self.timers.phase("step"):
-            with self.timers.phase("rollout"):
-                batch = self.next_batch()
-            if self.reward_model is not None:
-                with self.timers.phase("reward_model"):
-                    batch["rewards"] = self.reward_model.compute_rewards(batch)
-            self.check.has_trained_tokens(batch)
-            stats = rollout_metrics(batch, version=self.actor.get_version())
-            self.check.rewards_differ(stats)
-            with self.timers.phase("logp"):
-                self.actor.compute_prox_logp(batch)
-            self.compare_with_ref(batch)
-            with self.timers.phase("values"):
-                self.critic.compute_values(batch)
-            self.actor.compute_gae(
-                batch,
-                discount=cfg.discount,
-                gae_lambda=cfg.gae_lambda,
-                kl_ctl=cfg.kl_ctl,
-                bootstrap=cfg.bootstrap_truncated,
-            )
-            with self.timers.phase("train_critic"):
-                critic_stats = self.critic.ppo_update(batch)
-                self.critic.step_lr_scheduler()
-            stats |= {f"critic/{name}": value for name, value in critic_stats.items()}
-            with self.timers.phase("train"):
-                stats |= self.actor.ppo_update(batch)
-                self.actor.step_lr_scheduler()
-            stats |= self.publish(batch, step + 1)
+        """Makes step `step` (from 0) of PPO; returns its metrics."""
+        with record_timing("rollout"):
+            batch = self.session.prepare_batch()
+        self.score(batch)
+        self.check.has_trained_tokens(batch)
+        stats = rollout_metrics(batch, version=self.actor.get_version())
+        self.check.rewards_differ(stats)
+        with record_timing("logp"):
+            self.actor.compute_prox_logp(batch)
+        self.compare_with_ref(batch)
+        with record_timing("values"):
+            self.critic.compute_values(batch)
+        self.actor.compute_gae(batch, **self.gae)
+        with record_timing("train_critic"):
+            critic_stats = self.critic.ppo_update(batch)
+            self.critic.step_lr_scheduler()
+        stats |= {f"critic/{name}": value for name, value in critic_stats.items()}
+        with record_timing("train"):
+            stats |= self.actor.ppo_update(batch)
+            self.actor.step_lr_scheduler()
+        stats |= self.session.account(batch)
+        with record_timing("update_weights"):
+            stats |= self.publisher.publish(step + 1)
         self.critic.set_version(step + 1)
-        return stats
+        return stats | self.speed(batch)
+
+    # --8<-- [end:step]
+
+    def score(self, batch: Batch) -> None:
+        """Replaces the rewards by the reward model's, where there is one."""
+        if self.reward_model is not None:
+            with record_timing("reward_model"):
+                batch["rewards"] = self.reward_model.compute_rewards(batch)
 
     def destroy(self) -> None:
         if self.reward_model is not None:

@@ -2,60 +2,70 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megarl.algos.rows import Data, as_batch, row_maxima, row_sums, total, trained_tokens
+from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
 from megarl.trainer.transcript import turns
-from megarl.utils.batch import Batch, seqlens
+from megarl.utils.batch import seqlens
 
 
-def rollout_metrics(batch: Batch, *, version: int) -> dict[str, float]:
-    """Rewards, response lengths and staleness of a training batch ([B,S], CONTRACTS: rewards [B],
-    loss_mask, versions [B,S]). `version` is the trainer's.
+def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
+    """Returns rewards, response lengths and staleness of a training batch (CONTRACTS: rewards [B],
+    loss_mask, versions [B,S]). `version` is the trainer's. Collective.
     """
-    rewards, mask = batch["rewards"].float(), batch["loss_mask"].bool()
-    lengths = mask.sum(1).float()
+    batch = as_batch(data)
+    rewards, trained = batch["rewards"].float(), trained_tokens(batch)
     groups = group_means(rewards, batch["group_ids"])
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
         "reward/pass_at_group": (groups["max"] >= 1).float().mean().item(),
         "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
-        "response_len/mean": lengths.mean().item(),
-        "response_len/max": lengths.max().item(),
-    } | batch_metrics(batch)
+        "response_len/mean": trained.mean().item(),
+        "response_len/max": trained.max().item(),
+    } | _sizes(batch, trained)
     if "truncated" in batch:
         metrics["response_len/truncated"] = batch["truncated"].float().mean().item()
-    if "versions" in batch and mask.any():
-        staleness = (version - batch["versions"])[mask].float()
+    if "versions" in batch and trained.any():
+        mask = batch["loss_mask"].values.bool()
+        age = (version - batch["versions"].values).double()
         metrics |= {
-            "staleness/mean": staleness.mean().item(),
-            "staleness/max": staleness.max().item(),
+            "staleness/mean": total(row_sums(batch, age.where(mask, 0.0))) / total(trained),
+            "staleness/max": row_maxima(batch, age.where(mask, -math.inf)).max().item(),
         }
     return metrics
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """The size of a training batch [B,S]: sequences, tokens under loss_mask, tokens."""
+def batch_metrics(data: Data) -> dict[str, float]:
+    """Returns the size of a training batch: sequences, trained tokens, tokens. Collective."""
+    batch = as_batch(data)
+    return _sizes(batch, trained_tokens(batch))
+
+
+def _sizes(batch: Batch, trained: torch.Tensor) -> dict[str, float]:
     return {
-        "tokens/sequences": float(len(batch["input_ids"])),
-        "tokens/trained": float(batch["loss_mask"].sum()),
-        "tokens/total": float(batch["attention_mask"].sum()),
+        "tokens/sequences": float(len(batch)),
+        "tokens/trained": total(trained),
+        "tokens/total": float(batch.lengths.sum()),
     }
 
 
 def update_speed(
-    engine: Any, batch: Batch, *, seconds: float, peak_tflops: float | None
+    engine: Any, data: Data, *, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
     """perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of `seconds` that went
     into training `engine` on every sequence of the batch once.
     """
+    lengths = data.lengths.tolist() if isinstance(data, Batch) else seqlens(data)
     return utilization(
-        train_flops(engine.model_config, seqlens(batch)),
+        train_flops(engine.model_config, lengths),
         seconds=seconds,
         devices=dist.get_world_size(),
         peak=peak_tflops or this_device_peak(engine.dtype),
@@ -73,7 +83,7 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
     return out
 
 
-def completions(batch: Batch, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One record per row that has samples: prompt, completion, answer and reward of its first.
 
     batch["group_ids"] [B] says of which of `rows` a sample is; a rejected row has none.

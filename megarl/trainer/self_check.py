@@ -9,7 +9,8 @@ What it looks at (megarl/algos/checks.py says how):
   <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
   schedule counts steps, not updates, so a skipped one does not hold it up.
 
-Every rank calls the same checks on the same batch and metrics, so all of them stop, or none.
+Every rank calls the same checks, which make all ranks know of each row what its holder found. So
+all of them stop, or none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 import torch
 
 from megarl.algos import checks
-from megarl.algos.checks import Batch, Finding
+from megarl.algos.checks import Finding
+from megarl.algos.rows import Data, as_batch, trained_tokens
+from megarl.api.batch import Batch
 from megarl.api.engine import LossFn
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
@@ -78,18 +81,19 @@ class SelfCheck:
         """
         if first_ratio_to is not None and self.config.on_failure != "off":
             self._unchecked = first_ratio_to
-        role.train_batch = partial(self._train_batch, role.engine)
+        role.update_check = self
 
     # ---- every batch ---------------------------------------------------------------------------
 
-    def has_trained_tokens(self, batch: Batch) -> None:
+    def has_trained_tokens(self, batch: Data) -> None:
         """Raises SelfCheckError for a batch without any; the first time that single rows have none,
         which only leaves them out, it warns.
         """
-        finding = checks.no_trained_token(batch["loss_mask"], f"step {self._step}: rollout batch")
+        trained = trained_tokens(as_batch(batch))
+        finding = checks.no_trained_token(trained, f"step {self._step}: rollout batch")
         if finding is None:
             return
-        if not batch["loss_mask"].any():
+        if not trained.any():
             self._stop(finding, "there is nothing to train on: look at what rollout.workflow marks")
         if not self._told_of_untrained:
             self._told_of_untrained = True
@@ -103,10 +107,10 @@ class SelfCheck:
     # ---- the first step ------------------------------------------------------------------------
 
     def actor_equals_ref(
-        self, batch: Batch, actor: MegatronActor, ref: MegatronRef | MegatronLoRARef
+        self, data: Data, actor: MegatronActor, ref: MegatronRef | MegatronLoRARef
     ) -> None:
         """prox_logp and ref_logp agree, if the actor still has the weights the reference has."""
-        if self.config.on_failure == "off" or "prox_logp" not in batch:
+        if self.config.on_failure == "off" or "prox_logp" not in data:
             return
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
             return
@@ -114,8 +118,9 @@ class SelfCheck:
         bounds = checks.ROUNDING[min(dtypes, key=lambda d: torch.finfo(d).bits)]
         if dtypes == {torch.float32} and same_shapes(actor.config, ref.config):
             bounds = checks.SAME_SHAPES
+        batch = as_batch(data)
         finding = checks.same_policy(
-            checks.row_gaps(batch["prox_logp"], batch["ref_logp"], batch["loss_mask"]),
+            checks.gaps_of(batch, "prox_logp", "ref_logp"),
             bounds,
             batch,
             what=f"actor and reference disagree, though both hold {actor.config.path} as it was",
@@ -153,23 +158,24 @@ class SelfCheck:
 
     # ---- every update --------------------------------------------------------------------------
 
-    def _train_batch(
-        self, engine: MegatronEngine, batch: Batch, loss_fn: LossFn, *args: Any, **kw: Any
+    def train_batch(
+        self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> dict[str, float]:
         """engine.train_batch with the checks around it. A skipped update has no metrics but
         update_successful = 0.
         """
         self._minibatch += 1
+        batch = as_batch(data)
         if finding := checks.nonfinite_inputs(batch):
             return self._refuse(engine, batch, finding, {})
         if self._unchecked is None or self._unchecked not in batch:
-            stats, rows = engine.train_batch(batch, loss_fn, *args, **kw), {}
+            stats, rows = engine.train_batch(data, loss_fn, *args, **kw), {}
         else:
             watched = checks.watch_gaps(loss_fn, self._unchecked)
-            stats = engine.train_batch(checks.number_rows(batch), watched, *args, **kw)
+            stats = engine.train_batch(checks.number_rows(data), watched, *args, **kw)
             rows = checks.take_rows(stats)
         if finding := checks.nonfinite_update(stats):
-            by_row = partial(self._row_losses, engine, batch, loss_fn, *args, **kw)
+            by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
             return self._refuse(engine, batch, finding, stats, by_row)
         self._skipped = 0
         if rows:
@@ -177,10 +183,10 @@ class SelfCheck:
         return stats
 
     def _row_losses(
-        self, engine: MegatronEngine, batch: Batch, loss_fn: LossFn, *args: Any, **kw: Any
+        self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> torch.Tensor:
         """[B]: the loss of every sequence, from a pass of its own (after a failure only)."""
-        numbered, watched = checks.number_rows(batch), checks.watch_losses(loss_fn)
+        numbered, watched = checks.number_rows(data), checks.watch_losses(loss_fn)
         return checks.take_rows(engine.eval_batch(numbered, watched, *args, **kw))["loss"]
 
     def _refuse(
@@ -200,7 +206,7 @@ class SelfCheck:
             details.append(checks.nonfinite_origin(row_losses(), batch, decode=self._decode))
         where = f"step {self._step}, mini-batch {self._minibatch}"
         finding = Finding(f"{where}: {finding.headline}", tuple(details))
-        details.append(self._on_rank_zero(self._save, batch, finding, stats))
+        details.append(self._save(batch, finding, stats))
         finding = replace(finding, details=tuple(details))
         if broken:
             self._stop(finding, "skipping batches cannot mend them: continue from a checkpoint")
@@ -218,19 +224,37 @@ class SelfCheck:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _save(self, batch: Batch, finding: Finding, stats: dict[str, float]) -> str:
-        """Rank 0: a line that says where the mini-batch is, and how to look at it."""
+        """Writes the mini-batch, every holder its own rows; says where it is, and how to look at
+        it. Collective.
+        """
         if self._saved == MAX_FILES:
             return f"not saved: {self._dir} holds {MAX_FILES} mini-batches of this run already"
         self._saved += 1
-        self._dir.mkdir(parents=True, exist_ok=True)
         path = self._dir / f"step_{self._step:06d}_mb{self._minibatch}.pt"
-        record = {"batch": batch, "finding": str(finding), "stats": stats, "step": self._step}
-        torch.save(record | {"mini_batch": self._minibatch, "config": self._run_config}, path)
-        return f"saved for inspection: torch.load({str(path)!r})['batch']"
+        record = {"finding": str(finding), "stats": stats, "step": self._step}
+        record |= {"mini_batch": self._minibatch, "config": self._run_config}
+        rank, home = batch.comm.rank if batch.comm else 0, batch.home
+        writers = sorted({0, *(r for r in home.speakers() if len(home.rows(r)))})
+        self._on_rank_zero(self._write, path, record | _held(batch))
+        if rank in writers[1:]:
+            self._write(path.with_suffix(f".rank{rank}.pt"), _held(batch))
+        said = f"saved for inspection: torch.load({str(path)!r})['batch']"
+        if others := ", ".join(map(str, writers[1:])):
+            said += f", rank 0's rows; those of ranks {others} in {path.stem}.rank*.pt"
+        return said
+
+    def _write(self, path: Path, record: dict[str, Any]) -> None:
+        self._dir.mkdir(parents=True, exist_ok=True)
+        torch.save(record, path)
 
     def _stop(self, finding: Finding, hint: str) -> None:
         everything = f"{finding}\n  {hint}"
         raise SelfCheckError(everything if self._on_rank_zero.is_zero else finding.headline)
+
+
+def _held(batch: Batch) -> dict[str, Any]:
+    """The rows that this rank holds, padded, and which they are."""
+    return {"batch": batch.padded(), "rows": batch.rows.tolist()}
 
 
 def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from megarl.utils.batch import Batch
+from megarl.utils.batch import Padded
 
 WROTE, READ = "model", "environment"
 
 
-def turns(batch: Batch, sample: int, tokenizer: Any) -> dict[str, list[dict[str, str]]]:
+def turns(batch: Padded, sample: int, tokenizer: Any) -> dict[str, list[dict[str, str]]]:
     """{"turns": [{"who": "model" | "environment", "text"}]} of row `sample` of a padded batch
     [B,S], from the first token the model wrote; {} where it wrote in one piece and nothing follows.
 

@@ -1,4 +1,4 @@
-"""Checks that the code a configuration names can be had and takes what it will be given.
+"""Checks that the code a configuration names can be loaded and takes what it will be given.
 
 Importing it may import torch, or do anything: run.py does so where it is about to import torch
 itself, the launcher in a process of its own.
@@ -9,91 +9,165 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.config.check_rollout import transport_problems
+from megarl.config.transports import transport_class
 from megarl.rollout.rewards import get_reward_fn
 from megarl.utils.importing import load_object
+from megarl.utils.signatures import call_problem, option_problems
 
 REWARD_ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
 REWARD = f"reward({', '.join(REWARD_ARGUMENTS)}, **row)"
-WORKFLOW = "Workflow(reward_fn, gconfig, tokenizer, *, reward_pool)"
 EPISODE = "async def arun_episode(self, engine, data)"
+
+
+@dataclass(frozen=True)
+class Call:
+    """How megarl calls a kind of code: with these positional arguments and these by name."""
+
+    positional: tuple[str, ...]
+    by_name: tuple[str, ...]
+    shown: str
+
+
+CALLS = {
+    "workflow": Call(
+        ("reward_fn", "gconfig", "tokenizer"),
+        ("reward_pool",),
+        "Workflow(reward_fn, gconfig, tokenizer, *, reward_pool)",
+    ),
+    "trainer": Call(("cfg", "ctx"), (), "Trainer(cfg, ctx)"),
+    "loss": Call(("config",), (), "loss(config) -> LossSpec"),
+    "advantages": Call(("config",), (), "advantages(config) -> AdvantageSpec"),
+    "collate": Call(("rows",), (), "collate(rows)"),
+    "sampler": Call(("dataset",), ("seed",), "sampler(dataset, *, seed)"),
+    "backend": Call(
+        ("rollout",), ("weight_sync", "seed"), "Backend(rollout, *, weight_sync, seed)"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """Code that a key names. `row`: what a reward gets by keyword, None where a workflow of the
-    user's decides that.
+    """Code that a key names, with its options. kind: "reward", "transport" or a key of CALLS. row:
+    what a reward gets by keyword, None where a workflow of the user's decides that. config: the
+    section that a loss or an advantage is made of; all of the configuration for a transport.
     """
 
     key: str
     target: str
-    kind: str  # "reward" or "workflow"
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
     row: tuple[str, ...] | None = None
+    config: Any = None
 
 
 def code_problems(named: Sequence[Named], path: Sequence[str] = ()) -> list[str]:
-    """One line for each that cannot be used; `path` goes in front of the import path."""
+    """Returns a line for each problem; `path` goes in front of the import path."""
     sys.path[:0] = path
-    found = (_problem(code) for code in named)
-    return [problem for problem in found if problem is not None]
+    return [problem for code in named for problem in _problems(code)]
 
 
-def _problem(code: Named) -> str | None:
+def _problems(code: Named) -> Iterator[str]:
     try:
         if code.kind == "reward":
-            problem = _of_reward(get_reward_fn(code.target), code.row)
+            yield from _of_reward(code)
+        elif code.kind == "transport":
+            yield from _of_transport(code)
+        elif code.kind in ("loss", "advantages"):
+            yield from _of_algorithm(code)
         else:
-            problem = _of_workflow(load_object(code.target, what="workflow"))
+            yield from _of_call(code, load_object(code.target, what=code.kind))
     except ValueError as e:
-        return f"{code.key}: {e}"
-    return problem and f"{code.key}={code.target}: {problem}"
+        yield f"{code.key}: {e}"
 
 
-def _of_reward(fn: Any, row: Sequence[str] | None) -> str | None:
+def _of_reward(code: Named) -> Iterator[str]:
+    fn, said = get_reward_fn(code.target), f"{code.key}={code.target}: "
     if not callable(fn) or inspect.isclass(fn):
-        return f"a {type(fn).__name__}, not a function; expected {REWARD}"
-    if row is None:
-        return None
+        yield f"{said}a {type(fn).__name__}, not a function; expected {REWARD}"
+        return
+    if code.row is None:
+        return
     if inspect.iscoroutinefunction(fn):
-        return f"an async function, and rewards are called in worker processes; expected {REWARD}"
+        yield (
+            f"{said}an async function, and rewards are called in worker processes; expected "
+            f"{REWARD}"
+        )
+        return
     try:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return "cannot be sent to a worker process; write a function at the top level of a module"
-    given = f"({', '.join((*REWARD_ARGUMENTS, *(f'{k}=' for k in row)))})"
-    return _mismatch(fn, REWARD_ARGUMENTS, row, f"it is called as {given}; expected {REWARD}")
+        yield (
+            f"{said}cannot be sent to a worker process; write a function at the top level of a "
+            "module"
+        )
+        return
+    problems = option_problems(
+        fn, code.options, key=f"{code.key}.options", positional=4, by_name=code.row
+    )
+    wrong = [p for p in problems if "needs it" not in p]
+    yield from wrong
+    given = f"({', '.join((*REWARD_ARGUMENTS, *(f'{k}=' for k in (*code.row, *code.options))))})"
+    if not wrong and (problem := call_problem(fn, REWARD_ARGUMENTS, (*code.row, *code.options))):
+        yield f"{said}{problem}; it is called as {given}; expected {REWARD}"
 
 
-def _of_workflow(make: Any) -> str | None:
-    if not callable(make):
-        return f"a {type(make).__name__}, not a class; expected {WORKFLOW}"
-    arguments = ("reward_fn", "gconfig", "tokenizer")
-    if (problem := _mismatch(make, arguments, ["reward_pool"], f"expected {WORKFLOW}")) is not None:
-        return problem
-    if not inspect.isclass(make):
-        return None  # a function that makes one: only calling it would tell
-    episode = getattr(make, "arun_episode", None)
+def _of_algorithm(code: Named) -> Iterator[str]:
+    """Makes the loss or the advantages, which refuses what it cannot do."""
+    from megarl.algos import specs
+
+    wrong = list(_of_call(code, specs.maker(code.kind, code.target)))
+    yield from wrong
+    if not wrong:
+        (specs.loss_of if code.kind == "loss" else specs.advantages_of)(code.config)
+
+
+def _of_transport(code: Named) -> Iterator[str]:
+    """Asks the class what is wrong with the job, too; `code.config` is all of it."""
+    found, key = transport_class(code.target), f"{code.key}={code.target}"
+    yield from option_problems(found, code.options, key="weight_sync.options", positional=1)
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        yield f"{key}: has no method {', '.join(missing)}; write a subclass of Transport"
+        return
+    yield from transport_problems(code.config, found.requirements)
+    yield from (f"{key}: {problem}" for problem in found.validate(code.config))
+
+
+def _of_call(code: Named, fn: Any) -> Iterator[str]:
+    call, said = CALLS[code.kind], f"{code.key}={code.target}: "
+    if not callable(fn):
+        yield f"{said}a {type(fn).__name__}, neither a class nor a function; expected {call.shown}"
+        return
+    problems = list(
+        option_problems(
+            fn,
+            code.options,
+            key=f"{code.key}.options",
+            positional=len(call.positional),
+            by_name=call.by_name,
+        )
+    )
+    yield from problems
+    if not problems and (
+        problem := call_problem(fn, call.positional, (*call.by_name, *code.options))
+    ):
+        yield f"{said}{problem}; expected {call.shown}"
+        return
+    if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
+        yield from (f"{said}{problem}" for problem in _of_episode(fn))
+    if code.kind == "trainer" and not hasattr(fn, "fit"):
+        yield f"{said}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
+
+
+def _of_episode(workflow: type) -> Iterator[str]:
+    episode = getattr(workflow, "arun_episode", None)
     if episode is None or getattr(episode, "__isabstractmethod__", False):
-        return f"has no method arun_episode; expected {EPISODE}"
-    if not inspect.iscoroutinefunction(episode):
-        return f"its method arun_episode is not async; expected {EPISODE}"
-    return _mismatch(episode, ("self", "engine", "data"), [], f"expected {EPISODE}")
-
-
-def _mismatch(
-    fn: Callable[..., Any], positional: Sequence[str], by_name: Sequence[str], expected: str
-) -> str | None:
-    """Why `fn` cannot be called so, None where it can."""
-    try:
-        signature = inspect.signature(fn)
-    except (ValueError, TypeError):  # one that is not written in Python
-        return None
-    try:
-        signature.bind(*positional, **dict.fromkeys(by_name))
-    except TypeError as e:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        return f"{name}{signature}: {e}; {expected}"
-    return None
+        yield f"has no method arun_episode; expected {EPISODE}"
+    elif not inspect.iscoroutinefunction(episode):
+        yield f"its method arun_episode is not async; expected {EPISODE}"
+    elif problem := call_problem(episode, ("self", "engine", "data"), []):
+        yield f"{problem}; expected {EPISODE}"

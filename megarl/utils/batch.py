@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
-Batch = dict[str, torch.Tensor]
+Padded = dict[str, torch.Tensor]
 
 # what a padded position holds; everything else pads with 0
-_PAD = {"versions": -1}
+PAD = {"versions": -1}
 
 
-def is_per_token(key: str, value: torch.Tensor, batch: Batch) -> bool:
+def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:
     """[B,S,...] tensors share the shape of input_ids in their first two dimensions."""
     ids = batch["input_ids"]
     return value.ndim >= 2 and value.shape[:2] == ids.shape[:2]
 
 
-def concat_padded(batches: Sequence[Batch]) -> Batch:
+def concat_padded(batches: Sequence[Padded]) -> Padded:
     """Joins padded batches of different S along B, padding to the longest S.
 
     Raises ValueError if the batches do not share the same keys.
@@ -33,26 +33,26 @@ def concat_padded(batches: Sequence[Batch]) -> Batch:
                 f"concat_padded: batch {i} has keys {sorted(b)}, batch 0 has {sorted(keys)}"
             )
     width = max(b["input_ids"].shape[1] for b in batches)
-    out: Batch = {}
+    out: Padded = {}
     for k in batches[0]:
         parts = []
         for b in batches:
             v = b[k]
             if is_per_token(k, v, b) and v.shape[1] < width:
                 pad = [0, 0] * (v.ndim - 2) + [0, width - v.shape[1]]
-                v = F.pad(v, pad, value=_PAD.get(k, 0))
+                v = F.pad(v, pad, value=PAD.get(k, 0))
             parts.append(v)
         out[k] = torch.cat(parts)
     return out
 
 
-def select(batch: Batch, index: Sequence[int] | torch.Tensor) -> Batch:
+def select(batch: Padded, index: Sequence[int] | torch.Tensor) -> Padded:
     """Rows `index` of every tensor, trimmed to the longest of them."""
     idx = torch.as_tensor(index, dtype=torch.long)
     return trim({k: v[idx] for k, v in batch.items()})
 
 
-def trim(batch: Batch) -> Batch:
+def trim(batch: Padded) -> Padded:
     """Drops columns beyond the last real token of any sequence."""
     mask = batch["attention_mask"]
     width = int(mask.bool().sum(1).max()) if len(mask) else 0
@@ -63,6 +63,6 @@ def trim(batch: Batch) -> Batch:
     } | {"attention_mask": mask[:, :width]}
 
 
-def seqlens(batch: Batch) -> list[int]:
+def seqlens(batch: Padded) -> list[int]:
     """Real tokens of every sequence."""
     return batch["attention_mask"].bool().sum(1).tolist()

@@ -1,12 +1,14 @@
-"""Objects that a configuration names by "package.module:name", and where they are looked for."""
+"""Loads objects that a configuration names by "package.module:name" or "path/to/file.py:name"."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 
@@ -19,13 +21,22 @@ def add_working_directory() -> None:
         sys.path.append(here)
 
 
+def is_import_path(name: str) -> bool:
+    """Returns whether `name` has the form module:name, rather than being a registered name."""
+    return ":" in name
+
+
 def load_object(target: str, *, what: str) -> Any:
-    """The object. Raises ValueError, with `what` it was to be, for one that cannot be had: the
-    message has one line, and of an error in the module itself its file and line.
+    """Returns the object. Raises ValueError, with `what` it was to be, where it cannot be loaded:
+    the message has one line, and for an error in the module itself its file and line.
     """
     module, colon, name = target.partition(":")
-    if not colon or not name or not all(module.split(".")) or "/" in module:
-        raise ValueError(f"{what} {target!r}: use 'package.module:name'")
+    if not colon or not name:
+        raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
+    if module.endswith(".py"):
+        module = _module_of_file(Path(module), f"{what} {target!r}")
+    elif not all(module.split(".")) or "/" in module:
+        raise ValueError(f"{what} {target!r}: use 'package.module:name' or 'path/file.py:name'")
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as e:
@@ -38,17 +49,39 @@ def load_object(target: str, *, what: str) -> Any:
         raise ValueError(f"{what} {target!r} cannot be loaded: {module} has no {name}{hint}") from e
 
 
+def _module_of_file(file: Path, shown: str) -> str:
+    """Makes the file importable by its name, also in processes that are started later: objects of
+    its module travel between processes by that name."""
+    if not file.is_file():
+        raise ValueError(f"{shown}: there is no file {file} in {os.getcwd()}")
+    if not file.stem.isidentifier():
+        raise ValueError(f"{shown}: {file.stem!r} is no name of a module; rename the file")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    try:
+        spec = importlib.util.find_spec(file.stem)
+    except ValueError:  # a module that was made without a spec
+        spec = None
+    origin = spec.origin if spec is not None else None
+    if origin is None or Path(origin).resolve() != file.resolve():
+        raise ValueError(
+            f"{shown}: the name {file.stem} already means {origin or 'another module'}; rename "
+            "the file"
+        )
+    return file.stem
+
+
 def _why(error: BaseException, module: str) -> str:
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+    message = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
-        if module.endswith(".py"):
-            return f"name the module without .py: {module.removesuffix('.py')}"
         return (
             f"there is no module {error.name}; it must be in the working directory "
             f"({os.getcwd()}), installed, or on PYTHONPATH"
         )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     if isinstance(error, SyntaxError):
-        return said
+        return message
     own = [f for f in frames if f.filename != __file__]
-    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
+    return f"{message} ({own[-1].filename}, line {own[-1].lineno})" if own else message

@@ -57,7 +57,7 @@ class Run:
 
         from megarl.trainer.roles import MegatronActor
         from megarl.trainer.self_check import SelfCheck
-        from megarl.trainer.spmd import RankZero
+        from megarl.parallel.rank_zero import RankZero
 
         config = PPOActorConfig(
             path=path, dtype=dtype, parallel=ParallelConfig(**parallel), ppo_n_minibatches=2,

@@ -600,19 +600,17 @@ def run_loop_of_one_meta(source: Path, meta: WeightUpdateMeta) -> tuple[list[int
     and what it says of versions that do not rise."""
     engine = make_engine(str(source), dict(tp=2))
     client = RemoteSGLangEngine(RolloutConfig(addresses=list(meta.addresses)))
-    if dist.get_rank() == 0:
-        client.initialize()
+    client.initialize()
     versions, refused = [], []
     try:
         for step in range(3):
-            arrived = client.update_weights(meta) if dist.get_rank() == 0 else None
+            arrived = client.update_weights(meta)
             engine.upload_weights(meta)
-            if arrived is not None:
-                arrived.result(timeout=30)
-                versions.append(client.get_version())
+            arrived.result(timeout=30)
+            versions.append(client.get_version())
             if step:  # a script may also leave it to the uploads
                 engine.set_version(step + 1)
-        for verb in [engine.upload_weights, client.update_weights][: 2 - dist.get_rank()]:
+        for verb in (engine.upload_weights, client.update_weights):
             with pytest.raises(ValueError, match="a version that does not rise") as error:
                 verb(replace(meta, version=3))
             refused.append(str(error.value))
@@ -629,7 +627,7 @@ def test_one_meta_serves_a_whole_loop(
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=80)
     meta = replace(metas_for(untied, 0)[0], version=None)
-    (versions, refused), _ = world.run(run_loop_of_one_meta, source, meta)
-    assert versions == [1, 2, 3]
-    assert all("version=3: the update before was version 3" in words for words in refused)
+    for versions, refused in world.run(run_loop_of_one_meta, source, meta):
+        assert versions == [1, 2, 3]
+        assert all("version=3: the update before was version 3" in words for words in refused)
     assert [version(s) for s in untied] == ["2"] * 2

@@ -84,7 +84,7 @@ def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
 
 def in_rollout(step: int) -> None:
     """Rank 0, with one group of the batch generated and the others under way."""
-    from megarl.rollout.client import RemoteSGLangEngine
+    from megarl.rollout.executor import RolloutExecutor
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
 
     training = False
@@ -107,7 +107,7 @@ def in_rollout(step: int) -> None:
 
         return arun_episode
 
-    patch(RemoteSGLangEngine, "prepare_batch", prepare)
+    patch(RolloutExecutor, "prepare_batch", prepare)
     patch(RLVRWorkflow, "arun_episode", make)
 
 

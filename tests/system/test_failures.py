@@ -69,6 +69,7 @@ if __name__ == "__main__":
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.trainer.rl import RLTrainer
     from megarl.trainer.roles import MegatronActor
+    from megarl.trainer.session import RolloutDriver
     from megarl.weight_sync import channel
     from megarl.weight_sync.channel import UpdateChannel
     import megarl.run
@@ -292,7 +293,7 @@ def wait_for_it():
     reached()
     while not (OUT / "back").exists():
         time.sleep(0.05)
-at(RLTrainer, '_next_batch', wait_for_it, call=2)
+at(RolloutDriver, 'next_batch', wait_for_it, call=2)
 at(UpdateChannel, 'deliver', hit(VICTIM, signal.{blow}), call=3)
 """
 
@@ -380,7 +381,7 @@ RLVRWorkflow.arun_episode = patched
 
 RANK_1 = {
     "rollout": """
-if RANK == 0: at(RLTrainer, '_next_batch', wait)
+if RANK == 0: at(RolloutDriver, 'next_batch', wait)
 else: at(RLTrainer, 'step', lambda: threading.Timer(2.0, die).start())
 """,
     "train": "if RANK == 1: at(MegatronActor, 'ppo_update', die)",
@@ -444,11 +445,11 @@ def test_a_rank_that_stands_still_is_waited_for_so_long(run: Run, serve: None, p
 
 @pytest.mark.full
 def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
-    act = "if RANK == 0: at(RLTrainer, '_next_batch', wait)"
+    act = "if RANK == 0: at(RolloutDriver, 'next_batch', wait)"
     bounds = ["rollout.episode_timeout=2", "rollout.request_timeout=3", "weight_sync.timeout=5"]
     run.start(act, *bounds, nproc=2)
     output = run.fails()
-    assert "rank 1 waited for rank 0 to finish RLTrainer._next_batch" in output
+    assert "rank 1 waited for rank 0 to finish RolloutDriver.next_batch" in output
     keys = "rollout.episode_timeout + rollout.request_timeout + weight_sync.timeout = 10 s"
     assert keys in output, output
 
@@ -456,7 +457,7 @@ def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
 # the user ends it
 
 STANDSTILL = {
-    "rollout": "at(RLTrainer, '_next_batch', wait)",
+    "rollout": "at(RolloutDriver, 'next_batch', wait)",
     "train": "at(MegatronActor, 'ppo_update', wait)",
     "sync": "at(BucketGatherer, 'gather', wait, call=2)",
 }

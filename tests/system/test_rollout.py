@@ -199,7 +199,7 @@ def test_prepare_batch_makes_the_contracts_batch(client, tokenizer, pool):
     g = GenerationHyperparameters(n_samples=3, max_new_tokens=12, temperature=0.7, seed=9)
     flow = RLVRWorkflow(digits, g, tokenizer, reward_pool=pool)
     version = client.get_version()
-    batch = client.prepare_batch(build_dataloader(data, cfg, seed=1), flow)
+    batch = client.prepare_batch(build_dataloader(data, cfg, seed=1), flow).padded()
     b, s = batch["input_ids"].shape
     assert b == 12
     assert batch["group_ids"].tolist() == [i // 3 for i in range(12)]
@@ -241,8 +241,8 @@ def test_prepare_batch_makes_the_contracts_batch(client, tokenizer, pool):
         ),
     )
     assert len(evaluation["rewards"]) == 12
-    again = client.rollout_batch(data, flow)
-    assert torch.equal(again["input_ids"], client.rollout_batch(data, flow)["input_ids"])
+    again = client.rollout_batch(data, flow).padded()
+    assert torch.equal(again["input_ids"], client.rollout_batch(data, flow).padded()["input_ids"])
 
 
 def test_asynchronous_batches_stay_within_the_staleness_bound(client, models, tokenizer, pool):
@@ -267,7 +267,7 @@ def test_asynchronous_batches_stay_within_the_staleness_bound(client, models, to
         flow = RLVRWorkflow(digits, g, tokenizer, reward_pool=pool)
         ages = set()
         for version in range(base, base + 6):
-            batch = remote.prepare_batch(loader, flow)
+            batch = remote.prepare_batch(loader, flow).padded()
             assert len(batch["rewards"]) == 8
             trained = batch["versions"][batch["loss_mask"]]
             assert trained.min() >= version - eta and trained.max() <= version

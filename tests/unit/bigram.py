@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarl.algos import Actor
+from megarl.api.batch import Batch, Tokens
 from megarl.api.engine import PARTS, TrainEngine
 from megarl.config.algo import PPOActorConfig
 
@@ -47,9 +48,13 @@ class BigramEngine(TrainEngine):
                 figures[k] = (have[0] + float(s), have[1] + float(w))
         return {"loss": total} | {k: s / w for k, (s, w) in figures.items()}
 
+    def place(self, batch):
+        """Everything is here."""
+
     def train_batch(
         self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
     ):
+        input_ = input_.padded() if isinstance(input_, Batch) else input_
         self.calls.append(input_)
         stats = self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, True)
         norm = self.table.grad.norm().item()
@@ -68,6 +73,7 @@ class BigramEngine(TrainEngine):
     def eval_batch(
         self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
     ):
+        input_ = input_.padded() if isinstance(input_, Batch) else input_
         return self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, False)
 
     @torch.no_grad()
@@ -81,8 +87,12 @@ class BigramEngine(TrainEngine):
         outputs=("logprobs",),
         temperature=1.0,
     ):
-        assert set(input_) == {"input_ids", "attention_mask"}
-        made = self._outputs(input_, outputs, temperature)
+        if isinstance(input_, Batch):
+            made = self._outputs(input_.padded(names=["input_ids"]), outputs, temperature)
+            made = {k: Tokens.from_padded(v, input_.lengths) for k, v in made.items()}
+        else:
+            assert set(input_) == {"input_ids", "attention_mask"}
+            made = self._outputs(input_, outputs, temperature)
         return made[outputs[0]] if len(outputs) == 1 else made
 
     dtype = torch.float32
@@ -158,3 +168,10 @@ def prepared(config: PPOActorConfig, temperature: float = 1.0) -> tuple[Any, dic
     actor.compute_prox_logp(batch)
     actor.compute_advantages(batch)
     return actor, batch
+
+
+def whole(**fields: torch.Tensor) -> Batch:
+    """A Batch of padded fields without padding."""
+    ids = torch.zeros(next(iter(fields.values())).shape, dtype=torch.long)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return Batch.from_padded({"input_ids": ids, "attention_mask": mask, **fields})

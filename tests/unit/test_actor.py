@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos import SFT, Actor, Ref, minibatch_rows, sequence_weight, worst_logp_gaps
+from megarl.algos import SFT, Actor, Ref, sequence_weight, worst_logp_gaps
 from megarl.algos.metrics import logp_gap_stats
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MoEConfig, TrainEngineConfig
-from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout
+from megarl.parallel.placement import split_minibatches
+from tests.unit.bigram import VOCAB, BigramEngine, prepared, rollout, whole
 
 
 def test_one_update_raises_the_probability_of_what_was_rewarded():
@@ -94,13 +95,18 @@ def test_minibatch_order_is_seeded_and_changes_with_the_version():
     assert rows(0, 3) != rows(1, 3)
 
 
-def test_minibatch_rows_is_balanced():
-    parts = minibatch_rows(10, 4, seed=5)
+def test_minibatches_are_balanced_and_keep_units_whole():
+    def split(units: list[int], n: int) -> list[list[int]]:
+        return split_minibatches(torch.tensor(units), n, seed=5)
+
+    parts = split(list(range(10)), 4)
     assert sorted(len(p) for p in parts) == [2, 2, 3, 3]
     assert sorted(i for p in parts for i in p) == list(range(10))
-    assert minibatch_rows(5, 1, seed=5) == [[0, 1, 2, 3, 4]]
+    assert split(list(range(5)), 1) == [[0, 1, 2, 3, 4]]
     with pytest.raises(ValueError, match=r"ppo_n_minibatches=4.*3 sequences"):
-        minibatch_rows(3, 4, seed=0)
+        split([0, 1, 2], 4)
+    pairs = split([7, 7, 1, 1, 3, 3], 3)
+    assert sorted(pairs) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_minibatch_without_a_trained_token_is_left_out():
@@ -158,7 +164,7 @@ def test_advantages_need_groups_only_where_they_normalise():
     del batch["group_ids"]
     with pytest.raises(ValueError, match="adv_norm='group'"):
         actor.compute_advantages(batch)
-    actor.config.adv_norm = "none"
+    actor = Actor(PPOActorConfig(adv_norm="none"), BigramEngine(), temperature=1.0)
     actor.compute_advantages(batch)
     assert torch.equal(batch["advantages"], batch["rewards"][:, None] * batch["loss_mask"])
 
@@ -227,12 +233,12 @@ def test_rewards_that_are_not_finite_are_named():
 
 def test_a_refused_update_enters_no_mean():
     actor, batch = prepared(PPOActorConfig(ppo_n_minibatches=4))
-    one = minibatch_rows(16, 4, seed=0)[1][0]
+    one = split_minibatches(torch.arange(16), 4, seed=0)[1][0]
     batch["advantages"][one, 2] = math.nan
     stats = actor.ppo_update(batch)
     assert stats["skipped_updates"] == 1 and stats["n_updates"] == 3
     assert stats["update_successful"] == 0.75
-    skipped = minibatch_rows(16, 4, seed=0)[1]
+    skipped = split_minibatches(torch.arange(16), 4, seed=0)[1]
     assert batch["skipped"].nonzero().flatten().tolist() == skipped
     assert stats["skipped_sequences"] == 4
     assert stats["skipped_tokens"] == batch["loss_mask"][skipped].sum() > 0
@@ -247,18 +253,22 @@ def test_logp_gap_by_hand():
     mask = torch.tensor([[False, True, True], [False, True, False]])
     server = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, 9.0]])
     trainer = torch.tensor([[0.0, -1.5, -2.0], [0.0, -2.9, -9.0]])
-    stats = logp_gap_stats(trainer, server, mask)
+    batch = whole(prox_logp=trainer, logprobs=server, loss_mask=mask)
+    stats = logp_gap_stats(batch)
     k3 = [math.exp(-0.5) - 1 + 0.5, 0.0, math.exp(0.1) - 1 - 0.1]
     assert stats["train_rollout_logprob_abs_diff/mean"] == pytest.approx(0.2, abs=1e-6)
     assert stats["train_rollout_logprob_abs_diff/max"] == pytest.approx(0.5)
     assert stats["mismatch/k1"] == pytest.approx(0.4 / 3, abs=1e-6)
     assert stats["mismatch/k3"] == pytest.approx(sum(k3) / 3, abs=1e-6)
-    worst = worst_logp_gaps(trainer, server, mask, k=2)
+    worst = worst_logp_gaps(batch, k=2)
     assert [(w.row, w.position) for w in worst] == [(0, 1), (1, 1)]
-    assert len(worst_logp_gaps(trainer, server, mask, k=50)) == 3
+    assert len(worst_logp_gaps(batch, k=50)) == 3
+    assert worst_logp_gaps(batch, above=0.5) == []
     trainer[1, 1] = math.nan
-    assert worst_logp_gaps(trainer, server, mask, k=1)[0].row == 1
-    assert logp_gap_stats(trainer, server, torch.zeros_like(mask)) == {}
+    batch = whole(prox_logp=trainer, logprobs=server, loss_mask=mask)
+    assert worst_logp_gaps(batch, k=1)[0].row == 1
+    nothing = whole(prox_logp=trainer, logprobs=server, loss_mask=torch.zeros_like(mask))
+    assert logp_gap_stats(nothing) == {} and worst_logp_gaps(nothing) == []
 
 
 @pytest.mark.parametrize(

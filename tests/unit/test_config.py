@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megarl.config.aliases import ALIASES, aliased
+from megarl.config.base import SeamConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
@@ -43,8 +45,10 @@ def test_command_line_in_any_order(tmp_path: Path) -> None:
 def test_recipe_key_picks_the_dataclass() -> None:
     assert isinstance(load_config(None), GRPOConfig)
     assert isinstance(load_config(None, ["recipe=sft"]), SFTConfig)
-    assert problems("recipe=[sft]") == ["recipe=['sft']: not one of sft, grpo, ppo"]
-    assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo, ppo"]
+    assert problems("recipe=[sft]") == [
+        "recipe=['sft']: not one of sft, grpo, ppo (or pkg.module:name)"
+    ]
+    assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo, ppo (or pkg.module:name)"]
 
 
 def test_null_sections_become_real_when_a_key_is_set(tmp_path: Path) -> None:
@@ -96,7 +100,8 @@ def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpolated_values_are_checked_like_others() -> None:
     (problem,) = problems("weight_sync.type=${trial_name}", "trial_name=rdma")
     assert problem == (
-        "weight_sync.type=rdma: not one of distributed, disk, colocated, adapter, nccl"
+        "weight_sync.type=rdma: not one of distributed, disk, colocated, adapter, nccl "
+        "(or pkg.module:name)"
     )
     (problem,) = problems("seed=${trial_name}", "trial_name=x")
     assert problem.startswith("seed: ") and "'x'" in problem
@@ -166,8 +171,8 @@ def test_unknown_yaml_key_names_the_nearest_key(tmp_path: Path) -> None:
 
 
 def test_names_of_another_recipe_are_answered_with_both() -> None:
-    (problem,) = problems("kl_ctl=0.1")
-    assert problem == "kl_ctl: unknown key; did you mean actor.kl_coef? (recipe=ppo has it)"
+    (problem,) = problems("discount=0.9")
+    assert problem == "discount: unknown key of this recipe; recipe=ppo has it"
     (problem,) = problems("recipe=sft", "rollout.n=4")
     assert problem == "rollout.n: unknown key of this recipe; recipe=grpo has gconfig.n_samples"
     (problem,) = problems("recipe=sft", "optimizer.lr=1")
@@ -195,8 +200,12 @@ def test_every_alias_leads_to_a_key(recipe: str) -> None:
 
 def test_plus_adds_only_to_free_form_dicts() -> None:
     (problem,) = problems("+actor.learning_rate=1")
-    assert "only inside train_dataset.options, valid_dataset.options" in problem
+    assert "only inside " in problem and " train_dataset.options, " in problem
     assert problems("+actor.path=m") == ["+actor.path: already a key of this recipe; drop the +"]
+    (problem,) = problems("++actor.learning_rate=1")
+    assert problem.startswith("actor.learning_rate: unknown key")
+    cfg = load_config(None, ["++seed=7", "++train_dataset.options.level=3"])
+    assert (cfg.seed, cfg.train_dataset.options) == (7, {"level": 3})
 
 
 @pytest.mark.parametrize(
@@ -212,8 +221,8 @@ def test_plus_adds_only_to_free_form_dicts() -> None:
         ("seed=null", "seed=null: needs a value of type int"),
         ("trial_name=yes", "trial_name=true: YAML reads a boolean; quote the text"),
         ("actor.adv_norm=grp", "actor.adv_norm=grp: not one of group, group_mean, batch, none"),
-        ("nonsense", "'nonsense': an override is key=value or +key=value"),
-        ("a..b=1", "'a..b=1': an override is key=value or +key=value"),
+        ("nonsense", "'nonsense': an override is key=value, +key=value or ++key=value"),
+        ("a..b=1", "'a..b=1': an override is key=value, +key=value or ++key=value"),
     ],
 )
 def test_wrong_value_names_key_value_and_what_is_allowed(override: str, expected: str) -> None:
@@ -259,3 +268,100 @@ def test_every_shipped_config_loads() -> None:
     assert configs
     for path in configs:
         load_config(path)
+
+
+# composition
+
+
+@pytest.fixture
+def layered(tmp_path: Path) -> Path:
+    """A file over a base and a group of two options, each with keys that the others set, too."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "task").mkdir()
+    write(
+        tmp_path / "base" / "common.yaml",
+        "seed: 2\ntrial_name: base\nactor: {path: m, optimizer: {lr: 1.0, beta1: 0.8}}\n"
+        "train_dataset: {type: arithmetic, options: {level: 3}}\nrollout: {workflow: a:B}\n",
+    )
+    write(tmp_path / "task" / "easy.yaml", "trial_name: easy\ngconfig: {n_samples: 2}\n")
+    write(
+        tmp_path / "task" / "hard.yaml",
+        "trial_name: hard\ntrain_dataset: {type: reasoning_gym, options: {task: chain_sum}}\n",
+    )
+    text = "defaults: [base/common.yaml, {task: easy}]\nseed: 3\nactor: {optimizer: {lr: 0.5}}\n"
+    return write(tmp_path / "x.yaml", text + "rollout: {workflow: {options: {turns: 3}}}\n")
+
+
+def test_files_are_merged_in_order_below_the_files_own_keys(layered: Path) -> None:
+    cfg = load_config(layered, ["actor.optimizer.beta1=0.7"])
+    assert isinstance(cfg, GRPOConfig) and cfg.actor.optimizer is not None
+    assert (cfg.seed, cfg.trial_name, cfg.gconfig.n_samples) == (3, "easy", 2)
+    assert (cfg.actor.path, cfg.actor.optimizer.lr, cfg.actor.optimizer.beta1) == ("m", 0.5, 0.7)
+    assert cfg.rollout.workflow == SeamConfig(type="a:B", options={"turns": 3})
+    first = layered.parent / "y.yaml"
+    write(first, "defaults: [_self_, x]\nseed: 4\nexperiment_name: y\n")
+    cfg = load_config(first)
+    assert (cfg.seed, cfg.experiment_name) == (3, "y")
+
+
+def test_a_group_is_switched_on_the_command_line(layered: Path) -> None:
+    cfg = load_config(layered, ["task=hard"])
+    assert isinstance(cfg, GRPOConfig)
+    assert (cfg.trial_name, cfg.gconfig.n_samples) == ("hard", 1)
+    # options of another type do not stay
+    assert cfg.train_dataset.options == {"task": "chain_sum"}
+    assert load_config(layered, ["task=null"]).trial_name == "base"
+    (layered.parent / "extra").mkdir()
+    write(layered.parent / "extra" / "long.yaml", "seed: 9\n")
+    assert load_config(layered, ["+extra=long"]).seed == 9
+    assert load_config(layered, ["+extra=long", "seed=10"]).seed == 10
+
+
+def test_mistakes_in_defaults_are_named(layered: Path) -> None:
+    (problem,) = problems("task=hrd", yaml=layered)
+    assert "task=hrd: no such file" in problem and "there are easy, hard" in problem
+    (problem,) = problems(yaml=write(layered.parent / "a.yaml", "defaults: [a]\n"))
+    assert "among its own defaults" in problem
+    (problem,) = problems(yaml=write(layered.parent / "b.yaml", "defaults: base/common\n"))
+    assert "must be a list" in problem
+    (problem,) = problems(yaml=write(layered.parent / "c.yaml", "defaults: [{a: b, c: d}]\n"))
+    assert "one group" in problem
+
+
+# seams and configurations of one's own
+
+
+def test_a_seam_is_a_name_or_a_section() -> None:
+    cfg = load_config(None, ["rollout.workflow=m:A", "rollout.workflow.options.turns=3"])
+    assert isinstance(cfg, GRPOConfig)
+    assert cfg.rollout.workflow == SeamConfig(type="m:A", options={"turns": 3})
+    cfg = load_config(None, ["train_dataset.reward={type: m:f, options: {scale: 2}}"])
+    assert cfg.train_dataset.reward == SeamConfig(type="m:f", options={"scale": 2})
+    (problem,) = problems("rollout.workflow.option.turns=3")
+    assert problem.startswith("rollout.workflow.option.turns: unknown key")
+
+
+@dataclass(kw_only=True)
+class OwnConfig(GRPOConfig):
+    bonus: float = 0.5
+
+
+class OwnTrainer:
+    config_class = OwnConfig
+
+
+def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
+    here = __name__
+    path = write(tmp_path / "x.yaml", f"recipe: {here}:OwnConfig\nbonus: 2\nactor: {{path: m}}\n")
+    cfg = load_config(path, ["seed=3"])
+    assert type(cfg) is OwnConfig and (cfg.bonus, cfg.actor.path, cfg.seed) == (2.0, "m", 3)
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == cfg
+    assert load_config(["bonus=1"], cls=OwnConfig).bonus == 1.0
+    assert type(load_config([f"trainer={here}:OwnTrainer", "bonus=1"])) is OwnConfig
+    (problem,) = problems(f"recipe={here}:OwnConfig", "bonos=1")
+    assert problem == "bonos: unknown key; did you mean bonus?"
+    (problem,) = problems(f"recipe={here}:OwnTrainer")
+    assert "not a subclass of SFTConfig, GRPOConfig or PPOConfig" in problem
+    with pytest.raises(ConfigError, match=r"recipe=ppo: OwnConfig is not one of that recipe's"):
+        load_config(["recipe=ppo"], cls=OwnConfig)

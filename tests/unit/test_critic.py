@@ -21,7 +21,7 @@ from megarl.algos import (
     whiten,
 )
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
-from tests.unit.bigram import BigramEngine
+from tests.unit.bigram import BigramEngine, whole
 
 ROWS, WIDTH = 7, 19
 
@@ -113,25 +113,33 @@ def test_outcomes_stand_at_the_last_trained_token():
             assert placed[i, steps[-1]] == rewards[i]
 
 
+def white_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return whiten(whole(x=values, loss_mask=mask), "x").padded()
+
+
 def test_whitening_sees_trained_tokens_of_the_whole_batch():
     b = episodes()
-    white = whiten(b["values"], b["loss_mask"])
+    white = white_of(b["values"], b["loss_mask"])
     chosen = white[b["loss_mask"]]
     assert float(chosen.mean()) == pytest.approx(0, abs=1e-6)
     assert float(chosen.std()) == pytest.approx(1, abs=1e-5)
     assert not white[~b["loss_mask"]].any()
-    assert not whiten(torch.ones(2, 3), torch.ones(2, 3)).any()
-    assert not whiten(torch.ones(1, 1), torch.ones(1, 1)).any()
+    assert not white_of(torch.ones(2, 3), torch.ones(2, 3)).any()
+    assert not white_of(torch.ones(1, 1), torch.ones(1, 1)).any()
 
 
 def test_explained_variance():
     mask = torch.ones(1, 4)
     returns = torch.tensor([[1.0, 2, 3, 4]])
-    assert explained_variance(returns, returns, mask) == 1
-    assert explained_variance(torch.full((1, 4), 9.0), returns, mask) == 0
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
-    assert explained_variance(returns, torch.ones(1, 4), mask) == 0
-    assert explained_variance(returns, returns, 0 * mask) == 0
+
+    def explained(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+        return explained_variance(whole(values=values, returns=returns, loss_mask=mask))
+
+    assert explained(returns, returns, mask) == 1
+    assert explained(torch.full((1, 4), 9.0), returns, mask) == 0
+    assert explained(-returns, returns, mask) == pytest.approx(-3)
+    assert explained(returns, torch.ones(1, 4), mask) == 0
+    assert explained(returns, returns, 0 * mask) == 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -218,7 +226,7 @@ def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
         torch.testing.assert_close(b["advantages"], naive_gae(b, 1.0, 0.9).float())
     assert not torch.equal(plain["advantages"], cut["advantages"])
     white = ready("batch")["advantages"]
-    torch.testing.assert_close(white, whiten(plain["advantages"], mask))
+    torch.testing.assert_close(white, white_of(plain["advantages"], mask))
     with pytest.raises(ValueError, match=r"compute_gae: the batch has no 'values': call critic"):
         actor = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
         b = {k: v for k, v in plain.items() if k != "values"}

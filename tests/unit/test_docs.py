@@ -19,14 +19,14 @@ import yaml
 
 from examples.close_reward import close_reward
 from examples.tiny_model import make_tokenizer
-from examples.two_turn import Transcript, TwoTurnWorkflow
+from examples.two_turn import TwoTurnWorkflow
 from megarl.config.dataset import DatasetConfig
 from megarl.config.loader import load_config
 from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
-from megarl.data import build_dataset, sources
-from megarl.rollout import RemoteSGLangEngine, RewardPool, get_reward_fn
+from megarl.data import build_dataset
+from megarl.rollout import RemoteSGLangEngine, RewardPool, Trajectory, get_reward_fn
 from megarl.rollout.server_process import server_command
 from tests.sglang import servers as sglang
 from tests.tiny_tokenizer import save_tokenizer
@@ -37,7 +37,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md"]
 # what stands in the sources where the figure "group/name" is made
 FIGURES = {
-    "timing": 'phase("{phase}")',
+    "timing": 'record_timing("{phase}")',
     "rollout": '"{name}"',
     "weight_sync": '"{phase}"',
     "eval": '"eval/{name}"',
@@ -273,7 +273,7 @@ def test_example_workflow(tokenizer: Any) -> None:
         server.versions = ["4", "5"]  # of the first and of the second answers
         with RewardPool(1, timeout=30.0) as pool:
             flow = TwoTurnWorkflow(close_reward, gconfig, tokenizer, reward_pool=pool)
-            batch = engine.rollout_batch([row], workflow=flow)
+            batch = engine.rollout_batch([row], workflow=flow).padded()
     finally:
         engine.destroy()
         server.close()
@@ -303,14 +303,17 @@ def test_example_workflow_ends_a_turn_once(ended: bool) -> None:
     with RewardPool(1, timeout=30.0) as pool:
         flow = TwoTurnWorkflow(close_reward, GenerationHyperparameters(), tok, reward_pool=pool)
     written = "<|user|>1+1<|assistant|>3" + ("<|end|>" if ended else "")
-    sample = Transcript(tokens=tok(written, add_special_tokens=False)["input_ids"])
-    sample.read(flow._second_prompt([{"role": "user", "content": "1+1"}], "less", sample))
+    question = {"role": "user", "content": "1+1"}
+    sample = Trajectory(tokens=tok(written, add_special_tokens=False)["input_ids"])
+    sample.messages.append(question)
+    flow.tell(sample, "less")
+    assert [m["role"] for m in sample.messages] == ["user", "assistant", "user"]
     whole = "<|user|>1+1<|assistant|>3<|end|><|user|>less<|assistant|>"
     assert tok.decode(sample.tokens) == whole
 
 
 def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
-    from megarl.trainer.rl import RolloutSession
+    from megarl.trainer.session import RolloutSession
 
     cfg = load_config(
         None,
@@ -322,12 +325,13 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
         ],
     )
     assert isinstance(cfg, GRPOConfig)
-    generation = RolloutSession(cfg, tokenizer)
+    session = RolloutSession(cfg, tokenizer)
     try:
-        assert type(generation.workflow) is TwoTurnWorkflow
-        assert generation.workflow._reward_fn is close_reward
+        assert session.driver is not None
+        assert type(session.driver.workflow) is TwoTurnWorkflow
+        assert session.driver.workflow._reward_fn is close_reward
     finally:
-        generation.close()
+        session.close()
     cfg.rollout.workflow = "examples.two_turn:ThreeTurnWorkflow"
     with pytest.raises(ValueError, match=r"^rollout\.workflow 'examples\.two_turn:ThreeTurn"):
         RolloutSession(cfg, tokenizer)

@@ -42,7 +42,7 @@ def test_help_of_one_recipe() -> None:
     assert answer.returncode == 0
     assert "model.path" in answer.stdout and "actor.path" not in answer.stdout
     assert run("--help", "--recipe", "dpo").stderr == (
-        "config error: --recipe dpo: not one of sft, grpo, ppo\n"
+        "config error: recipe=dpo: not one of sft, grpo, ppo (or pkg.module:name)\n"
     )
 
 

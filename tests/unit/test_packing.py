@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megarl.api.batch import row_lengths
 from megarl.parallel.packing import (
     Alignment,
     Cost,
-    check_right_padded,
     pack,
     plan_micro_batches,
     unpack,
@@ -94,11 +94,11 @@ def test_batches_that_are_not_right_padded_are_refused():
     ids = torch.zeros(2, 3, dtype=torch.long)
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]]).bool()
     with pytest.raises(ValueError, match="row 1 is not right-padded"):
-        check_right_padded({"input_ids": ids, "attention_mask": mask})
+        row_lengths({"input_ids": ids, "attention_mask": mask})
     with pytest.raises(ValueError, match="no 'attention_mask'"):
-        check_right_padded({"input_ids": ids})
+        row_lengths({"input_ids": ids})
     with pytest.raises(ValueError, match="empty"):
-        check_right_padded({"input_ids": ids[:0], "attention_mask": mask[:0]})
+        row_lengths({"input_ids": ids[:0], "attention_mask": mask[:0]})
 
 
 def test_groups_stay_in_one_micro_batch() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megarl.algos import SFT, Actor, Ref
 from megarl.algos.checks import ROUNDING, nonfinite_inputs, row_gaps, same_policy
+from megarl.api.batch import Batch, Tokens
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config
@@ -20,10 +21,10 @@ from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.trainer import self_check
-from megarl.trainer.rl import RLTrainer
+from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
-from tests.unit.bigram import BigramEngine, rollout
+from tests.unit.bigram import BigramEngine, rollout, whole
 
 
 @pytest.fixture
@@ -142,7 +143,12 @@ def gaps(n: int, change: Any) -> Any:
     change(ours)
     batch = {"input_ids": torch.zeros(n, 100, dtype=torch.long), "attention_mask": mask}
     return lambda bounds: same_policy(
-        row_gaps(ours, theirs, mask), bounds, batch, what="x", sides=("a", "b"), causes="y"
+        row_gaps(ours, theirs, mask),
+        bounds,
+        Batch.from_padded(batch),
+        what="x",
+        sides=("a", "b"),
+        causes="y",
     )
 
 
@@ -326,11 +332,12 @@ def test_inputs_that_are_not_finite_cost_no_pass(tmp_path, said):
 
 def test_inputs_by_hand():
     mask = torch.tensor([[False, True], [False, True]])
-    batch = {"loss_mask": mask, "input_ids": mask.long(), "advantages": torch.zeros(2, 2)}
+    advantages = torch.zeros(2, 2)
+    assert nonfinite_inputs(whole(loss_mask=mask, advantages=advantages)) is None
+    advantages[0, 0] = math.nan
+    batch = whole(loss_mask=mask, advantages=advantages)
     assert nonfinite_inputs(batch) is None
-    batch["advantages"][0, 0] = math.nan
-    assert nonfinite_inputs(batch) is None
-    batch["ref_logp"] = torch.tensor([[0.0, 1.0], [math.nan, -math.inf]])
+    batch["ref_logp"] = Tokens(torch.tensor([0.0, 1.0, math.nan, -math.inf]), batch.lengths)
     batch["rewards"] = torch.tensor([0.0, math.nan])
     text = str(nonfinite_inputs(batch))
     assert "ref_logp: 1 numbers in rows 1, the first at [1, 1]: -inf" in text
@@ -412,18 +419,17 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
         """Of a process that starts at `version` and takes two steps."""
         metas: list[Any] = []
         arrival = SimpleNamespace(result=lambda timeout: None)
-        client = SimpleNamespace(
+        client: Any = SimpleNamespace(
             pause=lambda: None, resume=lambda: None, addresses=["a:1"],
-            update_weights=lambda meta: arrival,
+            update_weights=lambda meta: arrival, on_driver=lambda fn, *args: fn(*args),
         )  # fmt: skip
-        cfg = GRPOConfig(weight_sync=WeightSyncConfig(verify=verify))
-        trainer: Any = RLTrainer(cfg, SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero()))  # type: ignore[arg-type]
-        trainer.generation = SimpleNamespace(client=client)
-        trainer.actor = SimpleNamespace(
+        actor: Any = SimpleNamespace(
             upload_weights=lambda meta: metas.append(meta) or {}, set_version=lambda v: None
         )
+        config = WeightSyncConfig(verify=verify)
+        publisher = WeightPublisher(actor, client, config, path=tmp_path)
         for v in range(version, version + 3):
-            stats = trainer.update_weights(v)
+            stats = publisher.publish(v)
             assert stats["weight_sync/pause_s"] >= 0 and stats["weight_sync/resume_s"] >= 0
         assert [m.version for m in metas] == [version, version + 1, version + 2]
         return [m.verify for m in metas]

@@ -4,7 +4,7 @@
 `task`, ...). A reward runs in a worker process (RewardPool): it must be a module-level function.
 
 To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
-"package.module:function" to `get_reward_fn`. The module's imports happen before the clock starts,
+"package.module:function" to `get_reward_fn`, with options. The module's imports happen before the clock starts,
 so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in the same
 module, is called with every row before the run begins: it raises ValueError for a row whose gold
 answer the reward cannot compare with.
@@ -13,11 +13,14 @@ answer the reward cannot compare with.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, update_wrapper
 from typing import Any
 
+from megarl.config.dataset import DatasetConfig
 from megarl.rollout.rewards.pool import RewardError, RewardPool, RewardTimeout
-from megarl.utils.importing import load_object
+from megarl.utils.importing import is_import_path, load_object
+from megarl.utils.signatures import option_problems
 
 # a module with rewards may have a function of this name, called with every row at the start
 CHECK = "check_row"
@@ -25,10 +28,16 @@ CHECK = "check_row"
 RewardFn = Callable[..., float]
 
 _REWARDS = {
+    "none": "megarl.rollout.rewards:no_reward",
     "arithmetic": "megarl.rollout.rewards.arithmetic:arithmetic_reward",
     "gsm8k": "megarl.rollout.rewards.gsm8k:gsm8k_reward",
     "reasoning_gym": "megarl.rollout.rewards.reasoning_gym:reasoning_gym_reward",
 }
+
+
+def no_reward(*args: Any, **row: Any) -> float:
+    """Returns 0, for runs whose rewards come from a reward model or from the workflow."""
+    return 0.0
 
 
 def is_registered(name: str) -> bool:
@@ -36,14 +45,27 @@ def is_registered(name: str) -> bool:
     return name in _REWARDS
 
 
-def get_reward_fn(name: str) -> RewardFn:
-    """A reward by its registered name or by "package.module:function"."""
+def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
+    """Returns a reward by its registered name or by "package.module:function", with `options` as
+    further keyword arguments. Raises ValueError for one that there is not, or that does not take
+    them."""
     target = _REWARDS.get(name, name)
-    if ":" not in target:
+    if not is_import_path(target):
         raise ValueError(
             f"unknown reward {name!r}: use one of {sorted(_REWARDS)} or 'package.module:function'"
         )
-    return load_object(target, what="reward")
+    fn = load_object(target, what="reward")
+    if not options:
+        return fn
+    problems = option_problems(fn, options, key="options", positional=4)
+    if found := "; ".join(problem for problem in problems if "needs it" not in problem):
+        raise ValueError(f"reward {name}: {found}")
+    return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
+
+
+def reward_of(cfg: DatasetConfig) -> RewardFn:
+    """Returns the reward of a data set: the one it names, else that of its type."""
+    return get_reward_fn(cfg.reward.type or cfg.type, cfg.reward.options)
 
 
 def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
@@ -60,4 +82,12 @@ def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
             raise ValueError(f"row {row.get('row_id', '?')}: {e}") from e
 
 
-__all__ = ["RewardError", "RewardFn", "RewardPool", "RewardTimeout", "check_rows", "get_reward_fn"]
+__all__ = [
+    "RewardError",
+    "RewardFn",
+    "RewardPool",
+    "RewardTimeout",
+    "check_rows",
+    "get_reward_fn",
+    "reward_of",
+]

@@ -1,3 +1,4 @@
-"""Workflows: how a row becomes trajectories. A new one subclasses api.inference.RolloutWorkflow, is
-made with the same arguments as RLVRWorkflow, and is named in rollout.workflow.
+"""Workflows: how a row becomes samples. A new one subclasses rollout.trajectory.ChatWorkflow, or
+api.inference.RolloutWorkflow with a constructor of the same arguments, and is named in
+rollout.workflow.
 """

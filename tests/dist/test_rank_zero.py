@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.groups import waiting_for
-from megarl.trainer.spmd import RankZero
+from megarl.parallel.rank_zero import RankZero
 from megarl.wire.process_group import bounded
 from tests.dist.world import World
 

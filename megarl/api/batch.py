@@ -1,0 +1,319 @@
+"""Batch: the samples of one training step, each row's tokens only where they are worked on.
+
+B samples (rows) of the job, b rows that this rank holds, S positions, T tokens of the held rows.
+
+Per-sample fields [B, ...] are on every rank. Per-token fields are ragged (`Tokens`), and a rank has
+those of its own rows only. Rows stand in ascending order of (episode, sample) wherever they come
+from. A loss or an estimator never meets this class: it sees padded [b, S] dicts (`Padded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.api.local_rows import gather_rows
+from megarl.api.tokens import (
+    MASK,
+    Comm,
+    Home,
+    Tokens,
+    as_bytes,
+    comm_or_default,
+    from_bytes,
+    register_comm,
+    row_bytes,
+    row_lengths,
+)
+from megarl.utils.batch import PAD, Padded, is_per_token
+
+__all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_lengths"]
+
+
+class Batch:
+    """The samples of a step. `batch[name]` is a Tensor [B, ...] of a per-sample field, or the
+    Tokens of the held rows.
+
+    lengths:     [B] int64, tokens of every row.
+    home:        which rank holds which rows.
+    placed:      whether an engine has chosen the home; before, tokens are at their origin.
+    minibatches: the rows of each of the step's mini-batches, set before the first engine verb,
+                 which then balances each of them over ranks; None is all rows at once.
+    """
+
+    def __init__(
+        self, lengths: Tensor, per_sample: Mapping[str, Tensor], per_token: Mapping[str, Tokens],
+        *, home: Home, comm: Comm | None = None,
+    ) -> None:  # fmt: skip
+        self.lengths, self.home, self.comm = lengths, home, comm
+        self.per_sample, self.per_token = dict(per_sample), dict(per_token)
+        self.minibatches: list[list[int]] | None = None
+        self.placed = False
+
+    # -- where it comes from
+
+    @staticmethod
+    def from_padded(padded: Mapping[str, Tensor], *, comm: Comm | None = None) -> Batch:
+        """Makes one of padded [B, S] tensors that are the same on every rank; all hold all rows.
+
+        Raises ValueError where attention_mask is not right-padded.
+        """
+        comm = comm_or_default(comm)
+        lengths = row_lengths(padded)
+        tokens = {k for k, v in padded.items() if is_per_token(k, v, padded)} - {MASK}
+        return Batch(
+            lengths,
+            {k: v for k, v in padded.items() if k not in tokens and k != MASK},
+            {k: Tokens.from_padded(padded[k], lengths) for k in sorted(tokens)},
+            home=Home.everywhere(comm.size if comm else 1, len(lengths)),
+            comm=comm,
+        )
+
+    @staticmethod
+    def from_local(
+        padded: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None, *,
+        comm: Comm | None = None,
+    ) -> Batch:  # fmt: skip
+        """Makes one of the rows that each rank brings: padded [b, S] tensors, or a list of such
+        dicts (one an episode, each with its own S), or None for no rows. Collective.
+
+        Rows are put in the order of `episode_ids` [b] where the field exists (rows of an episode
+        stay in their order), else in the order of ranks. Raises ValueError, on every rank, where
+        what the ranks bring does not fit together or is not right-padded.
+        """
+        comm = comm_or_default(comm)
+        parts = [padded] if isinstance(padded, Mapping) else list(padded or ())
+        found = gather_rows(parts, comm)
+        return Batch(found.lengths, found.per_sample, found.per_token, home=found.home, comm=comm)
+
+    # -- fields
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    @property
+    def rows(self) -> Tensor:
+        """[b] the rows whose tokens this rank holds, ascending."""
+        return self.home.rows(self.comm.rank if self.comm else 0)
+
+    @property
+    def unit_ids(self) -> Tensor:
+        """[B] rows of one unit are not split by mini-batch or rank; by default each is its own."""
+        return self.per_sample.get("unit_ids", torch.arange(len(self)))
+
+    def keys(self) -> list[str]:
+        """Names of all fields; attention_mask is none, `lengths` says it."""
+        return [*self.per_sample, *self.per_token]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.per_sample or name in self.per_token
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.per_token:
+            return self.per_token[name]
+        if name not in self.per_sample:
+            raise KeyError(f"the batch has no {name!r}, only {sorted(self.keys())}")
+        return self.per_sample[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or `default`."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def pop(self, name: str) -> Any:
+        """Removes the field and returns it."""
+        value = self[name]
+        del (self.per_token if name in self.per_token else self.per_sample)[name]
+        return value
+
+    def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
+        """Raises ValueError for what is neither [B, ...] nor Tokens of the held rows."""
+        if isinstance(value, Tokens):
+            if not torch.equal(value.lengths, self.lengths[self.rows]):
+                raise ValueError(
+                    f"batch[{name!r}]: Tokens of {len(value.lengths)} rows do not fit the lengths "
+                    f"of the {len(self.rows)} rows that this rank holds"
+                )
+            self.per_sample.pop(name, None)
+            self.per_token[name] = value
+            return
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(self):
+            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"batch[{name!r}] = {what}: a per-sample field is a Tensor [{len(self)}, ...], a "
+                "per-token field is Tokens of the held rows"
+            )
+        self.per_token.pop(name, None)
+        self.per_sample[name] = value
+
+    # -- parts of it
+
+    def select(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Batch:
+        """A Batch of some rows (ascending), and of some fields if `names` are given. Who holds a
+        row keeps it. Of a boolean tensor [B], the rows that are True.
+        """
+        index = torch.as_tensor(rows)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        mine = self.rows
+        held = torch.isin(mine, index).nonzero().flatten()
+        wanted = set(self.keys() if names is None else names)
+        if missing := sorted(wanted - set(self.keys())):
+            raise KeyError(f"the batch has no {missing[0]!r}, only {sorted(self.keys())}")
+        out = Batch(
+            self.lengths[index],
+            {k: v[index] for k, v in self.per_sample.items() if k in wanted},
+            {k: v.take(held) for k, v in self.per_token.items() if k in wanted},
+            home=self.home.take(index),
+            comm=self.comm,
+        )
+        out.placed = self.placed
+        return out
+
+    def keep(self, mask: Tensor) -> Batch:
+        """A Batch without the rows where `mask` [B] is False; mini-batches are without them too."""
+        out = self.select(mask.bool())
+        if self.minibatches is not None:
+            number = mask.bool().cumsum(0) - 1
+            parts = [[int(number[r]) for r in part if mask[r]] for part in self.minibatches]
+            out.minibatches = [part for part in parts if part]
+        return out
+
+    def padded(
+        self, rows: Sequence[int] | Tensor | None = None, names: Sequence[str] | None = None
+    ) -> Padded:
+        """Padded [b, S] tensors and attention_mask of held rows (None: of all of them), with their
+        per-sample fields [b, ...]; S is the longest of these rows. `names` limits the fields.
+        """
+        mine = self.rows
+        index = mine if rows is None else torch.as_tensor(rows, dtype=torch.long)
+        places = torch.searchsorted(mine, index)
+        if len(index) and (len(mine) == 0 or not torch.equal(mine[places % len(mine)], index)):
+            raise ValueError(f"rows {index.tolist()[:8]} ...: this rank does not hold all of them")
+        return self._pad(index, {k: t.take(places) for k, t in self._tokens(names)}, names)
+
+    def _tokens(self, names: Sequence[str] | None) -> Iterator[tuple[str, Tokens]]:
+        return ((k, t) for k, t in self.per_token.items() if names is None or k in names)
+
+    def _pad(
+        self, rows: Tensor, tokens: Mapping[str, Tokens], names: Sequence[str] | None
+    ) -> Padded:
+        lengths = self.lengths[rows]
+        width = int(lengths.max()) if len(rows) else 0
+        out = {k: t.padded(PAD.get(k, 0)) for k, t in tokens.items()}
+        out[MASK] = torch.arange(width) < lengths[:, None]
+        some = self.per_sample.items()
+        return out | {k: v[rows] for k, v in some if names is None or k in names}
+
+    def chunks(
+        self, max_tokens: int = 1 << 20, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[Tensor, Padded]]:
+        """The held rows in order, as (rows, padded) of at most `max_tokens` padded tokens each; a
+        longer row is alone.
+        """
+        part: list[int] = []
+        longest = 0
+        for row in self.rows.tolist():
+            n = max(longest, int(self.lengths[row]))
+            if part and n * (len(part) + 1) > max_tokens:
+                yield torch.tensor(part), self.padded(part, names)
+                part, n = [], int(self.lengths[row])
+            part.append(row)
+            longest = n
+        if part:
+            yield torch.tensor(part), self.padded(part, names)
+
+    # -- what every rank learns
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[B, ...] on every rank, of what each has for its held rows [b, ...]. Collective."""
+        mine = self.rows
+        if len(values) != len(mine):
+            raise ValueError(f"gather: {len(values)} values for the {len(mine)} rows held here")
+        if self.comm is None or len(set(self.home.of_rank)) == 1:
+            return values
+        speakers = self.home.speakers()
+        each = row_bytes(values)
+        rows_of = {r: self.home.rows(r) for r in speakers}
+        sizes = [len(rows_of[r]) * each if r in rows_of else 0 for r in range(self.comm.size)]
+        data = as_bytes(values if self.comm.rank in rows_of else values[:0])
+        out = torch.empty((len(self), *values.shape[1:]), dtype=values.dtype)
+        for rank, raw in enumerate(self.comm.all_gather(data, sizes)):
+            if rank in rows_of:
+                out[rows_of[rank]] = from_bytes(raw, values.dtype, tuple(values.shape[1:]))
+        return out
+
+    def row_sums(
+        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0
+    ) -> Tensor:
+        """[B] float64 (or [B, width]) of `fn`, which is given one row at a time, as padded [1, n]
+        tensors, and returns its number (or `width` of them). Collective.
+
+        A row's number depends on nothing but the row: not on its neighbours, the layout or the
+        number of threads. Combine the numbers by math.fsum.
+        """
+        shape = (1, width) if width else (1,)
+        parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
+        with _one_thread():
+            for row in self._single_rows(names):
+                parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
+        return self.gather(torch.cat(parts))
+
+    def _single_rows(self, names: Sequence[str] | None) -> Iterator[Padded]:
+        """Every held row as padded [1, n] tensors, views."""
+        rows = self.rows
+        lengths = self.lengths[rows]
+        ends = lengths.cumsum(0)
+        real = torch.ones(1, int(lengths.max()) if len(rows) else 0, dtype=torch.bool)
+        tokens = dict(self._tokens(names))
+        some = {k: v for k, v in self.per_sample.items() if names is None or k in names}
+        for row, n, end in zip(rows.tolist(), lengths.tolist(), ends.tolist()):
+            out = {k: t.values[end - n : end][None] for k, t in tokens.items()}
+            out |= {k: v[row : row + 1] for k, v in some.items()}
+            yield out | {MASK: real[:, :n]}
+
+    def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:
+        """`padded` of a few rows, whoever holds them, on every rank. Collective."""
+        part = self.select(rows, names)
+        if part.comm is None or len(set(part.home.of_rank)) == 1:
+            return part.padded()
+        speakers = part.home.speakers()
+        rows_of = {r: part.home.rows(r) for r in speakers}
+        tokens = {}
+        for name in sorted(part.per_token):
+            values = part.per_token[name].values
+            each = row_bytes(values)
+            sizes = [
+                int(part.lengths[rows_of[r]].sum()) * each if r in rows_of else 0
+                for r in range(part.comm.size)
+            ]
+            said = part.comm.all_gather(
+                as_bytes(values if part.comm.rank in rows_of else values[:0]), sizes
+            )
+            raw = torch.cat([said[r] for r in speakers])
+            order = torch.cat([rows_of[r] for r in speakers])
+            found = Tokens(
+                from_bytes(raw, values.dtype, tuple(values.shape[1:])), part.lengths[order]
+            )
+            tokens[name] = found.take(order.argsort())
+        return part._pad(torch.arange(len(part)), tokens, None)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over many tokens are cut by threads, and rounded accordingly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

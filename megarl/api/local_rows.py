@@ -1,0 +1,136 @@
+"""Rows that several ranks bring, as one batch: the same names, lengths and order on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.api.tokens import (
+    IDS,
+    MASK,
+    Comm,
+    Home,
+    Tokens,
+    as_bytes,
+    from_bytes,
+    row_bytes,
+    row_lengths,
+)
+from megarl.utils.batch import is_per_token
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows: lengths [B] and per-sample fields [B, ...] on every rank, tokens where they are."""
+
+    lengths: Tensor
+    per_sample: dict[str, Tensor]
+    per_token: dict[str, Tokens]
+    home: Home
+
+
+def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Rows:
+    """Joins what the ranks bring (see Batch.from_local): the fields' names, then lengths and
+    per-sample fields, go to every rank. Collective."""
+    parts = [p for p in parts if len(p.get(IDS, ()))]
+    schema, lengths, error = _local_schema(parts)
+    if comm is None:
+        schemas, errors = [schema], [error]
+    else:
+        text = json.dumps({"schema": schema, "error": error}).encode()
+        said = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        found = [json.loads(raw.numpy().tobytes()) for raw in said]
+        schemas, errors = [f["schema"] for f in found], [f["error"] for f in found]
+    whole = _agreed(schemas, errors)
+
+    def everyone(values: Tensor) -> list[Tensor]:
+        if comm is None:
+            return [values]
+        inner, dtype = tuple(values.shape[1:]), values.dtype
+        sizes = [s["rows"] * row_bytes(values) for s in schemas]
+        return [from_bytes(r, dtype, inner) for r in comm.all_gather(as_bytes(values), sizes)]
+
+    def local(name: str) -> Tensor:
+        dtype, inner, _ = whole["fields"][name]
+        if not parts:
+            return torch.empty((0, *inner), dtype=getattr(torch, dtype))
+        return torch.cat([p[name] for p in parts])
+
+    per_sample = {k: everyone(local(k)) for k, f in whole["fields"].items() if not f[2]}
+    everyones = everyone(lengths)
+    rank = comm.rank if comm else 0
+    drivers = torch.cat([torch.full((len(x),), r) for r, x in enumerate(everyones)])
+    ids = per_sample.get("episode_ids")
+    order = torch.arange(len(drivers)) if ids is None else torch.cat(ids).argsort(stable=True)
+    mine = order[drivers[order] == rank]
+    mine = mine - int((drivers < rank).sum())  # my rows, as I have them, in the batch's order
+    tokens = {k: f for k, f in whole["fields"].items() if f[2]}
+    return Rows(
+        torch.cat(everyones)[order],
+        {k: torch.cat(v)[order] for k, v in per_sample.items()},
+        {k: _ragged(parts, k, mine, lengths, f) for k, f in tokens.items()},
+        Home(tuple(range(len(everyones))), drivers[order]),
+    )
+
+
+def _ragged(
+    parts: Sequence[Mapping[str, Tensor]], name: str, order: Tensor, lengths: Tensor, field: Any
+) -> Tokens:
+    """The rows of several padded dicts, in `order`, as one flat field."""
+    dtype, inner, _ = field
+    rows = [row for p in parts for row in p[name].unbind()]
+    pieces = [rows[i][: int(lengths[i])] for i in order.tolist()]
+    empty = torch.empty((0, *inner), dtype=getattr(torch, dtype))
+    return Tokens(torch.cat(pieces) if pieces else empty, lengths[order])
+
+
+def _local_schema(
+    parts: Sequence[Mapping[str, Tensor]],
+) -> tuple[dict[str, Any], Tensor, str | None]:
+    """({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], what is wrong)."""
+    lengths = [torch.empty(0, dtype=torch.long)]
+    fields: dict[str, Any] | None = None
+    for part in parts:
+        try:
+            lengths.append(row_lengths(part))
+        except ValueError as e:
+            return {"rows": 0, "fields": {}}, lengths[0], str(e)
+        mine = {}
+        for name in sorted(set(part) - {MASK}):
+            value = part[name]
+            per_token = is_per_token(name, value, part)
+            inner = list(value.shape[2 if per_token else 1 :])
+            mine[name] = [str(value.dtype).removeprefix("torch."), inner, per_token]
+        if fields is not None and mine != fields:
+            return {"rows": 0, "fields": {}}, lengths[0], _difference(fields, mine)
+        fields = mine
+    joined = torch.cat(lengths)
+    return {"rows": len(joined), "fields": fields or {}}, joined, None
+
+
+def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> dict[str, Any]:
+    """The schema of the ranks that bring rows. ValueError, the same on every rank."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(f"Batch.from_local, rank {rank}: {error}")
+    bringing = [(rank, s) for rank, s in enumerate(schemas) if s["rows"]]
+    if not bringing:
+        raise ValueError("Batch.from_local: no rank brings a row")
+    first, whole = bringing[0]
+    for rank, schema in bringing:
+        if schema["fields"] != whole["fields"]:
+            what = _difference(whole["fields"], schema["fields"])
+            raise ValueError(f"Batch.from_local, ranks {first} and {rank}: {what}")
+    return whole
+
+
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    names = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+    return (
+        f"the rows do not have the same fields: {', '.join(names)} differ in name, dtype or shape"
+    )

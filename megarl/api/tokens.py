@@ -1,0 +1,173 @@
+"""What a Batch is made of: ragged per-token fields, who holds which rows, and a way to talk.
+
+B rows of the job, b rows that a rank holds, S positions, T tokens of the held rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MASK, IDS = "attention_mask", "input_ids"
+
+
+class Comm(Protocol):
+    """What a Batch needs of the other ranks. `parallel.exchange` implements it over gloo."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, data: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Returns every rank's host tensor of bytes [n]; `sizes` are all ranks' n, if known."""
+
+
+_default_comm: Callable[[], Comm | None] | None = None
+
+
+def register_comm(make: Callable[[], Comm | None]) -> None:
+    """Sets what `comm=None` means; `make` gives None where there is one process."""
+    global _default_comm
+    _default_comm = make
+
+
+def comm_or_default(comm: Comm | None) -> Comm | None:
+    if comm is None and _default_comm is not None:
+        comm = _default_comm()
+    elif comm is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "a Batch over several ranks needs to know how they talk: import megarl.engine (or "
+            "megarl.parallel.exchange) first, or pass comm="
+        )
+    return comm if comm is not None and comm.size > 1 else None
+
+
+# ---- a per-token field ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A per-token field of b rows: `values` [T, ...], row after row, and `lengths` [b] int64."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        if int(self.lengths.sum()) != len(self.values):
+            raise ValueError(
+                f"{len(self.values)} values do not make rows of {int(self.lengths.sum())} tokens"
+            )
+
+    @staticmethod
+    def from_padded(values: Tensor, lengths: Tensor) -> Tokens:
+        """Takes the first lengths[i] positions of every row of `values` [b, S, ...]."""
+        real = torch.arange(values.shape[1]) < lengths[:, None]
+        return Tokens(values[real], lengths)
+
+    @staticmethod
+    def concat(parts: Sequence[Tokens]) -> Tokens:
+        """Joins the rows of several, in their order."""
+        return Tokens(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    def row(self, i: int) -> Tensor:
+        """The values [n, ...] of the i-th of these rows, a view."""
+        return self.take([i]).values
+
+    @property
+    def starts(self) -> Tensor:
+        """[b] where each row begins in `values`."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def take(self, index: Sequence[int] | Tensor) -> Tokens:
+        """Takes the rows at `index` (places among these rows, not row numbers)."""
+        index = torch.as_tensor(index, dtype=torch.long)
+        lengths, starts = self.lengths[index], self.starts[index]
+        if torch.equal(starts[1:], (starts + lengths)[:-1]):  # side by side: no copy
+            first = int(starts[0]) if len(starts) else 0
+            return Tokens(self.values[first : first + int(lengths.sum())], lengths)
+        ends = (starts + lengths).tolist()
+        pieces = [self.values[a:z] for a, z in zip(starts.tolist(), ends)]
+        return Tokens(torch.cat(pieces), lengths)
+
+    def padded(self, fill: float = 0, *, width: int | None = None) -> Tensor:
+        """[b, S, ...] with `fill` after the end of a row; S is that of the longest, or `width`."""
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        width = longest if width is None else width
+        shape = (len(self.lengths), width, *self.values.shape[1:])
+        out = torch.full(shape, fill, dtype=self.values.dtype)
+        out[torch.arange(width) < self.lengths[:, None]] = self.values
+        return out
+
+
+# ---- who holds what ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Home:
+    """Says which rows every rank holds: rank r those with of_row == of_rank[r].
+
+    of_rank: an index by rank; ranks of one index hold the same rows (for an engine, the
+             data-parallel index; at the origin, every driver has its own).
+    of_row:  [B] int64, the index that holds a row.
+    """
+
+    of_rank: tuple[int, ...]
+    of_row: Tensor
+
+    @staticmethod
+    def everywhere(ranks: int, rows: int) -> Home:
+        """Every rank holds every row."""
+        return Home((0,) * ranks, torch.zeros(rows, dtype=torch.long))
+
+    def rows(self, rank: int) -> Tensor:
+        """The rows [b] of a rank, ascending."""
+        return (self.of_row == self.of_rank[rank]).nonzero().flatten()
+
+    def take(self, rows: Tensor) -> Home:
+        """The same for some of the rows, numbered anew."""
+        return Home(self.of_rank, self.of_row[rows])
+
+    def speakers(self) -> list[int]:
+        """The first rank of every index that has one, in the order of ranks."""
+        return sorted({index: r for r, index in reversed([*enumerate(self.of_rank)])}.values())
+
+
+# ---- bytes and lengths
+
+
+def row_bytes(values: Tensor) -> int:
+    return values.element_size() * math.prod(values.shape[1:])
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: Tensor, dtype: torch.dtype, inner: tuple[int, ...]) -> Tensor:
+    if raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()
+    count = len(raw) // (math.prod(inner) * dtype.itemsize)
+    return raw.view(dtype).reshape(count, *inner)
+
+
+def row_lengths(padded: Mapping[str, Tensor]) -> Tensor:
+    """[B] int64 tokens of right-padded rows. ValueError naming what is missing or the first row
+    that is not right-padded."""
+    for key in (IDS, MASK):
+        if key not in padded:
+            raise ValueError(f"the batch has no {key!r}, only {sorted(padded)}")
+    mask = padded[MASK].bool()
+    if len(mask) == 0:
+        raise ValueError("the batch is empty: B = 0")
+    broken = (mask[:, 1:] & ~mask[:, :-1]).any(1)
+    if broken.any():
+        row = int(broken.nonzero()[0])
+        raise ValueError(
+            f"{MASK} of row {row} is not right-padded (a real token after a padded one)"
+        )
+    return mask.sum(1)

@@ -1,0 +1,52 @@
+"""Checks of a policy's and a value function's settings. The recipe makes them before anything
+starts, and the roles make the same ones of what a script gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig
+from megarl.config.bounds import number_problems
+from megarl.config.errors import raise_if_any
+from megarl.config.schema import choice_problems
+
+
+def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
+    """Yields what contradicts itself in `cfg`; `key` is the section that it is, with its dot."""
+    if cfg.use_decoupled_loss and not cfg.recompute_logprob:
+        yield (
+            f"{key}use_decoupled_loss=true: needs the proximal logprobs; set "
+            f"{key}recompute_logprob=true"
+        )
+    if cfg.behav_imp_weight_cap is not None and not cfg.use_decoupled_loss:
+        yield (
+            f"{key}behav_imp_weight_cap={cfg.behav_imp_weight_cap}: acts on the decoupled loss "
+            f"only; set {key}use_decoupled_loss=true, or leave it null"
+        )
+    if cfg.moe.router_replay and not cfg.recompute_logprob:
+        yield (
+            f"{key}moe.router_replay=true: needs a pass to replay from; set "
+            f"{key}recompute_logprob=true"
+        )
+
+
+def temperature_problems(temperature: float, key: str = "temperature") -> Iterator[str]:
+    """Yields a problem of the temperature of the tokens that are trained on."""
+    if temperature <= 0:
+        yield f"{key}={temperature}: training needs sampled tokens; set it above 0"
+
+
+def check_actor(cfg: PPOActorConfig, temperature: float) -> None:
+    """Raises ConfigError, a ValueError, with everything that is wrong with an actor's settings."""
+    raise_if_any([*_own(cfg, "actor."), *actor_problems(cfg), *temperature_problems(temperature)])
+
+
+def check_critic(cfg: PPOCriticConfig) -> None:
+    """Raises ConfigError, a ValueError, with everything that is wrong with a critic's settings."""
+    raise_if_any(_own(cfg, "critic."))
+
+
+def _own(cfg: Any, key: str) -> list[str]:
+    return [*(key + problem for problem in choice_problems(cfg)), *number_problems(cfg, key)]

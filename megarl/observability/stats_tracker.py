@@ -1,0 +1,173 @@
+"""Statistics that any part of a training script records and one call exports, over all ranks.
+
+    from megarl import stats_tracker
+
+    stats_tracker.scalar(reward=0.5)                               # the mean of what was recorded
+    stats_tracker.denominator(right=rewards > 0)                   # a bool tensor
+    stats_tracker.stat(seqlen=lengths, denominator="right")        # avg, min and max where it holds
+    with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
+        stats_tracker.scalar(loss=1.0)                             # actor/loss
+    stats = stats_tracker.export()                                 # {name: float}, and starts anew
+
+The functions act on one tracker of the process; StatsTracker is for a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.observability.timers import Timers
+
+REDUCE_TYPES = ("avg", "sum", "min", "max")
+_BY_DEFAULT = ("avg", "min", "max")
+
+
+@dataclass
+class _Entry:
+    """What was recorded under a name, enough to reduce it in every way."""
+
+    sum: float = 0.0
+    count: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, values: Tensor) -> None:
+        if len(values):
+            self.sum += values.sum().item()
+            self.count += len(values)
+            self.low = min(self.low, values.min().item())
+            self.high = max(self.high, values.max().item())
+
+    def reduced(self, how: str) -> float:
+        if how == "sum":
+            return self.sum
+        if how == "avg":
+            return self.sum / self.count if self.count else math.nan
+        return self.low if how == "min" else self.high
+
+
+class StatsTracker:
+    """Gathers scalars, masked tensors and timings under scoped names, until `export`."""
+
+    def __init__(self) -> None:
+        self._scopes: list[str] = []
+        self._masks: dict[str, Tensor] = {}
+        self._entries: dict[tuple[str, str], _Entry] = {}  # by (name, how it is reduced)
+        self._timers = Timers()
+
+    def scalar(self, **values: float) -> None:
+        """Records numbers. A name's values of one export are averaged, over all ranks."""
+        for name, value in values.items():
+            self._add(self._scoped(name), "avg", torch.tensor([float(value)], dtype=torch.float64))
+
+    def denominator(self, **masks: Tensor) -> None:
+        """Records bool tensors that `stat` selects by; each is exported as its number of trues."""
+        for name, mask in masks.items():
+            if mask.dtype != torch.bool:
+                raise ValueError(f"stats_tracker.denominator({name}=): {mask.dtype}, not bool")
+            self._masks[self._scoped(name)] = mask
+            self._add(self._scoped(name), "sum", mask.double().flatten())
+
+    def stat(self, *, denominator: str, reduce_type: str | None = None, **values: Tensor) -> None:
+        """Records the elements of tensors where the denominator holds, whose shape is theirs.
+
+        denominator: a name given to `denominator` in this scope; reduce_type: "avg", "sum", "min"
+        or "max", exported under the name itself; None exports name/avg, name/min and name/max.
+        """
+        mask = self._masks.get(self._scoped(denominator))
+        if mask is None:
+            raise ValueError(
+                f"stats_tracker.stat: denominator {self._scoped(denominator)!r} is not known: call "
+                f"stats_tracker.denominator({denominator}=...) first, in the same scope"
+            )
+        if reduce_type is not None and reduce_type not in REDUCE_TYPES:
+            raise ValueError(f"reduce_type={reduce_type!r}: one of {', '.join(REDUCE_TYPES)}")
+        for name, value in values.items():
+            if value.shape != mask.shape:
+                raise ValueError(
+                    f"stats_tracker.stat({name}=): shape {tuple(value.shape)}, but denominator "
+                    f"{denominator!r} has {tuple(mask.shape)}"
+                )
+            kept = value.detach()[mask].double()
+            if reduce_type is not None:
+                self._add(self._scoped(name), reduce_type, kept)
+            else:
+                for how in _BY_DEFAULT:
+                    self._add(f"{self._scoped(name)}/{how}", how, kept)
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Puts `name/` in front of every name that is recorded inside."""
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    @contextmanager
+    def record_timing(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to timing/<name>_s. It waits for the GPU at both ends, and is a
+        range in a profiler's trace."""
+        with self._timers.phase(self._scoped(name)):
+            yield
+
+    def seconds(self, name: str) -> float:
+        """Returns what record_timing(name) has gathered on this rank since the last export."""
+        return self._timers.seconds().get(self._scoped(name), 0.0)
+
+    def export(self, *, over_ranks: bool = True, group: Any = None) -> dict[str, float]:
+        """Returns {name: value} and starts anew. Collective over `group`, the world, by default.
+
+        Every rank's records count, so ranks that hold the same rows should not both record sums of
+        them. Timings are those of the slowest rank. over_ranks: False takes this rank alone.
+        """
+        entries, self._entries = self._entries, {}
+        self._masks.clear()
+        for name, seconds in self._timers.export("timing/").items():
+            entries[name, "max"] = _Entry(seconds, 1.0, seconds, seconds)
+        if over_ranks and dist.is_initialized() and dist.get_world_size(group) > 1:
+            entries = _joined(entries, group)
+        return {name: entry.reduced(how) for (name, how), entry in sorted(entries.items())}
+
+    def _add(self, name: str, how: str, values: Tensor) -> None:
+        self._entries.setdefault((name, how), _Entry()).add(values)
+
+    def _scoped(self, name: str) -> str:
+        return "/".join([*self._scopes, name])
+
+
+def _joined(entries: dict[tuple[str, str], _Entry], group: Any) -> dict[tuple[str, str], _Entry]:
+    """Returns the entries of all ranks as one; a rank may lack some."""
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    keys = sorted(entries)
+    digest = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=6).digest(), "little")
+    ends = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    if ends[0] != -ends[1]:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, keys, group)
+        keys = sorted({key for rank in every for key in rank})
+    mine = [entries.get(key, _Entry()) for key in keys]
+    sums = torch.tensor([[e.sum, e.count] for e in mine], dtype=torch.float64, device=device)
+    tops = torch.tensor([[e.high, -e.low] for e in mine], dtype=torch.float64, device=device)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+    return {
+        key: _Entry(total, count, -low, high)
+        for key, (total, count), (high, low) in zip(keys, sums.tolist(), tops.tolist(), strict=True)
+    }
+
+
+_tracker = StatsTracker()
+scalar, denominator, stat = _tracker.scalar, _tracker.denominator, _tracker.stat
+scope, record_timing = _tracker.scope, _tracker.record_timing
+seconds, export = _tracker.seconds, _tracker.export

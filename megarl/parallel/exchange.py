@@ -1,0 +1,268 @@
+"""Exchange: moves the tokens of a Batch between ranks, as flat bytes through host memory.
+
+A row goes from one rank that holds it to one rank of every data-parallel index that needs it, and
+from there along a chain through the other ranks of that index. Long flows are cut into chunks that
+follow each other down the chain. Who sends what to whom is computed alike on every rank from the
+lengths and the two homes: no message announces another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.api.batch import Batch, Home, Tokens, register_comm
+from megarl.parallel.groups import collective_timeout
+
+CHUNK = 8 << 20  # bytes of a message, unless a row alone is longer
+IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
+
+
+class WorldComm:
+    """api.batch's Comm over all ranks, by gloo, whatever the devices are."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.world = dist.group.WORLD
+        self.group: Any = self.world
+        if dist.get_backend() != "gloo":
+            bound = timedelta(seconds=collective_timeout())
+            self.group = dist.new_group(backend="gloo", timeout=bound)
+
+    def all_gather(self, data: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Returns every rank's bytes [n]. Collective."""
+        if sizes is None:
+            counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+            dist.all_gather(counts, torch.tensor([len(data)]), group=self.group)
+            sizes = [int(n) for n in counts]
+        assert sizes[self.rank] == len(data)
+        longest = max(sizes)
+        if not longest:
+            return [data[:0]] * self.size
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self.group)
+        return [raw[:n] for raw, n in zip(found, sizes, strict=True)]
+
+
+_comm: WorldComm | None = None
+
+
+def world_comm() -> WorldComm | None:
+    """The Comm of the world of processes, None where there is one. On GPUs the first call is a
+    collective: it makes a group for host memory."""
+    global _comm
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _comm is None or _comm.world is not dist.group.WORLD:
+        _comm = WorldComm()
+    return _comm
+
+
+register_comm(world_comm)
+
+
+# ---- who sends what to whom ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Some rows on their way: path[0] holds them, path[1:] receive them and pass them on."""
+
+    path: tuple[int, ...]
+    rows: Tensor
+    round: int  # flows of one round have different sources and different destinations
+
+
+def flows(before: Home, after: Home) -> list[Flow]:
+    """Every flow that takes rows from `before` to `after`. Ranks that hold a row already are left
+    out, and one of them passes it on to the others of its index."""
+    old, new = _ranks(before), _ranks(after)
+    out = []
+    pairs = torch.stack([before.of_row, after.of_row], 1).unique(dim=0).tolist()
+    for s, d in pairs:
+        sources, targets = old[s], new.get(d, [])
+        missing = [r for r in targets if r not in sources]
+        if not missing:
+            continue
+        own = [r for r in targets if r in sources]
+        source = own[0] if own else sources[d % len(sources)]
+        rows = ((before.of_row == s) & (after.of_row == d)).nonzero().flatten()
+        out.append(Flow((source, *missing), rows, (missing[0] - source) % len(before.of_rank)))
+    return out
+
+
+def _ranks(home: Home) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for rank, index in enumerate(home.of_rank):
+        found.setdefault(index, []).append(rank)
+    return found
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """One message: `rows` of a flow from rank `src` to rank `dst`."""
+
+    order: tuple[int, ...]
+    src: int
+    dst: int
+    rows: Tensor
+
+
+def hops(plan: Sequence[Flow], lengths: Tensor, row_bytes: int, rank: int) -> list[_Hop]:
+    """The messages that concern `rank`, in an order that all ranks agree on: whoever waits for the
+    first message that is not yet through finds its peer waiting for it, too."""
+    mine = []
+    for number, flow in enumerate(plan):
+        if rank not in flow.path:
+            continue
+        place = flow.path.index(rank)
+        for c, rows in enumerate(_chunks(flow.rows, lengths, row_bytes)):
+            for hop in (place - 1, place):
+                if 0 <= hop < len(flow.path) - 1:
+                    order = (flow.round, c + hop, number, hop)
+                    mine.append(_Hop(order, flow.path[hop], flow.path[hop + 1], rows))
+    return sorted(mine, key=lambda hop: hop.order)
+
+
+def _chunks(rows: Tensor, lengths: Tensor, row_bytes: int) -> Iterator[Tensor]:
+    """Neighbouring rows of at most CHUNK bytes together."""
+    ends = (lengths[rows] * row_bytes).cumsum(0)
+    first = 0
+    while first < len(rows):
+        base = int(ends[first - 1]) if first else 0
+        last = int(torch.searchsorted(ends, base + CHUNK, right=True))
+        last = max(last, first + 1)
+        yield rows[first:last]
+        first = last
+
+
+# ---- moving --------------------------------------------------------------------------------------
+
+
+def place(batch: Batch, home: Home) -> None:
+    """Moves the tokens of `batch` to `home`, which it has from then on. Collective.
+
+    Fields go one after the other: beside the batch, a rank's memory holds the new share of one
+    field and a few messages.
+    """
+    batch.placed = True
+    if _same(batch.home, home):
+        return
+    for name in sorted(batch.per_token):
+        batch.per_token[name] = move(
+            batch.per_token[name], batch.lengths, batch.home, home, batch.comm
+        )
+    batch.home = home
+
+
+def placed(batch: Batch, home: Home) -> Batch:
+    """The batch itself if `home` is its own, else a copy there; `batch` stays as it is.
+    Collective."""
+    if _same(batch.home, home):
+        return batch
+    out = Batch(batch.lengths, batch.per_sample, batch.per_token, home=batch.home, comm=batch.comm)
+    place(out, home)
+    return out
+
+
+def _same(a: Home, b: Home) -> bool:
+    return a.of_rank == b.of_rank and torch.equal(a.of_row, b.of_row)
+
+
+def move(tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any) -> Tokens:
+    """One field of the rows held under `before`, as the rows held under `after`. `lengths` [B] are
+    those of all rows. Collective."""
+    if _same(before, after):
+        return tokens
+    rank = comm.rank if comm else 0
+    had, wanted = before.rows(rank), after.rows(rank)
+    mine = torch.isin(had, wanted)
+    kept = tokens.take(mine.nonzero().flatten())
+    if comm is None or not (plan := flows(before, after)):
+        return kept
+    inner = tokens.values.shape[1:]
+    out = torch.empty((int(lengths[wanted].sum()), *inner), dtype=tokens.values.dtype)
+    result = Tokens(out, lengths[wanted])
+    _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
+    row_bytes = max(1, out[:0].element_size() * inner.numel())
+    _Mover(tokens, had, result, wanted, comm).run(hops(plan, lengths, row_bytes, rank))
+    return result
+
+
+def _put(into: Tokens, places: Tensor, values: Tensor) -> None:
+    """Writes the rows of `values` to these places (ascending), neighbours in one piece."""
+    starts, lengths = into.starts[places], into.lengths[places]
+    cuts = (places[1:] != places[:-1] + 1).nonzero().flatten() + 1
+    base = 0
+    for run in torch.tensor_split(torch.arange(len(places)), cuts.tolist()):
+        if len(run):
+            n = int(lengths[run].sum())
+            first = int(starts[run[0]])
+            into.values[first : first + n] = values[base : base + n]
+            base += n
+
+
+class _Mover:
+    """Sends from what a rank had, or has received to pass on; receives into what it will have."""
+
+    def __init__(
+        self, source: Tokens, had: Tensor, target: Tokens, wanted: Tensor, comm: WorldComm
+    ) -> None:
+        self.source, self.had, self.target, self.wanted = source, had, target, wanted
+        self.comm = comm
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+        self._receives: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    def run(self, todo: Sequence[_Hop]) -> None:
+        """All messages, in their order; a few are under way at a time."""
+        for hop in todo:
+            if hop.dst == self.comm.rank:
+                self._receive(hop)
+            else:
+                self._send(hop)
+        self._settle(self._receives, 0)
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def _receive(self, hop: _Hop) -> None:
+        places = torch.searchsorted(self.wanted, hop.rows)
+        count = int(self.target.lengths[places].sum())
+        buffer = self.target.values.new_empty((count, *self.target.values.shape[1:]))
+        if not buffer.numel():
+            return
+        self._settle(self._receives, IN_FLIGHT - 1)
+        work = dist.irecv(_bytes(buffer), hop.src, group=self.comm.group)
+        self._receives.append((work, lambda: _put(self.target, places, buffer)))
+
+    def _send(self, hop: _Hop) -> None:
+        origin = bool(torch.isin(hop.rows[:1], self.had))
+        if not origin:
+            self._settle(self._receives, 0)  # what is passed on has to be here
+        held, rows = (self.source, self.had) if origin else (self.target, self.wanted)
+        values = held.take(torch.searchsorted(rows, hop.rows)).values.contiguous()
+        if not values.numel():
+            return
+        while len(self._sends) >= IN_FLIGHT:
+            self._sends.popleft()[0].wait()
+        work = dist.isend(_bytes(values), hop.dst, group=self.comm.group)
+        self._sends.append((work, values))
+
+    @staticmethod
+    def _settle(receives: deque[tuple[Any, Callable[[], None]]], leave: int) -> None:
+        while len(receives) > leave:
+            work, put = receives.popleft()
+            work.wait()
+            put()
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.reshape(-1).view(torch.uint8)

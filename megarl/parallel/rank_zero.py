@@ -1,0 +1,126 @@
+"""RankZero: rank 0 alone does something, and every rank gets its result or its error.
+
+Every rank runs the same script, but only rank 0 talks to the world outside: generation servers,
+files of the run, the console. The other ranks wait for it, and get its error instead of a timeout
+of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.utils.disk import DiskFull
+from megarl.utils.stopping import StopRequested
+
+T = TypeVar("T")
+
+# errors that keep their type on every rank; each is made of its message
+_KEPT: dict[str, type[Exception]] = {"DiskFull": DiskFull, "StopRequested": StopRequested}
+
+
+class RankZero:
+    """Calls a function on rank 0 and hands its result, or its error, to every rank.
+
+    Making one and calling it are collective. Results travel pickled through host memory (gloo), so
+    they are small picklable objects; tensors of a batch travel by `Batch` instead.
+    """
+
+    def __init__(
+        self, timeout: float, *, keys: str = "collective_timeout", meets: bool = False
+    ) -> None:
+        """Makes a process group of its own where there are several ranks.
+
+        timeout: seconds that ranks wait for each other; keys: the configuration keys it comes from,
+        for the error; meets: rank 0 also waits for the others after a success, so that a rank that
+        did not make the call is named.
+        """
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._bound, self._meets = f"{keys} = {timeout:g} s", meets
+        self._leading = False  # rank 0 is in a call
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            if self.size > 1
+            else None
+        )
+
+    @property
+    def is_zero(self) -> bool:
+        return self.rank == 0
+
+    def __call__(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        """Returns `fn(*args, **kw)` of rank 0 on every rank. Collective.
+
+        Where it raises, rank 0 raises its error and the others a RuntimeError with its text
+        (DiskFull and StopRequested stay what they are). A call from within `fn` runs on rank 0
+        alone, since no other rank is there to join it. RuntimeError for a rank that does not come
+        within the timeout.
+        """
+        if self._group is None or self._leading:
+            return fn(*args, **kw)
+        name = getattr(fn, "__qualname__", repr(fn)).removesuffix(".<locals>.<lambda>")
+        if self.is_zero:
+            return self._lead(name, fn, *args, **kw)
+        return self._follow(name)
+
+    def highest(self, value: int) -> int:
+        """Returns the largest `value` of all ranks. Collective."""
+        if self._group is None or self._leading:
+            return value
+        box = torch.tensor([value])
+        dist.all_reduce(box, dist.ReduceOp.MAX, self._group)
+        return int(box.item())
+
+    def _lead(self, name: str, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        self._leading = True
+        try:
+            result = fn(*args, **kw)
+        except BaseException as e:
+            kind = type(e).__name__ if type(e) in _KEPT.values() else "error"
+            text = str(e) if kind in _KEPT else f"{type(e).__name__}: {e}"
+            with contextlib.suppress(RuntimeError):  # a rank that is gone need not hear of it
+                self._tell(kind, text)
+            raise
+        finally:
+            self._leading = False
+        try:
+            self._tell("ok", result)
+            self._meet(name)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"rank 0 finished {name}, but another rank ended, hangs or did not call it within "
+                f"{self._bound}: every rank has to make this call, and the other's log has the "
+                f"first error. Cause: {e}"
+            ) from e
+        return result
+
+    def _tell(self, status: str, value: Any) -> None:
+        dist.broadcast_object_list([(status, value)], 0, self._group)
+
+    def _meet(self, name: str) -> None:
+        if self._meets:
+            dist.monitored_barrier(self._group, wait_all_ranks=True)
+
+    def _follow(self, name: str) -> Any:
+        box: list[Any] = [None]
+        try:
+            dist.broadcast_object_list(box, 0, self._group)
+            if box[0][0] == "ok":
+                self._meet(name)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"rank {self.rank} waited for rank 0 to finish {name}, and rank 0 ended or took "
+                f"longer than {self._bound}: its log has the first error. Cause: {e}"
+            ) from e
+        status, value = box[0]
+        if status in _KEPT:
+            raise _KEPT[status](value)
+        if status == "error":
+            raise RuntimeError(f"rank 0 failed in {name}: {value}")
+        return value

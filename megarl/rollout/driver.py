@@ -1,0 +1,99 @@
+"""What makes the rollout client of every rank one: rank 0 drives, the others share its results."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from megarl.config.rollout import RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.parallel.rank_zero import RankZero
+
+_FIX = (
+    "give every rank the whole data set (no split_dataset_by_node, no DistributedSampler) and "
+    "batches of train_dataset.batch_size rows: rank 0 reads it for all, and the trainer splits "
+    "each batch by itself"
+)
+
+
+class Arrival(Future[None]):
+    """The arrival of an update as every rank sees it: `result` is collective."""
+
+    def __init__(
+        self, zero: RankZero, arrival: Future[None] | None, then: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._zero, self._arrival, self._then = zero, arrival, then
+
+    def done(self) -> bool:
+        return self._arrival is None or self._arrival.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        self._zero(self._wait, timeout)
+        self._then()
+
+    def _wait(self, timeout: float | None) -> None:
+        """On the driver."""
+        assert self._arrival is not None
+        self._arrival.result(timeout)
+
+
+def driver_of_world(config: RolloutConfig, sync: WeightSyncConfig) -> RankZero:
+    """Finds the driver among the ranks of torchrun's world, and bounds what it does alone. Starts
+    torch.distributed where torchrun began several processes and nothing has yet.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        from megarl.parallel.groups import init_distributed  # it imports megatron
+
+        init_distributed()
+    bounds = {
+        "rollout.episode_timeout": config.episode_timeout,
+        "rollout.request_timeout": config.request_timeout,
+        "weight_sync.timeout": sync.timeout,
+    }
+    return RankZero(sum(bounds.values()), keys=" + ".join(bounds), meets=True)
+
+
+def check_same_data(dataloader: object, zero: RankZero) -> None:
+    """Raises ValueError on every rank where a rank's dataloader shows other data than rank 0's: a
+    different length or a different first row. Collective.
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(f"prepare_batch: the dataloader's sampler splits its data by rank; {_FIX}")
+    if zero.size == 1:
+        return
+    mine = _looks(dataloader)
+    theirs = zero(_looks, dataloader)
+    if zero.highest(int(mine != theirs)):
+        raise ValueError(
+            f"prepare_batch: the ranks' dataloaders are not of the same data. Rank {zero.rank} has "
+            f"{_words(mine)}, rank 0 has {_words(theirs)}: {_FIX}"
+        )
+
+
+def _looks(dataloader: Any) -> tuple[int | None, str | None]:
+    """Returns the number of batches and the first row, each None where it cannot be had."""
+    rows = getattr(dataloader, "dataset", dataloader)
+    first = None
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and len(rows):
+        first = json.dumps(rows[0], sort_keys=True, default=lambda o: type(o).__name__)
+    return _length(dataloader), first
+
+
+def _length(dataloader: Any) -> int | None:
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None
+
+
+def _words(looks: tuple[int | None, str | None]) -> str:
+    length, first = looks
+    return f"{length if length is not None else 'an unknown number of'} batches from {first!s:.80}"

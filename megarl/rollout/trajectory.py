@@ -1,0 +1,209 @@
+"""Trajectories: conversations with the policy, token by token, on their way to a batch; and
+ChatWorkflow, which has what every workflow of turns needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.generation import stable_seed
+from megarl.rollout.rewards import RewardPool
+
+# of a row, what a reward gets as its own arguments, and what is the executor's
+_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
+_MARK = "<<answer>>"  # stands for an answer in a rendered chat
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """One sample: its tokens, which of them the policy wrote, with which logprob and under which
+    weights. `index` is its place among the samples of its row, `messages` the chat as it stands,
+    `answers` are the policy's turns as the server reported them."""
+
+    index: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    answers: list[ModelResponse] = field(default_factory=list)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Appends tokens that the policy only reads: prompts, the output of tools. They are not
+        trained on, have logprob 0 and version -1."""
+        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+
+    def wrote(self, answer: ModelResponse) -> None:
+        """Appends the tokens of an answer. They are never tokenized again: its logprobs belong to
+        them."""
+        self._extend(answer.output_tokens, True, answer.output_logprobs, answer.output_versions)
+        self.answers.append(answer)
+
+    def _extend(
+        self,
+        tokens: Sequence[int],
+        trained: bool,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+    ) -> None:
+        self.tokens += tokens
+        self.trained += [trained] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+
+
+def pad(samples: Sequence[Trajectory], rewards: Sequence[float]) -> Padded:
+    """Returns the batch that a workflow returns, right-padded: input_ids, attention_mask,
+    loss_mask, logprobs, versions, each [n,S]; rewards [n] float32; truncated [n] bool, whether
+    max_new_tokens cut the last answer."""
+    n, width = len(samples), max(len(s.tokens) for s in samples)
+    batch: Padded = {
+        "input_ids": torch.zeros(n, width, dtype=torch.int64),
+        "attention_mask": torch.zeros(n, width, dtype=torch.bool),
+        "loss_mask": torch.zeros(n, width, dtype=torch.bool),
+        "logprobs": torch.zeros(n, width, dtype=torch.float32),
+        "versions": torch.full((n, width), -1, dtype=torch.int32),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "truncated": torch.tensor(
+            [bool(s.answers) and s.answers[-1].stop_reason == "length" for s in samples]
+        ),
+    }
+    for i, s in enumerate(samples):
+        end = len(s.tokens)
+        batch["input_ids"][i, :end] = torch.tensor(s.tokens)
+        batch["attention_mask"][i, :end] = True
+        batch["loss_mask"][i, :end] = torch.tensor(s.trained)
+        batch["logprobs"][i, :end] = torch.tensor(s.logprobs)
+        batch["versions"][i, :end] = torch.tensor(s.versions, dtype=torch.int32)
+    return batch
+
+
+class ChatWorkflow(RolloutWorkflow):
+    """What a workflow of one or more turns is made of: `begin`, `generate`, `tell`, `score`. A
+    subclass writes `arun_episode` with them, and ends with `return pad(samples, rewards)`.
+
+    reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float runs in
+    reward_pool. Rows hold `prompt_ids` (and `prompt`), or `messages` for the chat template.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        reward_pool: RewardPool,
+    ) -> None:
+        if gconfig.n_samples < 1:
+            raise ValueError(f"gconfig.n_samples={gconfig.n_samples}: use at least 1")
+        self.reward_fn, self.reward_pool = reward_fn, reward_pool
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+
+    def begin(self, data: dict[str, Any]) -> list[Trajectory]:
+        """Returns gconfig.n_samples trajectories that have read the prompt."""
+        ids, messages = self._prompt(data)[1], data.get("messages", ())
+        n = self.gconfig.n_samples
+        samples = [Trajectory(index=i, messages=list(messages)) for i in range(n)]
+        for sample in samples:
+            sample.read(ids)
+        return samples
+
+    async def generate(
+        self, engine: InferenceEngine, samples: Sequence[Trajectory], data: dict[str, Any]
+    ) -> list[str]:
+        """Has the policy write one more turn of each sample, and returns their texts.
+
+        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn); the
+        server adds the position. A row may come again under the same weights, so its id alone does
+        not do.
+        """
+        if not samples:
+            return []
+        key = (
+            self.gconfig.seed,
+            engine.get_version(),
+            data.get("row_id", tuple(samples[0].tokens)),
+            data.get("episode_id", 0),
+        )
+        requests = [
+            ModelRequest(
+                rid=uuid.uuid4().hex,
+                input_ids=sample.tokens,
+                gconfig=self.gconfig,
+                seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
+            )
+            for sample in samples
+        ]
+        answers = await engine.agenerate_many(requests)
+        for sample, answer in zip(samples, answers, strict=True):
+            sample.wrote(answer)
+        return [self.text(answer) for answer in answers]
+
+    def tell(self, sample: Trajectory, content: str, *, role: str = "user") -> None:
+        """Has the sample read the next message, by the chat template: what stands between the
+        policy's answer and its next one."""
+        told = {"role": role, "content": content}
+        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        rest = self._encode(text.partition(_MARK)[2])
+        # the end of its turn stands there already, unless max_new_tokens cut the answer short
+        sample.read(rest[1:] if rest[0] == sample.tokens[-1] else rest)
+        answer = self.text(sample.answers[-1]) if sample.answers else ""
+        sample.messages += [{"role": "assistant", "content": answer}, told]
+
+    async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
+        """Returns the rewards of the samples' last answers."""
+        prompt, prompt_ids = self._prompt(data)
+        row = {k: v for k, v in data.items() if k not in _NOT_FOR_REWARD}
+        row_id = data.get("row_id", "?")
+        return await all_of(
+            self.reward_pool.score(
+                self.reward_fn,
+                (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
+                row,
+                row_id=row_id,
+            )
+            for s in samples
+        )
+
+    def text(self, answer: ModelResponse) -> str:
+        """Returns an answer's text, without special tokens."""
+        text: str = self.tokenizer.decode(answer.output_tokens, skip_special_tokens=True)
+        return text
+
+    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
+        prompt, ids = data.get("prompt"), data.get("prompt_ids")
+        if prompt is None:
+            prompt = self.tokenizer.apply_chat_template(
+                data["messages"], tokenize=False, add_generation_prompt=True
+            )
+        return prompt, list(self._encode(prompt) if ids is None else ids)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _turn(sample: Trajectory) -> tuple[int, ...]:
+    """The part of a seed's key that tells later turns from the first."""
+    return (len(sample.answers),) if sample.answers else ()
+
+
+async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Like asyncio.gather, but the first error waits for nothing: what is left is cancelled."""
+    tasks = [asyncio.ensure_future(c) for c in coros]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,86 @@
+"""WeightPublisher: a model's new weights on every generation server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from megarl.api.records import ServersLost, WeightUpdateMeta
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout import RemoteSGLangEngine
+
+
+class Uploads(Protocol):
+    """A role or an engine."""
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]: ...
+
+    def get_version(self) -> int: ...
+
+    def set_version(self, version: int) -> None: ...
+
+
+class WeightPublisher:
+    """Sends the weights of `model` to the servers of `client`; every rank makes one.
+
+    path: a directory on shared storage, for transports that write files.
+    """
+
+    def __init__(
+        self,
+        model: Uploads,
+        client: RemoteSGLangEngine,
+        config: WeightSyncConfig,
+        *,
+        path: str | Path,
+    ) -> None:
+        self._model, self._client, self._config, self._path = model, client, config, path
+        self._published = False
+
+    def publish(self, version: int | None = None) -> dict[str, float]:
+        """Pauses generation, uploads, waits until every server has the weights, and resumes.
+
+        version: the number of these weights, from then on the model's and the client's; None is the
+        next. Returns phases (s) and bytes as weight_sync/... Collective. Where servers are lost on
+        the way, all of it is sent again to the others: they hold a mixture until then, and are
+        paused.
+        """
+        client = self._client
+        version = self._model.get_version() + 1 if version is None else version
+        begun = time.monotonic()
+        addresses = client.on_driver(self._pause)
+        seconds = {"weight_sync/pause_s": time.monotonic() - begun}
+        while True:
+            meta = self._meta(version, addresses)
+            try:
+                stats = self._model.upload_weights(meta)
+                break
+            except ServersLost as e:  # the same on every rank
+                addresses = client.on_driver(self._go_on_without, e.servers)
+        begun = time.monotonic()
+        # the arrival's own bound, meta.timeout, comes first
+        client.update_weights(meta).result(timeout=2 * meta.timeout)
+        client.on_driver(client.resume)
+        seconds["weight_sync/resume_s"] = time.monotonic() - begun
+        self._model.set_version(version)
+        self._published = True
+        return stats | seconds
+
+    def _meta(self, version: int, addresses: list[str]) -> WeightUpdateMeta:
+        verify = self._config.verify
+        if verify == "sample" and not self._published:
+            verify = "full"  # the first update shows whether the two sides fit at all
+        return WeightUpdateMeta.from_config(
+            self._config, path=self._path, addresses=addresses, version=version, verify=verify
+        )
+
+    def _pause(self) -> list[str]:
+        """On the driver: the servers that paused; those that did not answer have been dropped."""
+        self._client.pause()
+        return self._client.addresses
+
+    def _go_on_without(self, lost: dict[str, str]) -> list[str]:
+        """On the driver: the servers that are left."""
+        self._client.drop_servers(lost)
+        return self._client.addresses

@@ -1,0 +1,184 @@
+"""RolloutSession: a run's generation, as every rank sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.api.batch import Batch, Padded
+from megarl.api.inference import RolloutWorkflow
+from megarl.config.check import model_path
+from megarl.config.dataset import DatasetConfig
+from megarl.config.recipes import GRPOConfig
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
+from megarl.models import read_hf_config
+from megarl.parallel.rank_zero import RankZero
+from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, get_reward_fn
+from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.recover import data_of, same_data
+from megarl.utils import stopping
+from megarl.utils.importing import load_object
+from megarl.utils.stopping import StopRequested
+
+
+class RolloutSession:
+    """Data, workflows and the rollout client of a run. Every rank makes one; its methods are
+    collective, but for `expect`, `counters` and `close`. Rank 0 alone reads data and talks to
+    servers (RolloutDriver), and its errors are those of every rank.
+    """
+
+    def __init__(
+        self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
+    ) -> None:
+        """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already."""
+        self.client = RemoteSGLangEngine(cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed)
+        self.driver: RolloutDriver | None = None  # on rank 0
+
+        def make() -> int:
+            self.driver = RolloutDriver(cfg, tokenizer, self.client)
+            return len(self.driver.data)
+
+        self.dataset_size = (on_rank_zero or RankZero(cfg.collective_timeout))(make)
+
+    def start(self) -> None:
+        """Waits for the servers."""
+        self.client.initialize()
+        self.client.on_driver(RolloutDriver.opened, self.driver)
+
+    def expect(self, steps: int) -> None:
+        """Says how many more batches there will be, so that nothing is generated beyond them."""
+        if self.driver is not None:
+            self.client.executor.expect(steps)
+
+    def prepare_batch(self) -> Batch:
+        """Returns the next training batch; StopRequested where a signal came meanwhile."""
+        return self.client.share(RolloutDriver.next_batch, self.driver)
+
+    def account(self, batch: Batch) -> dict[str, float]:
+        """Books the batch as trained, which every sample must be exactly once unless its update was
+        skipped. Returns the counters so far.
+        """
+        done = batch["episode_ids"], batch.get("skipped")
+        return self.client.on_driver(RolloutDriver.account, self.driver, *done)
+
+    def evaluate(self, samples_path: Path, when: str | None = None) -> dict[str, float]:
+        """Returns the `eval/...` metrics of the held-out rows; none without a validation set."""
+        return self.client.on_driver(RolloutDriver.evaluate, self.driver, samples_path, when)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns, between two steps: the place in the data, what is in flight, the counters. On
+        rank 0 only.
+        """
+        assert self.driver is not None
+        return self.driver.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
+        self.client.on_driver(RolloutDriver.load_state_dict, self.driver, state)
+
+    def counters(self) -> dict[str, float]:
+        """Returns rank 0's counters, as `account` does; none elsewhere and before `start`."""
+        return self.driver.counters() if self.driver is not None else {}
+
+    def close(self) -> None:
+        """Ends the client and the reward workers. Waits for no other rank."""
+        self.client.destroy()
+        if self.driver is not None:
+            self.driver.pool.close()
+
+
+class RolloutDriver:
+    """Rank 0's side of a RolloutSession."""
+
+    def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
+        self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
+        self.model = model_path(cfg, "actor")
+        self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
+        check_context(self.data, cfg.gconfig, cfg.server.context_length)
+        self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
+        self.data_key = data_of(cfg, len(self.data))
+        self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
+        self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
+        self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
+        self.evaluator = None
+        if cfg.valid_dataset is not None:
+            held_out = build_dataset(cfg.valid_dataset, tokenizer, purpose="rl", seed=cfg.seed)
+            check_context(held_out, cfg.eval_gconfig, cfg.server.context_length)
+            self.evaluator = Evaluator(
+                held_out,
+                self,
+                self._workflow(held_out, cfg.valid_dataset, cfg.eval_gconfig),
+                tokenizer,
+                config=cfg.evaluator,
+                seed=cfg.seed,
+            )
+
+    def _workflow(
+        self, rows: RowDataset, data: DatasetConfig, gconfig: GenerationHyperparameters
+    ) -> RolloutWorkflow:
+        make = load_object(self.config.workflow, what="rollout.workflow")
+        reward_fn = get_reward_fn(data.reward or data.type)
+        check_rows(reward_fn, (rows[i] for i in range(len(rows))))
+        return make(reward_fn, gconfig, self._tokenizer, reward_pool=self.pool)
+
+    def opened(self) -> None:
+        """The client is open: from now on answers are checked against the model's vocabulary."""
+        self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
+
+    def next_batch(self) -> list[Padded]:
+        """Returns the samples of the next batch, by episode; StopRequested where a signal asks the
+        run to end."""
+        if stopping.wish():
+            raise StopRequested
+        parts = self.client.executor.prepare_parts(
+            self.loader, workflow=self.workflow, should_accept=self.should_accept
+        )
+        self.client.executor.accounting.receive(torch.cat([p["episode_ids"] for p in parts]))
+        return parts
+
+    def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
+        """Returns the samples of held-out rows, which stay on this rank."""
+        return self.client.executor.rollout_batch(rows, workflow)
+
+    def get_version(self) -> int:
+        return self.client.get_version()
+
+    def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
+        self.client.executor.trained(episode_ids, skipped)
+        return self.counters()
+
+    def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
+        try:
+            return self.evaluator.evaluate(samples_path, when)
+        except StopRequested:  # the loop looks for itself, where all ranks agree
+            return {}
+
+    def counters(self) -> dict[str, float]:
+        """Returns rollout/submitted = running + accepted + rejected + failed + dropped, and others;
+        none before the client is open.
+        """
+        stats = self.client.stats() if self.client.is_open else {}
+        return {f"rollout/{name}": value for name, value in stats.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        rollout = self.client.executor.state_dict()
+        return {"data": self.data_key, "loader": self.loader.state_dict(), "rollout": rollout}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rollout = state["rollout"]
+        if same_data(state["data"], self.data_key):
+            self.loader.load_state_dict(state["loader"])
+        else:
+            rollout = rollout | {"rows": []}
+        self.client.executor.load_state_dict(rollout)
+
+
+def has_signal(batch: Padded) -> bool:
+    """DAPO's dynamic sampling (arXiv 2503.14476): a group with equal rewards teaches nothing."""
+    return bool(batch["rewards"].min() != batch["rewards"].max())
