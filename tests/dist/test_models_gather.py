@@ -22,7 +22,7 @@ from megarl.models import (
 )
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import buffers as sync_buffers
-from megarl.weight_sync.agreement import Agreement
+from megarl.parallel.agreement import Agreement
 from megarl.wire.shared_memory import attach
 from tests.dist.models_util import built_model
 from tests.dist.world import World

@@ -28,15 +28,16 @@ from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
-from megarl.weight_sync import WeightSender, distributed
+from megarl.weight_sync import WeightSender
 from megarl.weight_sync import buffers as sync_buffers
-from megarl.weight_sync.agreement import Agreement
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.senders import split_budget
+from megarl.weight_sync.transports import distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
 from tests.dist.world import World, free_port
@@ -120,16 +121,16 @@ def run_syncs(
     parallel: dict[str, Any],
     dtype: torch.dtype,
     metas: list[WeightUpdateMeta],
-    owner: int = 0,
+    sender: int = 0,
 ) -> list[dict[str, float]]:
     """Saves to `saved`, then uploads once for each meta through one sender."""
     shards = sharded(source, parallel, dtype)
     save_hf(saved, *shards)
-    sender = WeightSender(*shards, owner=owner)
+    weights = WeightSender(*shards, sender=sender)
     try:
-        return [sender.upload(meta) for meta in metas]
+        return [weights.upload(meta) for meta in metas]
     finally:
-        sender.close()
+        weights.close()
 
 
 def metas_for(held: list[Server], first: int, **kw: Any) -> list[WeightUpdateMeta]:
@@ -153,7 +154,7 @@ def test_two_servers_hold_what_save_writes(
         for server in untied:  # so that the second sync has something to change as well
             load(server, home / "qwen2")
         stats = world.run(
-            run_syncs, source, saved, list(LAYOUTS.values())[i], torch.float32, [meta], owner=i % 2
+            run_syncs, source, saved, list(LAYOUTS.values())[i], torch.float32, [meta], sender=i % 2
         )
         (figures,) = stats[0]
         assert stats[1] == stats[0] and figures["weight_sync/verified"] == 1
@@ -243,8 +244,8 @@ def test_two_owners_send_by_turns(
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=36 + i)
     saved, before = tmp_path / "saved", checksums(untied[0])
-    metas = metas_for(untied, 261 + 10 * i, owners=OWNERS[i])
-    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", owners=1)]
+    metas = metas_for(untied, 261 + 10 * i, senders=OWNERS[i])
+    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", senders=1)]
     parallel = list(LAYOUTS.values())[i]
     stats = world.run(job, source, saved, parallel, torch.float32, metas)
     assert stats[0] == stats[1]

@@ -158,7 +158,7 @@ def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
     bucket_bytes, staging = split_budget(1 << 30)
     plan = plan_sync(table, torch.bfloat16, bucket_bytes, spread_senders(layout, count))
     gatherer = BucketGatherer(
-        table, layout, 0, {}, plan.buckets, plan.owners, device="meta", staging=staging
+        table, layout, 0, {}, plan.buckets, plan.senders, device="meta", staging=staging
     )
     sources: dict[int, set[int]] = {}
     for bucket, messages in gatherer._plans.items():
