@@ -20,7 +20,8 @@ from functools import cached_property
 
 from megarl.models.cuts import Cut, cut_by
 from megarl.models.cuts import View as View
-from megarl.models.families import Param
+from megarl.models.families import family_of
+from megarl.models.families.params import Param
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op, Shape
 from megarl.parallel.layout import Coords, Layout
@@ -165,7 +166,7 @@ def build_piece_table(
     }
     last = (layout.pp - 1, layout.vpp - 1)
     cuts: dict[tuple[Op, int], Cut] = {}  # layers and experts are cut alike
-    for param, layer in model.declaration.params(model) if params is None else params:
+    for param, layer in family_of(model).params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
         else:
