@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from megarl.config.engine import MoEConfig
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.families import family_of
-from megarl.models.fill import fill_random
 from megarl.models.grouped_routing import GroupLimited
 from megarl.models.layers import RMSNorm
 from megarl.models.marks import mark_params
 from megarl.models.names import named_params
+from megarl.models.param_loading import init_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.shapes import ModelConfig
 from megarl.models.value_head import ValueHead
@@ -82,7 +82,7 @@ def build_model(
     coords, params = layout.coords(torch.distributed.get_rank()), named_params(chunks)
     mark_params(table, coords, params)
     if seed is not None:
-        fill_random(table, coords, params, seed=seed)
+        init_params(table, coords, params, seed=seed)
     return BuiltModel(config, chunks, table)
 
 

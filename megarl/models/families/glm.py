@@ -30,7 +30,7 @@ class Glm4(Glm):
     """GLM-4-0414 also normalises what attention and MLP add to the residual stream."""
 
     def patch_spec(self, spec: Any) -> None:
-        from megarl.models.sandwich import SandwichLayer
+        from megarl.models.sandwich_norm import SandwichLayer
 
         for layer in spec.layer_specs:
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
