@@ -21,7 +21,9 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
     window = model.attention.window
     slides = window is not None and cp > 1
     if asked == "auto":
-        asked = "p2p" if attention == "te" and not slides else "all_gather"
+        if attention == "te" and not slides:
+            return "p2p"
+        asked = "all_gather"
     if attention == "te" and asked == "p2p" and slides:
         raise ValueError(
             f"parallel.cp_comm_type='p2p': Transformer Engine takes a sliding window (of {window} "

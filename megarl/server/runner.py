@@ -99,8 +99,8 @@ class ModelRunner:
         if not bool(((got - want).abs() <= bound * (1 + want.abs().max())).all()):
             raise ValueError(
                 f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
-                f"logits (off by {(got - want).abs().max():.2g}); it supports full and sliding-window attention "
-                "and an LM head without post-processing"
+                f"logits (off by {(got - want).abs().max():.2g}); it supports full and sliding-"
+                "window attention and an LM head without post-processing"
             )
         self.cache.clear()
 

@@ -73,6 +73,8 @@ _GLM4_MOE = Glm4Moe(
         "attention_bias": False,
         "partial_rotary_factor": 0.5,
         "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
     },
