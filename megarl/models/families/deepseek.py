@@ -177,7 +177,9 @@ class DeepSeek(Family):
         return (*queries, *_KEYS_AND_VALUES)
 
     def config_class(self) -> Callable[..., Any]:
-        from megatron.core.transformer import MLATransformerConfig
+        from megarl.models import mla  # noqa: F401  mends megatron-core's layers: before any is built
+
+        from megatron.core.transformer import MLATransformerConfig  # isort: skip
 
         return MLATransformerConfig
 
