@@ -4,6 +4,7 @@ experts.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ import torch
 import transformers as T
 
 VOCAB = 130  # not a multiple of 128 * tp: the padded vocabulary is always exercised
-KINDS = ("llama", "qwen2", "qwen3")
-MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral")
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
+MOE_KINDS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 GLM_KINDS = ("glm", "glm4")
 # latent attention, with and without a latent of queries
-MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+MLA_KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
 _CLS = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
+    "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
 }  # fmt: skip
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": dict(
@@ -55,6 +57,28 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         num_nextn_predict_layers=1,
         rms_norm_eps=1e-5,
+    ),
+    # a router without groups
+    "kimi_k2": dict(
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        routed_scaling_factor=2.827,
+        n_shared_experts=1,
+        num_nextn_predict_layers=0,
+    ),
+    "glm4_moe": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+        head_dim=24,
+        attention_bias=True,
+        use_qk_norm=True,
     ),
 }
 YARN = dict(
@@ -101,9 +125,13 @@ def tiny_hf(
         base.update(_MLA)
         if kind == "deepseek_v2_lite":
             base["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0)
+        if kind == "kimi_k2":
+            base["rope_parameters"] = YARN | dict(beta_fast=1.0, mscale_all_dim=1.0)
     base.update(_EXPERTS.get(kind, {}))
     if kind.startswith("qwen3"):
         base["head_dim"] = 32  # != hidden / heads on purpose
+    if kind == "mistral":
+        base["sliding_window"] = 5
     if kind in GLM_KINDS:  # the default of both is to rotate half of a head
         base |= dict(head_dim=24, attention_bias=kind == "glm", rms_norm_eps=1e-5)
     base.update(over)
@@ -143,7 +171,15 @@ def hf_named(model: T.PreTrainedModel, values: dict[str, torch.Tensor]) -> dict[
 
 
 def save_tiny(path: Path, kind: str, **kw: Any) -> Path:
-    tiny_hf(kind, **kw).save_pretrained(path, safe_serialization=True)
+    return save_hf(tiny_hf(kind, **kw), path, kind)
+
+
+def save_hf(model: T.PreTrainedModel, path: Path, kind: str) -> Path:
+    """Saves a model of `kind`; transformers has no model_type "kimi_k2", so it is written here."""
+    model.save_pretrained(path, safe_serialization=True)
+    if kind == "kimi_k2":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     return path
 
 

@@ -19,6 +19,7 @@ from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
+from megarl.utils.transformers_config import transformers_config
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 
@@ -33,7 +34,8 @@ def check_logits(hf: str | Path, checkpoint: str | Path, prompt: str | None = No
     model = DistSource(Path(checkpoint)).model
     if model.head != "lm":
         raise ValueError(f"{checkpoint} is a value model: it has no logits; compare by verify")
-    reference = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    config = transformers_config(hf)
+    reference = AutoModelForCausalLM.from_pretrained(hf, config=config, dtype=torch.float32)
     ids = _prompt_ids(hf, prompt, reference.config.vocab_size)
     with torch.no_grad():
         want = reference.eval()(ids).logits[0].float()

@@ -1,5 +1,5 @@
 """Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
-sequences, context parallelism. The contract is that of TEDotProductAttention:
+sequences, context parallelism, sliding windows. The contract is that of TEDotProductAttention:
 
 sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
 thd:  query [T, nq, d], key [T, nk, d], value [T, nk, v]           ->  [T, nq * v]
@@ -26,6 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 
 
 class SDPACoreAttention(MegatronModule):
@@ -49,6 +50,9 @@ class SDPACoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        skip = config.window_attn_skip_freq
+        slides = is_layer_window_attention(config.window_size, skip, layer_number)
+        self.window = config.window_size[0] + 1 if slides else None
 
     def forward(
         self,
@@ -64,28 +68,28 @@ class SDPACoreAttention(MegatronModule):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, packed_seq_params)
         s, b = query.shape[:2]
-        if self.cp_group.size() == 1:
+        if self.cp_group.size() == 1 and (self.window is None or s <= self.window):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._sdpa(q, k, v, None)
             return out.permute(2, 0, 1, 3).reshape(s, b, -1)
-        # context parallelism: b sequences of equal length, packed
+        # b sequences of equal length, packed
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = self._grouped(q, k, v, self._plan([s * self.cp_group.size()] * b, q.device))
         return out.view(b, s, -1).transpose(0, 1)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams) -> Tensor:
-        # every layer of a micro-batch sees the same PackedSeqParams: the plan is made once and kept
+        # every layer of a micro-batch sees the same PackedSeqParams: plans are made once and kept
         # on it, which on a GPU also saves a device synchronisation per layer
-        plan = getattr(packed, "_megarl_plan", None)
-        if plan is None:
+        plans = packed.__dict__.setdefault("_megarl_plans", {})
+        if self.window not in plans:
             cu = packed.cu_seqlens_q_padded
             cu = packed.cu_seqlens_q if cu is None else cu
-            plan = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
-            packed._megarl_plan = plan
-        return self._grouped(q, k, v, plan)
+            plans[self.window] = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
+        return self._grouped(q, k, v, plans[self.window])
 
     def _plan(self, lengths: list[int], device: torch.device) -> Plan:
-        return make_plan(lengths, self.cp_group.size(), self.cp_group.rank(), device)
+        cp = self.cp_group
+        return make_plan(lengths, cp.size(), cp.rank(), device, self.window)
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """q [T, nq, d], k [T, nk, d], v [T, nk, v] -> [T, nq * v]."""

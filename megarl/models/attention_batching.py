@@ -42,7 +42,7 @@ class Group:
     """n items padded to q_len queries and k_len keys; padding repeats an item's last token.
 
     `mask` [n, 1, q_len, k_len] is None where plain causal attention is right: padding comes after
-    every real query, so causality hides it.
+    every real query, so causality hides it, and no sequence is longer than a sliding window.
     """
 
     n: int
@@ -91,9 +91,12 @@ def length_class(n: int) -> int:
     return 0 if n <= SHORT else math.ceil(math.log(n / SHORT) / math.log(GROWTH) - 1e-9)
 
 
-def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) -> Plan:
+def make_plan(
+    lengths: Sequence[int], cp: int, rank: int, device: torch.device, window: int | None = None
+) -> Plan:
     """The plan of context-parallel rank `rank` for packed sequences of (padded, global) `lengths`;
-    its groups together hold every query of the rank once."""
+    its groups together hold every query of the rank once. `window`: a token attends to itself and
+    the `window` - 1 tokens before it; None: to all before it."""
     # the chunk number (k_len / q_len) is part of the class: one group's keys are then alike too
     classes: dict[tuple[int, int], list[Item]] = {}
     for item in items(lengths, cp, rank):
@@ -103,7 +106,7 @@ def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) 
     take = torch.empty(tokens, dtype=torch.long)
     groups, q_rows, k_rows, row = [], [], [], 0
     for members in classes.values():
-        group, q_index, k_index = _group(members, cp > 1, device)
+        group, q_index, k_index = _group(members, cp > 1, window, device)
         for m in members:
             take[m.q_start : m.q_start + m.q_len] = torch.arange(row, row + m.q_len)
             row += group.q_len
@@ -121,7 +124,7 @@ def make_plan(lengths: Sequence[int], cp: int, rank: int, device: torch.device) 
 
 
 def _group(
-    members: Sequence[Item], masked: bool, device: torch.device
+    members: Sequence[Item], masked: bool, window: int | None, device: torch.device
 ) -> tuple[Group, Tensor, Tensor]:
     """The group of `members`, and the tokens of its rows of queries and of keys (on the host)."""
     q_start, q_len, k_start, k_len = (
@@ -131,8 +134,12 @@ def _group(
     i = torch.arange(int(q_len.max()))[None]
     j = torch.arange(int(k_len.max()))[None]
     mask = None
-    if masked:
-        mask = (j[:, None, :] <= (i + k_len - q_len)[:, :, None])[:, None].to(device)
+    if masked or (window is not None and j.numel() > window):
+        own = (i + k_len - q_len)[:, :, None]  # the key of the query's own token
+        mask = j[:, None, :] <= own
+        if window is not None:
+            mask &= j[:, None, :] > own - window
+        mask = mask[:, None].to(device)
     return (
         Group(len(members), i.numel(), j.numel(), mask),
         (q_start + torch.minimum(i, q_len - 1)).flatten(),

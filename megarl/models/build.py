@@ -12,18 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from megarl.config.engine import MoEConfig
-from megarl.models import rope
 from megarl.models.attention import SDPACoreAttention
-from megarl.models.families import SHARED_GATE
+from megarl.models.families import family_of
 from megarl.models.grouped_routing import GroupLimited
-from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
 from megarl.models.marks import mark_params
-from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
-from megarl.models.sandwich_norm import SandwichLayer
+from megarl.models.shapes import ModelConfig
 from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
@@ -31,7 +28,7 @@ from megarl.parallel.layout import Layout
 from megatron.core import parallel_state as ps  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
@@ -117,19 +114,20 @@ def transformer_config(
     moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> TransformerConfig:
+    family = family_of(model)
     fields = {
         **_architecture(model),
         **_parallel(layout),
-        **_kernels(model, device, use_te),
+        **_kernels(device, use_te),
         **_experts(model, moe or MoEConfig(), use_te),
-        **(mla_fields(model) if model.mla else {}),
+        **family.transformer_fields(model),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
-    kind = MLATransformerConfig if model.mla else TransformerConfig
-    return kind(**{**fields, **overrides})
+    config: TransformerConfig = family.config_class()(**{**fields, **overrides})
+    return config
 
 
 def _architecture(m: ModelConfig) -> dict[str, Any]:
@@ -145,9 +143,6 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=m.qkv_bias,
-        qk_layernorm=m.qk_norm,
-        rotary_interleaved=m.declaration.glm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # weights are filled from the piece table: no numbers need be drawn for them
@@ -164,8 +159,6 @@ def _leave(weight: torch.Tensor) -> None:
 def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
     if m.moe is None:
         return {}
-    family = m.declaration.moe
-    assert family is not None
     if cfg.token_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError(
             "moe.token_dispatcher='flex' needs DeepEP, which is not installed; use 'alltoall'"
@@ -180,10 +173,10 @@ def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_router_score_function="sigmoid" if m.moe.sigmoid else "softmax",
         moe_router_topk_scaling_factor=m.moe.scale if m.moe.scale != 1 else None,
-        moe_router_enable_expert_bias=family.bias is not None,
+        moe_router_enable_expert_bias=m.moe.score_bias,
         moe_router_bias_update_rate=cfg.expert_bias_update_rate,
         moe_shared_expert_intermediate_size=m.moe.shared_intermediate_size or None,
-        moe_shared_expert_gate=SHARED_GATE in family.shared,
+        moe_shared_expert_gate=m.moe.shared_gate,
         moe_router_load_balancing_type="aux_loss" if cfg.aux_loss_coef else "none",
         moe_aux_loss_coeff=cfg.aux_loss_coef,
         moe_z_loss_coeff=cfg.z_loss_coef or None,
@@ -221,13 +214,12 @@ def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _kernels(m: ModelConfig, device: torch.device, use_te: bool) -> dict[str, Any]:
+def _kernels(device: torch.device, use_te: bool) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex
     return dict(
         use_cpu_initialization=not on_gpu,
-        # for packed sequences megatron-core does not tell the kernel to turn pairs of neighbours
-        apply_rope_fusion=(use_te or not on_gpu) and not m.declaration.glm,
+        apply_rope_fusion=use_te or not on_gpu,
         bias_activation_fusion=True,
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=on_gpu and wgrad,
@@ -260,11 +252,7 @@ def _chunk(
     if model.head == "value" and chunk.post_process:
         group = ps.get_tensor_model_parallel_group()
         chunk.output_layer = ValueHead(config, bias=model.score_bias, tp_group=group)
-    if model.mla:
-        settle_mla(chunk)
-    else:
-        frequencies = chunk.rotary_pos_emb
-        frequencies.inv_freq = rope.inv_freq(model).to(frequencies.inv_freq.device)
+    family_of(model).patch(chunk, model)
     return chunk
 
 
@@ -289,9 +277,7 @@ def _block_spec(
     )
     if not use_te:
         _use_own_parts(spec)
-    if model.declaration.post_norms:
-        for layer in spec.layer_specs:
-            layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
+    family_of(model).patch_spec(spec)
     return spec
 
 

@@ -18,15 +18,24 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
     ValueError, naming value and fix, where these cannot do it.
     """
     asked, cp, tp = parallel.cp_comm_type, parallel.cp, parallel.tp
+    window = model.attention.window
+    slides = window is not None and cp > 1
     if asked == "auto":
-        return "p2p" if attention == "te" else "all_gather"
+        if attention == "te" and not slides:
+            return "p2p"
+        asked = "all_gather"
+    if attention == "te" and asked == "p2p" and slides:
+        raise ValueError(
+            f"parallel.cp_comm_type='p2p': Transformer Engine takes a sliding window (of {window} "
+            f"tokens in {model.family}) by 'all_gather' and 'a2a' only; use 'auto'"
+        )
     if attention == "sdpa":
         if asked != "all_gather":
             raise ValueError(
                 f"parallel.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
             )
         return asked
-    if model.mla is not None and asked != "p2p":
+    if model.head_dim != model.v_head_dim and asked != "p2p":
         raise ValueError(
             f"parallel.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
             f"sizes ({model.family}'s) by 'p2p' only; use 'p2p'"
@@ -34,7 +43,8 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
     if not is_te_min_version(_PACKED_SINCE[asked]):
         raise ValueError(
             f"parallel.cp_comm_type={asked!r} takes packed sequences from Transformer Engine "
-            f"{_PACKED_SINCE[asked]} on, and {get_te_version()} is installed; use 'p2p'"
+            f"{_PACKED_SINCE[asked]} on, and {get_te_version()} is installed; use "
+            + ("parallel.cp=1" if slides else "'p2p'")
         )
     heads, kv = model.num_attention_heads, model.num_key_value_heads
     if asked == "a2a" and (heads % (tp * cp) or kv % (tp * cp)):

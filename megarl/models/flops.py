@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megarl.models.families import SHARED_GATE
-from megarl.models.hf_config import ModelConfig
+from megarl.models.shapes import ModelConfig
 from megarl.parallel.packing import Cost
 
 
@@ -21,36 +20,27 @@ def train_flops(m: ModelConfig, lengths: Iterable[int]) -> float:
 
 
 def sequence_cost(m: ModelConfig) -> Cost:
-    """Multiply-adds of one forward pass over n tokens, by n and n^2.
+    """Multiply-adds of one forward pass over n tokens.
 
     A token meets every matrix it is routed to once (the embedding's only at the output) and, under
-    causal attention, the keys and values of (n + 1) / 2 tokens in every head and layer.
+    causal attention, the keys and values of (n + 1) / 2 tokens in every head and layer, or of those
+    in the layer's window.
     """
-    attention = m.num_attention_heads * (m.head_dim + m.v_head_dim) // 2  # by half a pair of tokens
+    a = m.attention
+    pair = a.heads * (a.head_dim + a.v_head_dim) // 2  # by half a pair of tokens
     vocabulary = m.hidden_size * (m.vocab_size if m.head == "lm" else 1)
-    linear = m.num_layers * (_projections(m) + attention) + _mlps(m) + vocabulary
-    return Cost(linear, m.num_layers * attention)
-
-
-def _projections(m: ModelConfig) -> int:
-    """Of a layer's hidden state to queries, keys and values, and back."""
-    heads, out = m.num_attention_heads, m.num_attention_heads * m.v_head_dim * m.hidden_size
-    if m.mla is None:
-        return m.hidden_size * (heads + 2 * m.num_key_value_heads) * m.head_dim + out
-    a = m.mla
-    queries, source = heads * m.head_dim, a.q_rank or m.hidden_size
-    down = (a.q_rank or 0) + a.kv_rank + a.rope_dim
-    up = source * queries + a.kv_rank * heads * (a.nope_dim + a.v_dim)
-    return m.hidden_size * down + up + out
+    sliding = len(a.window_layers)
+    full = (m.num_layers - sliding) * pair
+    linear = m.num_layers * a.weights(m.hidden_size) + full + _mlps(m) + vocabulary
+    return Cost(linear, full, windowed=sliding * pair, window=a.window or 0)
 
 
 def _mlps(m: ModelConfig) -> int:
     """Gate, up and down of all layers, and the routers."""
     if m.moe is None:
         return m.num_layers * 3 * m.hidden_size * m.intermediate_size
-    assert m.declaration.moe is not None
     dense = len(m.moe.dense_layers)
     routed = m.moe.top_k * m.moe.intermediate_size
-    gates = m.moe.num_experts + (SHARED_GATE in m.declaration.moe.shared)
+    gates = m.moe.num_experts + m.moe.shared_gate
     expert = 3 * (routed + m.moe.shared_intermediate_size) + gates
     return m.hidden_size * (3 * dense * m.intermediate_size + (m.num_layers - dense) * expert)

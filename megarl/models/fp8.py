@@ -65,22 +65,12 @@ def token_unit(recipe: str) -> int:
 
 def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
     """Both sides of every linear map in the layers, as a rank holds them."""
-    heads, kv_heads = m.num_attention_heads // layout.tp, -(-m.num_key_value_heads // layout.tp)
     widths = {
         "hidden size": m.hidden_size,
-        "attention width": heads * m.v_head_dim,
+        "attention width": m.num_attention_heads // layout.tp * m.v_head_dim,
         "feed-forward width": m.intermediate_size // layout.tp,
+        **m.attention.widths(layout.tp),
     }
-    if m.mla is None:
-        widths["query, key and value width"] = (heads + 2 * kv_heads) * m.head_dim
-    else:
-        widths |= {
-            "query width": heads * m.head_dim,
-            "latent query": m.mla.q_rank or 0,
-            "latent key and value": m.mla.kv_rank,
-            "latent key and value with rotated key": m.mla.kv_rank + m.mla.rope_dim,
-            "key and value width": heads * (m.mla.nope_dim + m.mla.v_dim),
-        }
     if m.moe is not None:
         widths["expert width"] = m.moe.intermediate_size // layout.etp
     return widths

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config.engine import ALL_LINEAR, LoRAConfig
-from megarl.models.families import VALUE_HEAD, Param
+from megarl.models.families import family_of
+from megarl.models.families.params import VALUE_HEAD, Param
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op, Replicated, RowParallel, Segment, Shape, VocabParallel
 from megarl.models.piece_table import PieceTable, build_piece_table
@@ -108,7 +109,7 @@ def scale(cfg: LoRAConfig) -> float:
 def adapted_layers(m: ModelConfig, cfg: LoRAConfig) -> Iterator[Adapted]:
     """Every adapted weight of the model, in HF order."""
     targets = resolve_targets(m, cfg)
-    for param, layer in m.declaration.params(m):
+    for param, layer in family_of(m).params(m):
         if layer is None or not _is_linear(param, m):
             continue
         sources = tuple(i for i, hf in enumerate(param.hf) if _module(hf) in targets)
@@ -150,7 +151,7 @@ def _module(hf: str) -> str:
 
 def target_names(m: ModelConfig) -> tuple[str, ...]:
     """The HF modules of `m` that can have adapters."""
-    layers = (p for p, layer in m.declaration.params(m) if layer is not None and _is_linear(p, m))
+    layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_linear(p, m))
     return tuple(dict.fromkeys(_module(hf) for p in layers for hf in p.hf))
 
 
@@ -209,7 +210,7 @@ def trained_params(m: ModelConfig, cfg: LoRAConfig) -> Iterator[tuple[Param, int
     for layer in adapted_layers(m, cfg):
         yield layer.a, layer.layer
         yield layer.b, layer.layer
-    for param, number in m.declaration.params(m):
+    for param, number in family_of(m).params(m):
         if is_trained(param.name, m):
             yield replace(param, hf=tuple(PEFT_PREFIX + h for h in param.hf)), number
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
@@ -23,35 +22,6 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 # of the latents' norms: Hugging Face's do not read rms_norm_eps, and neither did DeepSeek's own
 LATENT_NORM_EPS = 1e-6
-
-
-def mla_fields(m: ModelConfig) -> dict[str, Any]:
-    """MLATransformerConfig's own fields. megatron-core takes rotary dimensions apart as
-    Hugging Face does (even ones first) and, unlike elsewhere, its YaRN is the same to the bit."""
-    assert m.mla is not None
-    fields: dict[str, Any] = dict(
-        q_lora_rank=m.mla.q_rank,
-        kv_lora_rank=m.mla.kv_rank,
-        qk_head_dim=m.mla.nope_dim,
-        qk_pos_emb_head_dim=m.mla.rope_dim,
-        v_head_dim=m.mla.v_dim,
-        qk_layernorm=True,
-        rotary_base=m.rope_theta,
-        rope_type="rope",
-        rotary_scaling_factor=1.0,  # the default is 40, and scales scores whatever the type
-        apply_rope_fusion=False,  # the kernel works in place and for YaRN alone
-    )
-    if (yarn := m.rope_scaling) is not None:
-        fields |= dict(
-            rope_type="yarn",
-            rotary_scaling_factor=yarn.factor,
-            original_max_position_embeddings=yarn.original_max_position_embeddings,
-            beta_fast=yarn.beta_fast,
-            beta_slow=yarn.beta_slow,
-            mscale=yarn.mscale,
-            mscale_all_dim=yarn.mscale_all_dim,
-        )
-    return fields
 
 
 def settle_mla(chunk: GPTModel) -> None:

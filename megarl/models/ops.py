@@ -12,13 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megarl.models.hf_config import ModelConfig
+from megarl.models.shapes import ModelConfig
 
 Shape = tuple[int, ...]
-Dim = Callable[["ModelConfig"], int]
+Dim = Callable[[ModelConfig], int]
 
 
 def one(m: ModelConfig) -> int:
@@ -56,30 +54,8 @@ def query(m: ModelConfig) -> int:
     return m.num_attention_heads * m.head_dim
 
 
-def q_rank(m: ModelConfig) -> int:
-    assert m.mla is not None and m.mla.q_rank is not None
-    return m.mla.q_rank
-
-
-def kv_rank(m: ModelConfig) -> int:
-    assert m.mla is not None
-    return m.mla.kv_rank
-
-
-def kv_down(m: ModelConfig) -> int:
-    """The latent of keys and values, and the rotated part of the key."""
-    assert m.mla is not None
-    return m.mla.kv_rank + m.mla.rope_dim
-
-
-def kv_up(m: ModelConfig) -> int:
-    """Of every head, the part of its key without position and its value."""
-    assert m.mla is not None
-    return m.num_attention_heads * (m.mla.nope_dim + m.mla.v_dim)
-
-
 def attended(m: ModelConfig) -> int:
-    """What all heads have to say: their values' sizes."""
+    """The sizes of all heads' values together."""
     return m.num_attention_heads * m.v_head_dim
 
 

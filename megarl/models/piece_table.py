@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megarl.models.families import Param
+from megarl.models.families import family_of
+from megarl.models.families.params import Param
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op, Shape
 from megarl.models.sharding import ShardMap, shard_map
@@ -165,7 +166,7 @@ def build_piece_table(
     }
     last = (layout.pp - 1, layout.vpp - 1)
     cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
-    for param, layer in model.declaration.params(model) if params is None else params:
+    for param, layer in family_of(model).params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
         else:

@@ -11,12 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.models.hf_config import ModelConfig, RopeScaling
+from megarl.models.shapes import ModelConfig, RopeScaling
 
 
 def inv_freq(model: ModelConfig) -> Tensor:
     """[rotary_dim / 2] float32, on the host."""
-    d = model.rotary_dim
+    d = model.attention.rotary_dim
     exponent = torch.arange(0, d, 2, dtype=torch.int64).float() / d
     freq = 1.0 / (model.rope_theta**exponent)
     scaling = model.rope_scaling

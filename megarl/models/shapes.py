@@ -1,16 +1,21 @@
-"""What a config.json says about rotary scaling, experts and latent attention, as plain numbers."""
+"""A model's numbers, as its config.json gives them. Pure: no torch, no file, no family.
+
+Generic code (layouts, costs, FP8, the planner) asks a ModelConfig and its Attention, and never
+which family a model is of.
+"""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """type "linear" uses `factor` only; "llama3" all fields of its line, as "yarn" does."""
+    """Rotary scaling. Type "linear" uses `factor` only; "llama3" and "yarn" use all fields of their
+    line."""
 
     type: str
     factor: float
@@ -26,29 +31,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLAShape:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads
-    come from one latent vector of `kv_rank` numbers, queries from one of `q_rank` (None: from the
-    hidden state itself). Of a head's query and key, `nope_dim` numbers carry no position and
-    `rope_dim` are rotated, those of the key being the same in all heads; its value has `v_dim`.
-    """
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class MoEShape:
     """Mixture-of-experts layers: a router sends each token to `top_k` of `num_experts`.
 
-    norm_topk_prob: their weights sum to 1, before `scale` multiplies them. dense_layers: numbers of
-    the layers with a plain MLP. shared_intermediate_size: of the expert that every token meets; 0:
-    none. sigmoid: scores by expert in place of a softmax over them.
-    groups: a token goes to experts of the best `top_groups` of so many equal groups, each judged by
-    the sum of its `group_best` highest scores. 1: no groups.
+    norm_topk_prob: the weights of a token's experts sum to 1, before `scale` multiplies them.
+    dense_layers: numbers of the layers with a plain MLP. shared_intermediate_size: the size of the
+    expert that every token meets; 0: there is none. shared_gate: that expert's output is gated.
+    sigmoid: each expert has a score of its own, in place of a softmax over all. score_bias: a bias
+    is added to the scores when experts are chosen.
+    groups: the experts are in so many equal groups, and a token goes to experts of the best
+    `top_groups`; a group is judged by the sum of its `group_best` highest scores. 1: no groups.
     """
 
     num_experts: int
@@ -57,43 +49,99 @@ class MoEShape:
     norm_topk_prob: bool
     dense_layers: tuple[int, ...] = ()
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     sigmoid: bool = False
+    score_bias: bool = False
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
 
 
-def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """raw[name], which must be a positive integer; `default` where it is absent or null."""
-    return _integer(raw, name, source, default, least=1)
+@dataclass(frozen=True, kw_only=True)
+class Attention(ABC):
+    """A kind of attention, by the numbers that generic code needs of it.
+
+    head_dim: the size of a head's query and key; its value has `v_head_dim`. rotary_dim: how many
+    numbers of a head are rotated. window: a token of the layers `window_layers` attends to itself
+    and the `window` - 1 tokens before it; None: every layer attends to all tokens before.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary_dim: int
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def weights(self, hidden: int) -> int:
+        """Returns how many numbers a layer's matrices have: a token's multiply-adds with them."""
+
+    @abstractmethod
+    def sizes_to_cut(self) -> dict[str, int]:
+        """Returns, by their names for the user, the sizes that tensor parallelism must divide."""
+
+    @abstractmethod
+    def widths(self, tp: int) -> dict[str, int]:
+        """Returns, by name, the inner sizes of a layer's matrices as one of `tp` ranks has them."""
+
+    @abstractmethod
+    def kept_numbers(self, tp: int) -> tuple[int, float]:
+        """Returns what backward needs of a token and layer before the attention itself, beside
+        hidden states: (numbers that every rank has, numbers of the rank's own heads)."""
+
+    @abstractmethod
+    def cached_numbers(self, tp: int) -> int:
+        """Returns how many numbers of a token and layer one of `tp` GPUs of a server keeps."""
+
+    def repeated_weights(self, hidden: int, tp: int) -> int:
+        """Returns how many numbers of a layer a server's GPU of `tp` holds beyond its share."""
+        return 0
 
 
-def count(raw: Mapping[str, Any], name: str, source: str) -> int:
-    """raw[name], which must be an integer that is not negative; 0 where it is absent or null."""
-    return _integer(raw, name, source, 0, least=0)
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
 
+    mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
+    head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;
+    with `new_head` the directory is a language model's and has no score yet.
+    """
 
-def _integer(
-    raw: Mapping[str, Any], name: str, source: str, default: int | None, *, least: int
-) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{source}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        expected = "a positive integer" if least else "an integer, 0 or more"
-        raise ValueError(f"{source}: {name}={value!r}; expected {expected}")
-    return value
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    attention: Attention
+    vocab_size: int
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    initializer_range: float
+    dtype: str
+    moe: MoEShape | None = None
+    mtp_layers: int = 0
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+    head: str = "lm"
+    score_bias: bool = False
+    new_head: bool = field(default=False, compare=False)
 
+    @property
+    def num_attention_heads(self) -> int:
+        return self.attention.heads
 
-def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
-    """raw[name], which must be a number that is finite and not negative; `default` where it is
-    absent or null."""
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{source}: {name}={value!r}; expected a number, 0 or more")
-    return float(value)
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.attention.v_head_dim

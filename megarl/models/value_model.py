@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megarl.models.hf_config import ModelConfig
+from megarl.models.families import family_of
+from megarl.models.shapes import ModelConfig
 
 LM, TOKEN, SEQUENCE = "ForCausalLM", "ForTokenClassification", "ForSequenceClassification"
 
@@ -29,11 +29,11 @@ def value_model(lm: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelCo
 
     A language model's directory becomes a token classifier with a new head.
     """
-    names = raw.get("architectures") or [lm.declaration.architecture]
+    names = raw.get("architectures") or [family_of(lm).architecture]
     new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)
     if new:
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        name = lm.declaration.architecture.replace(LM, TOKEN)
+        name = family_of(lm).architecture.replace(LM, TOKEN)
         raw = {k: v for k, v in raw.items() if k != "num_labels"} | label
         raw = {**raw, "architectures": [name]}
     elif (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:

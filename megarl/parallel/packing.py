@@ -17,13 +17,19 @@ Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the global bat
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a sequence of n tokens: linear * n + quadratic * n^2 (matrices, causal attention)."""
+    """Work of a sequence of n tokens: linear * n + quadratic * n^2 (matrices, causal attention)
+    and, for attention through a sliding window, `windowed` times twice the pairs of tokens less
+    than `window` apart, which are n + n^2 in a sequence no longer than that."""
 
     linear: int = 1
     quadratic: int = 0
+    windowed: int = 0
+    window: int = 0
 
     def __call__(self, n: int) -> int:
-        return (self.linear + self.quadratic * n) * n
+        seen = min(n, self.window)
+        sliding = self.windowed * seen * (2 * n - seen + 1)
+        return (self.linear + self.quadratic * n) * n + sliding
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,6 @@ def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Worklo
     blocks = 2 * layers - moe_layers
     tp = blocks * (5 + 2 * again) * hidden / _rate(cluster, layout.tp, layout.tp)
     kv = BF16 * tokens * m.num_key_value_heads / layout.tp * (m.head_dim + m.v_head_dim)
-    if m.mla is not None:
-        kv = BF16 * tokens * m.num_attention_heads / layout.tp * (m.head_dim + m.v_head_dim)
     # keys and values go round, and with their gradients once more
     cp = layers * (3 + again) * kv * layout.cp / _rate(cluster, layout.cp, layout.tp * layout.cp)
     ep = 0.0

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, padded_vocab_size
@@ -113,7 +114,7 @@ def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bo
     """How many parameters there are of each (layer, stage, op, of an expert?, tied?, buffer?)."""
     return Counter(
         (layer, p.stage, p.op, p.expert is not None, p.copy_on_last is not None, p.buffer)
-        for p, layer in m.declaration.params(m)
+        for p, layer in family_of(m).params(m)
     )
 
 
@@ -168,19 +169,13 @@ def layer_activations(m: ModelConfig, layout: Layout, layer: int, tokens: int) -
 
 def _attention(m: ModelConfig, layout: Layout) -> float:
     """Both norms' inputs and all of attention. What tensor parallelism leaves whole, sequence
-    parallelism cuts. Queries and keys are rotated into memory of their own; the values are a view
-    of the projection's output, which stays for it (of keys and values, in latent attention)."""
+    parallelism cuts."""
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
-    heads, v_dim = m.num_attention_heads / tp, m.v_head_dim
-    kv = max(1.0, m.num_key_value_heads / tp)
-    shared = 3 * m.hidden_size  # inputs of two norms and of the projection
-    if m.mla is None:
-        own = (heads + kv) * m.head_dim + (heads + 2 * kv) * m.head_dim
-    else:  # latents before and after their norms
-        shared += 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_dim
-        own = heads * (2 * m.head_dim + m.mla.nope_dim + v_dim)
+    heads = m.num_attention_heads / tp
+    shared, own = m.attention.kept_numbers(tp)
+    shared += 3 * m.hidden_size  # inputs of two norms and of the projection
     log_sums = FP32 * heads
-    return BF16 * (shared / whole + own + heads * v_dim) + log_sums
+    return BF16 * (shared / whole + own + heads * m.v_head_dim) + log_sums
 
 
 def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
@@ -211,16 +206,10 @@ def server_weights(m: ModelConfig, tp: int) -> int:
     layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
     if m.moe and layout.etp == 1:
         layout = Layout(tp=tp, ep=tp)
-    repeated = 0
-    if m.mla is None and tp > m.num_key_value_heads:
-        extra = 1 - m.num_key_value_heads / tp
-        repeated = int(2 * m.num_layers * m.hidden_size * m.head_dim * extra)
+    repeated = m.num_layers * m.attention.repeated_weights(m.hidden_size, tp)
     return BF16 * (stage_numel(m, layout)[0].total + repeated)
 
 
 def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
-    """Of one token on one GPU of a server; latent attention's cache is the same on all."""
-    if m.mla is not None:
-        return BF16 * m.num_layers * (m.mla.kv_rank + m.mla.rope_dim)
-    heads = max(1, m.num_key_value_heads // tp)
-    return BF16 * m.num_layers * heads * (m.head_dim + m.v_head_dim)
+    """Bytes of one token on one GPU of a server; a sliding window is not taken off."""
+    return BF16 * m.num_layers * m.attention.cached_numbers(tp)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
@@ -79,7 +80,7 @@ def holdings(
     def place(chunk: tuple[int, int], ep: int | None, rank: int) -> Place:
         return Place(*chunk, tp=rank) if ep is None else Place(*chunk, ep=ep, etp=rank)
 
-    for param, layer in m.declaration.params(m):
+    for param, layer in family_of(m).params(m):
         chunk = ends[param.stage] if layer is None else chunk_of[layer]
         ep = None
         if param.expert is not None:

@@ -25,13 +25,22 @@ _POSITIONS_STEP = 64
 _WASTE = 2.0
 # ... and there is enough work for the extra calls to pay
 _SPLIT_FROM = 16384
+# rows of the batch (None: all), the keys that are read, and a mask over them
+_Part = tuple[torch.Tensor | None, slice, torch.Tensor | None]
 
 
 class Plan(Protocol):
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
-        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]."""
+        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
+        attends to itself and the `window` - 1 before it; None: to all before it."""
 
 
 def kv_shape(config: Any) -> tuple[int, int, int, int]:
@@ -133,15 +142,39 @@ class Prefill:
 
     def __init__(self, cache: KVCache, row: int) -> None:
         self.cache, self.row = cache, row
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _mask(self, width: int, window: int | None) -> torch.Tensor | None:
+        """[width,width] bool of a window; None where causality says all."""
+        if window is None or width <= window:
+            return None
+        if (width, window) not in self._masks:
+            at = torch.arange(width, device=self.cache.keys.device)
+            apart = at[:, None] - at
+            self._masks[width, window] = (apart >= 0) & (apart < window)
+        return self._masks[width, window]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
         self.cache.keys[layer, rows, :, :width] = k
         self.cache.values[layer, rows, :, :width] = v
+        mask = self._mask(width, window)
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2)
 
@@ -155,25 +188,45 @@ class Decode:
         self.rows = torch.arange(first, first + len(lengths), device=device)
         self.positions = torch.tensor(lengths, device=device)
         self._all = slice(first, first + len(lengths))
-        self._equal = min(lengths) == max(lengths)
-        self._parts = [
-            (index, width, None if exact else self._mask(index, width))
-            for index, width in _split(lengths, device)
-        ]
+        self._shortest, self._equal = min(lengths), min(lengths) == max(lengths)
+        self._classes = _split(lengths, device)
+        self._parts: dict[int | None, list[_Part]] = {}
 
-    def _mask(self, index: torch.Tensor | None, width: int) -> torch.Tensor | None:
-        """[b,1,1,width]: 0 where a row has a key, its new one included, -inf elsewhere. None where
-        all rows have all of them.
+    def _parts_of(self, window: int | None) -> list[_Part]:
+        """The batch's parts, made once for all layers of a window."""
+        if window not in self._parts:
+            # what no row's window reaches is not read
+            first = 0 if window is None else max(0, self._shortest + 1 - window)
+            self._parts[window] = [
+                (index, slice(first, width), self._mask(index, first, width, window))
+                for index, width in self._classes
+            ]
+        return self._parts[window]
+
+    def _mask(
+        self, index: torch.Tensor | None, first: int, width: int, window: int | None
+    ) -> torch.Tensor | None:
+        """[b,1,1,width - first]: 0 where a row has a key in its window, its new one included, -inf
+        elsewhere. None where all rows have all of them.
         """
-        if index is None and self._equal:
+        if self.exact or (index is None and self._equal):
             return None
-        last = self.positions if index is None else self.positions[index]
-        keys = torch.arange(width, device=last.device)
-        mask = torch.zeros(len(last), width, dtype=self.cache.keys.dtype, device=last.device)
-        return mask.masked_fill_(keys > last[:, None], -torch.inf)[:, None, None]
+        last = (self.positions if index is None else self.positions[index])[:, None]
+        keys = torch.arange(first, width, device=last.device)
+        hidden = keys > last
+        if window is not None:
+            hidden |= keys <= last - window
+        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=last.device)
+        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, self.positions] = k[:, :, 0]
@@ -181,9 +234,10 @@ class Decode:
         batch, heads, _, dim = q.shape
         # the G queries that share a key/value head stand in for query positions: no repeated heads
         q = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
-        if len(self._parts) == 1:
-            _, width, mask = self._parts[0]
-            key, value = keys[self._all, :, :width], values[self._all, :, :width]
+        parts = self._parts_of(window)
+        if len(parts) == 1:
+            _, seen, mask = parts[0]
+            key, value = keys[self._all, :, seen], values[self._all, :, seen]
             if self.exact:  # fresh memory: kernels may treat unaligned views differently
                 key, value = key.contiguous(), value.contiguous()
             if key.device.type == "cpu" and key.dtype == torch.float32 and not self.exact:
@@ -192,12 +246,12 @@ class Decode:
                 out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
         else:
             out = q.new_empty(*q.shape[:-1], v.shape[-1])
-            for index, width, mask in self._parts:
+            for index, seen, mask in parts:
                 rows = self.rows[index]
                 out[index] = F.scaled_dot_product_attention(
                     q[index],
-                    keys[rows, :, :width],
-                    values[rows, :, :width],
+                    keys[rows, :, seen],
+                    values[rows, :, seen],
                     attn_mask=mask,
                     scale=scale,
                 )
@@ -247,11 +301,12 @@ def _attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature -> the forward's plan."""
-    for name in ("sliding_window", "softcap", "s_aux"):
+    for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
             raise ValueError(f"the embedded server does not support attention with {name}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return plan.attend(layer, q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling), None
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return plan.attend(layer, q, k, v, scale, options.get("sliding_window")), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

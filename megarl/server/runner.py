@@ -1,7 +1,7 @@
 """The model behind the server: batched prefill and decode over a slot KV cache.
 
-Any transformers causal LM with full attention and a plain LM head runs here; `ModelRunner` checks
-itself against the model's own attention when it starts.
+Any transformers causal LM with full or sliding-window attention and a plain LM head runs here;
+`ModelRunner` checks itself against the model's own attention when it starts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.sequence import Sequence
+from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
 _HEAD_CHUNK = 512  # prompt positions whose logits exist at once
@@ -32,7 +33,10 @@ class ModelRunner:
         self.deterministic = args.deterministic
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model_path, dtype=dtype, attn_implementation="sdpa"
+            args.model_path,
+            config=transformers_config(args.model_path),
+            dtype=dtype,
+            attn_implementation="sdpa",
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_torch_norms(self.model)
@@ -95,8 +99,8 @@ class ModelRunner:
         if not bool(((got - want).abs() <= bound * (1 + want.abs().max())).all()):
             raise ValueError(
                 f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
-                f"logits (off by {(got - want).abs().max():.2g}); it supports plain full attention "
-                "and an LM head without post-processing"
+                f"logits (off by {(got - want).abs().max():.2g}); it supports full and sliding-"
+                "window attention and an LM head without post-processing"
             )
         self.cache.clear()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers as T
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from tests.dist.engine_jobs import OPTIMIZER, TEMPERATURE, Tensors
 from tests.dist.losses import Loss
@@ -24,7 +25,10 @@ def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
         return causal
     name = type(causal).__name__.replace("CausalLM", "{}Classification")
     cls = getattr(T, name.format("Token" if tie else "Sequence"), None)
-    cls = cls or getattr(T, name.format("Sequence"))
+    cls = cls or getattr(T, name.format("Sequence"), None)
+    if cls is None:  # as transformers makes them
+        bases = (GenericForSequenceClassification, type(causal).__mro__[1])
+        cls = type(name.format("Sequence"), bases, {})
     config = causal.config
     config.num_labels, config.pad_token_id = 1, 0
     model = cls(config).float().eval()

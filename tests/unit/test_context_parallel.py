@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from megarl.config.parallel import ParallelConfig
 from megarl.models import context_parallel
 from megarl.models.context_parallel import resolve_cp_comm_type
+from megarl.models.hf_config import parse_hf_config
 
-MODEL = SimpleNamespace(num_attention_heads=16, num_key_value_heads=4, mla=None)
+SIZES = dict(
+    vocab_size=64, hidden_size=256, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=16, num_key_value_heads=4,
+)  # fmt: skip
+MODEL = parse_hf_config(SIZES | dict(architectures=["LlamaForCausalLM"]))
+WINDOW = parse_hf_config(SIZES | dict(architectures=["MistralForCausalLM"], sliding_window=8))
 
 
-def resolve(attention: str, **parallel):
-    return resolve_cp_comm_type(MODEL, ParallelConfig(**{"cp": 2, **parallel}), attention)
+def resolve(attention: str, model=MODEL, **parallel):
+    return resolve_cp_comm_type(model, ParallelConfig(**{"cp": 2, **parallel}), attention)
 
 
 @pytest.fixture
@@ -52,6 +56,18 @@ def test_packed_sequences_need_a_new_enough_transformer_engine(installed):
     assert resolve("te", cp_comm_type="all_gather") == "all_gather"
 
 
+def test_windows_need_gathered_keys(installed):
+    installed("2.18")
+    assert resolve("te", WINDOW) == resolve("sdpa", WINDOW) == "all_gather"
+    assert resolve("te", WINDOW, cp_comm_type="a2a") == "a2a"
+    assert resolve("te", WINDOW, cp=1) == "p2p"
+    with pytest.raises(ValueError, match=r"'p2p'.*sliding window \(of 8 tokens in mistral\)"):
+        resolve("te", WINDOW, cp_comm_type="p2p")
+    installed("2.4")
+    with pytest.raises(ValueError, match=r"2\.18 on, and 2\.4 is installed; use parallel\.cp=1"):
+        resolve("te", WINDOW)
+
+
 def test_heads_must_be_shared_out(installed):
     installed("2.19")
     assert resolve("te", cp_comm_type="a2a", tp=2) == "a2a"
@@ -61,7 +77,13 @@ def test_heads_must_be_shared_out(installed):
 
 def test_latent_attention_goes_by_p2p(installed):
     installed("2.19")
-    latent = SimpleNamespace(**vars(MODEL) | {"mla": object(), "family": "deepseek_v3"})
+    sizes = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    experts = dict(n_routed_experts=16, moe_intermediate_size=8, n_shared_experts=1)
+    latent = parse_hf_config(
+        SIZES | sizes | experts
+        | dict(architectures=["DeepseekV3ForCausalLM"], num_experts_per_tok=4,
+               num_key_value_heads=16, first_k_dense_replace=1)
+    )  # fmt: skip
     for asked in ("a2a", "all_gather"):
         with pytest.raises(ValueError, match=f"'{asked}'.*deepseek_v3.*use 'p2p'"):
             resolve_cp_comm_type(latent, ParallelConfig(cp=2, cp_comm_type=asked), "te")

@@ -9,15 +9,19 @@ import torch
 import transformers
 
 from megarl.models.families import FAMILIES
+from megarl.models.families.deepseek import Latent
+from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.hf_config import ModelConfig, parse_hf_config
 from megarl.models.rope import inv_freq
 
 CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
+    "deepseek_v3": "DeepseekV3", "kimi_k2": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe", "mistral": "Mistral",
 }  # fmt: skip
 # without these no weight has a shape: a config.json that lacks one is refused, by name
+MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 SIZES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
@@ -34,7 +38,7 @@ YARN: dict[str, Any] = dict(type="yarn", factor=4.0, original_max_position_embed
 
 
 def hf_config(name: str, raw: dict[str, Any]) -> Any:
-    given = {k: v for k, v in raw.items() if k != "architectures"}
+    given = {k: v for k, v in raw.items() if k not in ("architectures", "model_type")}
     cls = getattr(transformers, CLASSES[name] + "Config")
     return cls.from_dict({k: dict(v) if isinstance(v, dict) else v for k, v in given.items()})
 
@@ -43,7 +47,11 @@ def completed(name: str, raw: dict[str, Any]) -> dict[str, Any]:
     """`raw` as transformers understands it: every key is there."""
     config = hf_config(name, raw)
     config.standardize_rope_params()  # as its rotary embedding does once more
-    return config.to_dict() | {"architectures": raw["architectures"]}
+    return config.to_dict() | names_of(raw)
+
+
+def names_of(raw: dict[str, Any]) -> dict[str, Any]:
+    return {k: raw[k] for k in ("architectures", "model_type") if k in raw}
 
 
 def full_config(name: str) -> dict[str, Any]:
@@ -57,16 +65,23 @@ def full_config(name: str) -> dict[str, Any]:
     )  # fmt: skip
     if family.moe is not None:
         given |= dict(num_experts_per_tok=4)
-    if family.mla:
+    if name in MLA:
         del given["head_dim"]
-        given |= dict(q_lora_rank=48, first_k_dense_replace=2, routed_scaling_factor=3.0)
-        given |= dict(n_group=2, topk_group=1, num_key_value_heads=128)
+        given |= dict(q_lora_rank=48, num_key_value_heads=128)
+    if name in (*MLA, "glm4_moe"):
+        given |= dict(first_k_dense_replace=2, routed_scaling_factor=3.0, n_group=2, topk_group=1)
     if name == "deepseek_v2":
         given |= dict(topk_method="group_limited_greedy")
-    if name == "deepseek_v3":
+    if name in ("deepseek_v3", "kimi_k2", "glm4_moe"):
         given |= dict(num_nextn_predict_layers=2)
-    if family.glm:
-        given |= dict(attention_bias=False, partial_rotary_factor=0.25)
+    if name == "kimi_k2":
+        given |= dict(model_type=name)
+    if family.partial_rotary:
+        given |= dict(attention_bias=name == "glm4_moe", partial_rotary_factor=0.25)
+    if name == "glm4_moe":
+        given |= dict(use_qk_norm=True)
+    if name == "mistral":
+        given |= dict(sliding_window=50)
     if name in ("qwen2_moe", "qwen3_moe"):
         given |= dict(norm_topk_prob=True, decoder_sparse_step=3, mlp_only_layers=[1])
     defaults = getattr(transformers, CLASSES[name] + "Config")().to_dict()
@@ -78,7 +93,7 @@ def full_config(name: str) -> dict[str, Any]:
 def test_a_key_that_is_absent_means_what_it_means_to_transformers(name: str) -> None:
     raw = full_config(name)
     told = 0
-    for key in sorted(raw.keys() - {"architectures", "dtype", "torch_dtype"}):
+    for key in sorted(raw.keys() - {"architectures", "model_type", "dtype", "torch_dtype"}):
         left = {k: v for k, v in raw.items() if k != key}
         if key in SIZES:
             with pytest.raises(ValueError, match=f"{key} is missing|num_experts is missing"):
@@ -88,7 +103,7 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers(name: str) -> 
         assert found == parse_hf_config(completed(name, left)), key
         told += found != parse_hf_config(raw)
     assert told >= 6  # keys whose absence is seen in the numbers
-    least = {k: raw[k] for k in raw if k in SIZES} | {"architectures": raw["architectures"]}
+    least = {k: raw[k] for k in raw if k in SIZES} | names_of(raw)
     assert parse_hf_config(least) == parse_hf_config(completed(name, least))
 
 
@@ -96,7 +111,7 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers(name: str) -> 
 def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
     """Beside the test above, which compares two readings of ours."""
     raw = full_config(name)
-    least = {k: raw[k] for k in raw if k in SIZES} | {"architectures": raw["architectures"]}
+    least = {k: raw[k] for k in raw if k in SIZES} | names_of(raw)
     for given in (raw, least):
         hf, m = hf_config(name, given), parse_hf_config(given)
         assert m.rope_theta == hf.rope_parameters["rope_theta"]
@@ -105,12 +120,16 @@ def test_numbers_are_the_attributes_of_transformers_config(name: str) -> None:
             "max_position_embeddings",
         ):  # fmt: skip
             assert getattr(m, field) == getattr(hf, field), field
-        if FAMILIES[name].glm:
-            assert m.qkv_bias == hf.attention_bias
-            assert m.rotary_dim == hf.head_dim * hf.rope_parameters["partial_rotary_factor"]
-        if m.mla is not None:
-            assert m.moe is not None and m.mla.q_rank == hf.q_lora_rank
-            assert len(m.moe.dense_layers) == hf.first_k_dense_replace
+        if FAMILIES[name].partial_rotary:
+            assert isinstance(m.attention, GroupedQuery)
+            assert m.attention.qkv_bias == hf.attention_bias
+            assert m.attention.qk_norm == getattr(hf, "use_qk_norm", False)
+            factor = hf.rope_parameters["partial_rotary_factor"]
+            assert m.attention.rotary_dim == m.head_dim * factor
+        if isinstance(m.attention, Latent):
+            assert m.attention.q_rank == hf.q_lora_rank
+        if hasattr(hf, "first_k_dense_replace"):
+            assert m.moe is not None and len(m.moe.dense_layers) == hf.first_k_dense_replace
             assert m.moe.scale == hf.routed_scaling_factor
             if hf.n_group is not None:
                 assert (m.moe.groups, m.moe.top_groups) == (hf.n_group, hf.topk_group)
@@ -156,7 +175,7 @@ def test_rotary_settings_said_twice_are_what_transformers_makes_of_them(
     for key in ("factor", "original_max_position_embeddings", "high_freq_factor"):
         if key in settings:
             assert getattr(m.rope_scaling, key) == settings[key], key
-    if m.mla is None:
+    if isinstance(m.attention, GroupedQuery):
         module = getattr(transformers.models, name)
         rotary = getattr(
             getattr(module, f"modeling_{name}"), f"{CLASSES[name]}RotaryEmbedding"
@@ -172,7 +191,11 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
         return None
 
 
-@pytest.mark.parametrize("name", ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"))
+WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral")
+FULL, SLIDES = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize(
     "over",
     (
@@ -184,19 +207,33 @@ def _parse(raw: dict[str, Any]) -> ModelConfig | None:
         dict(use_sliding_window=True, max_window_layers=1),
         dict(use_sliding_window=True, sliding_window=32),
         dict(sliding_window=32),
+        dict(sliding_window=None),
+        {},
     ),
 )
-def test_layers_that_slide_are_refused_and_no_others(name: str, over: dict[str, Any]) -> None:
+def test_layers_that_slide_are_those_of_transformers(name: str, over: dict[str, Any]) -> None:
     """By what transformers' models read when they make a layer's mask."""
     raw = {k: v for k, v in full_config(name).items() if "window" not in k and k != "layer_types"}
     raw |= dict(num_hidden_layers=4, **over)
-    hf = hf_config(name, raw)
+    hf, found = hf_config(name, raw), parse_hf_config(raw).attention
     if hasattr(hf, "layer_types"):
-        slides = "sliding_attention" in hf.layer_types
+        slides = tuple(i for i, kind in enumerate(hf.layer_types) if kind == SLIDES)
     else:
-        slides = hf.sliding_window is not None
-    if not slides:
-        parse_hf_config(raw)
+        slides = tuple(range(4)) if hf.sliding_window is not None else ()
+    assert found.window_layers == slides
+    assert found.window == (hf.sliding_window if slides else None)
+
+
+@pytest.mark.parametrize("name", (*WINDOWED, "llama"))
+def test_layer_types_count_or_must_agree(name: str) -> None:
+    raw = full_config(name) | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=32)
+    types = dict(layer_types=[FULL, SLIDES, FULL, FULL])
+    if name in ("qwen2", "qwen3", "qwen2_moe"):
+        assert parse_hf_config(raw | types).attention.window_layers == (1,)
+        with pytest.raises(ValueError, match=r"layers \[1\], but with use_sliding_window=False"):
+            parse_hf_config(raw | types | dict(use_sliding_window=False))
+        with pytest.raises(ValueError, match="expected a list of 4 types"):
+            parse_hf_config(raw | dict(layer_types=[FULL]))
         return
-    with pytest.raises(ValueError, match=r"sliding_window=\d+ is not supported"):
-        parse_hf_config(raw)
+    with pytest.raises(ValueError, match=r"make them agree|not supported in this family"):
+        parse_hf_config(raw | types)

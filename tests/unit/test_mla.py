@@ -10,13 +10,16 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.parallel import ParallelConfig
+from megarl.models.families import family_of
+from megarl.models.families.deepseek import Latent
 from megarl.models.flops import train_flops
 from megarl.models.grouped_routing import GroupLimited
-from megarl.models.hf_config import MLAShape, ModelConfig, check_layout, parse_hf_config
-from megarl.models.mla import mla_fields
+from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
 from megarl.models.piece_table import build_piece_table
+from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
-from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, tiny_hf
+from megarl.planning.memory import parameters
+from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, YARN, save_tiny, tiny_hf
 
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding  # isort: skip
 
@@ -33,6 +36,17 @@ V3: dict[str, Any] = {
     "rope_theta": 10000, "tie_word_embeddings": False, "rms_norm_eps": 1e-06,
     "rope_scaling": {
         "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+# Kimi-K2-Instruct's, dequantised
+KIMI: dict[str, Any] = {
+    **V3, "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0, "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096, "type": "yarn",
     },
 }  # fmt: skip
@@ -54,7 +68,10 @@ def read(raw: dict[str, Any], **over: Any) -> ModelConfig:
 def test_the_published_models_have_their_published_sizes() -> None:
     small, v3 = read(V2_LITE), read(V3)
     assert v3.moe is not None and v3.mtp_layers == 1 and v3.head_dim == 192 and v3.v_head_dim == 128
-    assert v3.mla == MLAShape(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert v3.attention == Latent(
+        heads=128, kv_heads=128, head_dim=192, v_head_dim=128, rotary_dim=64, q_rank=1536,
+        kv_rank=512, nope_dim=128,
+    )  # fmt: skip
     assert (v3.moe.groups, v3.moe.top_groups, v3.moe.group_best, v3.moe.scale) == (8, 4, 2, 2.5)
     assert v3.moe.dense_layers == (0, 1, 2) and v3.moe.sigmoid
 
@@ -66,17 +83,33 @@ def test_the_published_models_have_their_published_sizes() -> None:
     assert round((five + 56 * (five - four)) / 1e9, 1) == 671.0
 
 
+def test_kimi_k2_has_its_published_size() -> None:
+    """1.04T parameters, 32.6B of them per token (arXiv 2507.20534, table 2)."""
+    m = read(KIMI)
+    assert m.family == "kimi_k2" and m.num_attention_heads == 64 and m.mtp_layers == 0
+    assert m.moe is not None and (m.moe.groups, m.moe.scale, m.moe.dense_layers) == (1, 2.827, (0,))
+    assert m.rope_scaling is not None and m.rope_scaling.beta_fast == 1.0
+    total, active = parameters(m)
+    # of the embedding a token meets one row; the table does not count its matrix
+    active -= m.vocab_size * m.hidden_size
+    assert (round(total / 1e12, 2), round(active / 1e9, 1)) == (1.03, 31.7)
+    # DeepSeek-V3's own configs, and those that transformers writes, are not Kimi's
+    assert read(KIMI, model_type="deepseek_v3").family == "deepseek_v3"
+    assert read({k: v for k, v in KIMI.items() if k != "model_type"}).family == "deepseek_v3"
+    assert read(KIMI, architectures=None).family == "kimi_k2"
+
+
 @pytest.mark.parametrize("kind", MLA_KINDS)
 def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
     """check_coverage runs inside build_piece_table."""
-    tiny_hf(kind).save_pretrained(tmp_path)
+    save_tiny(tmp_path, kind)
     from megarl.models import read_hf_config
 
     m = read_hf_config(tmp_path)
     for layout in (Layout(tp=4, ep=2, dp=1), Layout(tp=2, pp=2, vpp=2, etp=2), Layout(cp=2, ep=2)):
         table = build_piece_table(m, layout)
         biases = [t for t in table.tensors if t.buffer]
-        assert len(biases) == (3 if kind == "deepseek_v3" else 0)
+        assert len(biases) == (3 if kind in ("deepseek_v3", "kimi_k2") else 0)
         assert {t.name for t in table.tensors} - {t.name for t in table.trained.tensors} == {
             t.name for t in biases
         }
@@ -142,6 +175,7 @@ def test_layouts_that_do_not_fit_name_the_values() -> None:
         dict(mscale=None, mscale_all_dim=None),
         dict(mscale=0.5, mscale_all_dim=None),
         dict(beta_fast=16, beta_slow=2),
+        dict(beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale_all_dim=1.0),
         dict(factor=0.5),
     ),
 )
@@ -150,7 +184,8 @@ def test_yarn_is_hugging_faces_to_the_bit(over: dict[str, Any]) -> None:
     hf = tiny_hf("deepseek_v3", layers=2, rope_parameters={**YARN, **over})
     rotary, attention = hf.model.rotary_emb, hf.model.layers[0].self_attn
     raw = {**hf.config.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
-    f = mla_fields(parse_hf_config(raw))
+    m = parse_hf_config(raw)
+    f = family_of(m).transformer_fields(m)
     ours = YarnRotaryEmbedding(
         f["qk_pos_emb_head_dim"], rotary_base=f["rotary_base"], use_cpu_initialization=True,
         scaling_factor=f["rotary_scaling_factor"],
@@ -186,8 +221,8 @@ def test_groups_are_chosen_as_hugging_face_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS))
 def test_flops_are_those_torch_counts(kind: str) -> None:
-    """Products of matrices are counted one by one; attention is computed in full, so that a causal
-    one's is (n + 1) / 2n of it."""
+    """Products of matrices are counted one by one; attention is computed in full, of which a causal
+    one, or one through a window of 5, is the part of the pairs of tokens that it looks at."""
     hf = tiny_hf(kind, layers=3)
     hf.config._attn_implementation = "eager"
     hf.config._experts_implementation = "eager"
@@ -200,7 +235,8 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
     angles = 2 * n * hf.model.rotary_emb.inv_freq.numel()  # of positions, by a product in forward
     if attention % (6 * n * n):
         attention -= angles
-    want = sum(by_op.values()) + attention * (n + 1) / (2 * n)
+    pairs = sum(min(i + 1, 5 if kind == "mistral" else n) for i in range(n))
+    want = sum(by_op.values()) + attention * pairs / n**2
     assert train_flops(m, [n]) == pytest.approx(want, rel=1e-9)
     assert train_flops(m, [n, 2 * n]) > 3 * train_flops(m, [n])
     assert isinstance(hf, transformers.PreTrainedModel)

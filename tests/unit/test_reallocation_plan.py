@@ -11,6 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.models.families import family_of
+from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.hf_config import ModelConfig, parse_hf_config
 from megarl.models.param_loading import load_params
 from megarl.models.piece_table import (
@@ -66,9 +68,9 @@ def moves(draw: Any) -> tuple[PieceTable, PieceTable]:
         vocab_size=draw(st.integers(5, 40)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    if m.mla is None:
+    if isinstance(m.attention, GroupedQuery):
         m = config(
-            f"{m.declaration.architecture}", vocab_size=m.vocab_size,
+            f"{family_of(m).architecture}", vocab_size=m.vocab_size,
             num_key_value_heads=draw(st.sampled_from((1, 2, 4))),
             tie_word_embeddings=m.tie_word_embeddings,
         )  # fmt: skip

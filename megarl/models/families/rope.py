@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.models import deepseek
-from megarl.models.shapes import RopeScaling, number, positive
+from megarl.models.families.fields import number, positive
+from megarl.models.shapes import RopeScaling
 
-_NEEDED = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+ScalingReader = Callable[[Mapping[str, Any], str], RopeScaling]
 
 
 def rope_settings(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -39,9 +36,14 @@ def rope_settings(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def rope(
-    raw: Mapping[str, Any], source: str, *, partial: bool, mla: bool
+    raw: Mapping[str, Any],
+    source: str,
+    *,
+    partial: bool,
+    scalings: Mapping[str, ScalingReader],
 ) -> tuple[float, RopeScaling | None]:
-    """(base, scaling or None). `partial`: heads may be rotated in part; `mla`: DeepSeek's."""
+    """Returns (base, scaling or None). `partial`: heads may be rotated in part; `scalings`: the
+    family's kinds of scaling and their readers."""
     params = rope_settings(raw, source)
     if not partial and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
@@ -54,19 +56,30 @@ def rope(
     kind = params.get("rope_type", params.get("type", "default"))
     if kind in ("default", None):
         return theta, None
-    supported = ("yarn",) if mla else tuple(_NEEDED)
-    if kind not in supported:
+    if kind not in scalings:
         raise ValueError(
             f"{source}: rope scaling type {kind!r} is not supported; supported: default, "
-            f"{', '.join(supported)}"
+            f"{', '.join(scalings)}"
         )
-    if mla:
-        return theta, deepseek.yarn(params, source)
-    missing = [k for k in _NEEDED[kind] if params.get(k) is None]
-    if missing:
+    return theta, scalings[kind](params, source)
+
+
+def _linear(params: Mapping[str, Any], source: str) -> RopeScaling:
+    _require(params, "linear", ("factor",), source)
+    return RopeScaling(type="linear", factor=number(params, "factor", source))
+
+
+def _llama3(params: Mapping[str, Any], source: str) -> RopeScaling:
+    numbers, context = _LLAMA3, "original_max_position_embeddings"
+    _require(params, "llama3", (*numbers, context), source)
+    values: dict[str, Any] = {k: number(params, k, source) for k in numbers}
+    return RopeScaling(type="llama3", **values, **{context: positive(params, context, source)})
+
+
+def _require(params: Mapping[str, Any], kind: str, names: tuple[str, ...], source: str) -> None:
+    if missing := [k for k in names if params.get(k) is None]:
         raise ValueError(f"{source}: rope scaling type {kind!r} lacks {', '.join(missing)}")
-    context = "original_max_position_embeddings"
-    values: dict[str, Any] = {k: number(params, k, source) for k in _NEEDED[kind] if k != context}
-    if context in _NEEDED[kind]:
-        values[context] = positive(params, context, source)
-    return theta, RopeScaling(type=kind, **values)
+
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+SCALINGS: Mapping[str, ScalingReader] = {"linear": _linear, "llama3": _llama3}

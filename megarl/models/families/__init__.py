@@ -1,0 +1,56 @@
+"""Families of models, a file each: parameters, config.json, megatron-core's settings and patches.
+
+To add a family put a file here (or call `register` from a package of your own) with its entry in
+FAMILIES: a Family whose fields say what differs from Llama, or a subclass of it. Loading, saving,
+streaming, coverage checks, random weights, costs and the planner follow. See docs/add-a-model.md.
+
+Nothing here imports torch or megatron, but inside of functions that megatron-core's side calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models.families.base import Family
+from megarl.models.shapes import ModelConfig
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Adds a family. ValueError if another has its name."""
+    if FAMILIES.setdefault(family.name, family) != family:
+        raise ValueError(f"a model family {family.name!r} exists already; choose another name")
+
+
+def family_of(m: ModelConfig) -> Family:
+    """Returns the family of a ModelConfig."""
+    return FAMILIES[m.family]
+
+
+def find_family(raw: Mapping[str, Any], source: str) -> Family:
+    """Returns the family of a config.json by its architectures, or without them by its model_type.
+    ValueError, listing those there are, if there is none. `source` names the file."""
+    names, kind = raw.get("architectures") or [], raw.get("model_type")
+    if not isinstance(names, list):
+        raise ValueError(f"{source}: architectures={names!r}; expected a list of names")
+    fits = [
+        f
+        for f in FAMILIES.values()
+        if (f.architecture in names and f.model_type in (None, kind))
+        or (not names and f.name == kind)
+    ]
+    if fits:
+        return max(fits, key=lambda f: f.model_type is not None)
+    raise ValueError(
+        f"{source}: architecture {names or kind!r} is not supported; supported: "
+        f"{', '.join(dict.fromkeys(f.architecture for f in FAMILIES.values()))}"
+    )
+
+
+for _info in pkgutil.iter_modules(__path__):
+    for _family in getattr(importlib.import_module(f"{__name__}.{_info.name}"), "FAMILIES", ()):
+        register(_family)

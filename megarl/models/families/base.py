@@ -1,0 +1,154 @@
+"""A family: everything megarl knows of one kind of model. The default is Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl.models.families import grouped_query
+from megarl.models.families.experts import MoE
+from megarl.models.families.grouped_query import GroupedQuery
+from megarl.models.families.params import (
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    NORMS,
+    OUTPUT,
+    PROJ,
+    QK_NORMS,
+    QKV,
+    QKV_BIAS,
+    TIED_EMBEDDING,
+    VALUE_HEAD,
+    VALUE_HEAD_BIAS,
+    Param,
+)
+from megarl.models.families.rope import SCALINGS, ScalingReader, rope_settings
+from megarl.models.shapes import Attention, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A decoder whose layers are an attention and an MLP. Subclasses override what is their own.
+
+    `model_type`: config.json's, where another family has the same architecture and none.
+    `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
+    mixture-of-experts block.
+    `qkv_bias`, `qk_norm`: see GroupedQuery. `slides`: which layers HF's implementation gives a
+    sliding window, a rule of megarl.models.families.grouped_query; None: it knows no window.
+    `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
+    it has, each with its reader.
+    `defaults`: what HF's config class takes for a key that config.json leaves out; those of all
+    families are megarl.models.hf_config.DEFAULTS. Sizes without which no weight has a shape are
+    not among them: a config.json that lacks one is refused.
+    `ignored_fields`: config fields that HF's own implementation of the family does not read, or
+    that this family reads itself.
+    """
+
+    name: str
+    architecture: str
+    model_type: str | None = None
+    mlp: tuple[Param, ...] = MLP
+    norms: tuple[Param, ...] = NORMS
+    moe: MoE | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    slides: str | None = None
+    partial_rotary: bool = False
+    rope_scalings: Mapping[str, ScalingReader] = field(default_factory=lambda: SCALINGS)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored_fields: tuple[str, ...] = ()
+
+    # ---- config.json
+
+    def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
+        """Returns the attention of `raw`, completed with defaults; `source` names it in errors."""
+        found = grouped_query.read(raw, source, slides=self.slides)
+        found = replace(found, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
+        if self.partial_rotary:
+            found = replace(found, rotary_dim=_rotary_dim(raw, found.head_dim, source))
+        return found
+
+    # ---- the declaration
+
+    def params(self, m: ModelConfig) -> Iterator[tuple[Param, int | None]]:
+        """Yields every parameter of `m` in HF order, with the number of its layer."""
+        yield (TIED_EMBEDDING if m.tie_word_embeddings else EMBEDDING), None
+        for i in range(m.num_layers):
+            for p in (*self.attention_params(m), *self._mlp_params(m, i), *self.norms):
+                yield p.at_layer(i), i
+        yield FINAL_NORM, None
+        if m.head == "value":
+            yield VALUE_HEAD, None
+            if m.score_bias:
+                yield VALUE_HEAD_BIAS, None
+        elif not m.tie_word_embeddings:
+            yield OUTPUT, None
+
+    def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
+        """Returns a layer's parameters before its MLP."""
+        a = _grouped(m)
+        bias, norms = (QKV_BIAS,) * a.qkv_bias, QK_NORMS * a.qk_norm
+        return (QKV, *bias, PROJ, *norms)
+
+    def _mlp_params(self, m: ModelConfig, layer: int) -> tuple[Param, ...]:
+        if m.moe is None or layer in m.moe.dense_layers:
+            return self.mlp
+        assert self.moe is not None
+        return self.moe.params(m.moe.num_experts)
+
+    # ---- megatron-core; `import` where it is used: declarations must load without torch
+
+    def config_class(self) -> Callable[..., Any]:
+        """Returns megatron-core's class of TransformerConfig for the family."""
+        from megatron.core.transformer import TransformerConfig
+
+        return TransformerConfig
+
+    def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
+        """Returns the TransformerConfig's fields that depend on the kind of attention."""
+        a = _grouped(m)
+        fields: dict[str, Any] = dict(
+            add_qkv_bias=a.qkv_bias, qk_layernorm=a.qk_norm, rotary_interleaved=a.interleaved
+        )
+        if a.interleaved or a.rotary_dim < a.head_dim:
+            # for packed sequences megatron-core does not tell the kernel to turn pairs of
+            # neighbours, and the one for CPUs turns whole heads
+            fields["apply_rope_fusion"] = False
+        if a.window is not None:
+            # megatron-core and Transformer Engine count the tokens before the token itself
+            fields["window_size"] = (a.window - 1, 0)
+            fields["window_attn_skip_freq"] = [
+                int(i in a.window_layers) for i in range(m.num_layers)
+            ]
+        return fields
+
+    def patch_spec(self, spec: Any) -> None:
+        """Changes megatron-core's spec of the layers, before they are built from it."""
+
+    def patch(self, chunk: Any, m: ModelConfig) -> None:
+        """Sets what the constructors of a built GPTModel take no argument for."""
+        from megarl.models.rope import inv_freq
+
+        frequencies = chunk.rotary_pos_emb
+        frequencies.inv_freq = inv_freq(m).to(frequencies.inv_freq.device)
+
+
+def _grouped(m: ModelConfig) -> GroupedQuery:
+    assert isinstance(m.attention, GroupedQuery), f"{m.family} overrides what needs its attention"
+    return m.attention
+
+
+def _rotary_dim(raw: Mapping[str, Any], head_dim: int, source: str) -> int:
+    """Returns how many numbers of a head are rotated. A factor among the rotary settings counts for
+    more than one beside them, as in Hugging Face's configs."""
+    settings = rope_settings(raw, source)
+    factor = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    dim = int(head_dim * factor) if isinstance(factor, int | float) else 0
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise ValueError(
+            f"{source}: partial_rotary_factor={factor!r} of head_dim={head_dim} is not supported; "
+            "supported: an even number of a head's numbers"
+        )
+    return dim

@@ -1,0 +1,264 @@
+"""DeepSeek-V2 and V3: multi-head latent attention, experts chosen by group, and YaRN.
+
+Refuses what megatron-core's parts would compute differently from Hugging Face's model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.families.base import Family
+from megarl.models.families.experts import (
+    ROUTER_BIAS,
+    in_groups,
+    leading_dense_experts,
+    moe,
+    shared_expert,
+    sigmoid_experts,
+)
+from megarl.models.families.fields import number, positive, refuse_others
+from megarl.models.families.params import PROJ, Param
+from megarl.models.ops import ColumnParallel, Op, Replicated, hidden, query
+from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
+
+
+# --8<-- [start:latent]
+@dataclass(frozen=True, kw_only=True)
+class Latent(Attention):
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434, section 2.1): keys and
+    values of all heads come from one latent vector of `kv_rank` numbers, queries from one of
+    `q_rank` (None: from the hidden state itself). Of a head's query and key, `nope_dim` numbers
+    carry no position and `rotary_dim` are rotated, those of the key being the same in all heads.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+
+    @property
+    def kv_down(self) -> int:
+        """The latent of keys and values, and the rotated part of the key."""
+        return self.kv_rank + self.rotary_dim
+
+    @property
+    def kv_up(self) -> int:
+        """Of every head, the part of its key without position and its value."""
+        return self.heads * (self.nope_dim + self.v_head_dim)
+
+    # --8<-- [end:latent]
+
+    def weights(self, hidden: int) -> int:
+        queries = (self.q_rank or hidden) * self.heads * self.head_dim
+        down = hidden * ((self.q_rank or 0) + self.kv_down)
+        return down + queries + self.kv_rank * self.kv_up + hidden * self.heads * self.v_head_dim
+
+    def sizes_to_cut(self) -> dict[str, int]:
+        """megatron-core cuts the projections to a latent, if only to put them together again."""
+        return {
+            "q_lora_rank": self.q_rank or 0,
+            "kv_lora_rank + qk_rope_head_dim": self.kv_down,
+        }
+
+    def widths(self, tp: int) -> dict[str, int]:
+        heads = self.heads // tp
+        return {
+            "query width": heads * self.head_dim,
+            "latent query": self.q_rank or 0,
+            "latent key and value": self.kv_rank,
+            "latent key and value with rotated key": self.kv_down,
+            "key and value width": heads * (self.nope_dim + self.v_head_dim),
+        }
+
+    def kept_numbers(self, tp: int) -> tuple[int, float]:
+        """Latents are kept before and after their norms, keys and values as projected."""
+        latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rotary_dim
+        own = self.heads / tp * (2 * self.head_dim + self.nope_dim + self.v_head_dim)
+        return latents, own
+
+    def cached_numbers(self, tp: int) -> int:
+        return self.kv_down  # the same on all GPUs
+
+
+def _of(size: Callable[[Latent], int]) -> Callable[[ModelConfig], int]:
+    def dim(m: ModelConfig) -> int:
+        assert isinstance(m.attention, Latent)
+        return size(m.attention)
+
+    return dim
+
+
+_q_rank, _kv_rank = _of(lambda a: a.q_rank or 0), _of(lambda a: a.kv_rank)
+_kv_down, _kv_up = _of(lambda a: a.kv_down), _of(lambda a: a.kv_up)
+
+
+def _param(name: str, hf: str, op: Op) -> Param:
+    return Param(f"self_attention.{name}.weight", (f"self_attn.{hf}.weight",), op)
+
+
+# --8<-- [start:params]
+_QUERIES = (_param("linear_q_proj", "q_proj", ColumnParallel(query, hidden)),)
+_LATENT_QUERIES = (
+    _param("linear_q_down_proj", "q_a_proj", Replicated(_q_rank, hidden)),
+    _param("q_layernorm", "q_a_layernorm", Replicated(_q_rank)),
+    _param("linear_q_up_proj", "q_b_proj", ColumnParallel(query, _q_rank)),
+)
+_KEYS_AND_VALUES = (
+    _param("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated(_kv_down, hidden)),
+    _param("kv_layernorm", "kv_a_layernorm", Replicated(_kv_rank)),
+    _param("linear_kv_up_proj", "kv_b_proj", ColumnParallel(_kv_up, _kv_rank)),
+    PROJ,
+)
+# --8<-- [end:params]
+
+
+def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
+    """YaRN (Peng et al., 2023, arXiv 2309.00071) with DeepSeek's `mscale`. cos and sin are
+    multiplied by g(mscale) / g(mscale_all_dim), attention scores by g(mscale_all_dim)^2, where
+    g(m) = 0.1 m ln(factor) + 1.
+    """
+    for name, allowed in (("attention_factor", None), ("truncate", True)):
+        if params.get(name, allowed) not in (None, allowed):
+            raise ValueError(
+                f"{source}: {name}={params[name]} in rope scaling type 'yarn' is not supported; "
+                "leave it out"
+            )
+    for name in ("factor", "original_max_position_embeddings"):
+        if params.get(name) is None:
+            raise ValueError(f"{source}: rope scaling type 'yarn' lacks {name}")
+    mscale, all_dim = (number(params, k, source, 0.0) for k in ("mscale", "mscale_all_dim"))
+    if all_dim and not mscale:
+        raise ValueError(f"{source}: rope scaling has mscale_all_dim={all_dim} but no mscale")
+    return RopeScaling(
+        type="yarn",
+        factor=number(params, "factor", source),
+        original_max_position_embeddings=positive(
+            params, "original_max_position_embeddings", source
+        ),
+        beta_fast=number(params, "beta_fast", source, 32.0) or 32.0,
+        beta_slow=number(params, "beta_slow", source, 1.0) or 1.0,
+        mscale=mscale if all_dim else 1.0,  # alone, it is not read
+        mscale_all_dim=all_dim,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeek(Family):
+    """A family with latent attention."""
+
+    def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
+        refuse_others(raw, {"rope_interleave": (True,)}, source)
+        heads = positive(raw, "num_attention_heads", source)
+        if (kv := positive(raw, "num_key_value_heads", source, default=heads)) != heads:
+            raise ValueError(
+                f"{source}: num_key_value_heads={kv} with num_attention_heads={heads} is not "
+                "supported in latent attention; supported: equally many"
+            )
+        nope, rotary = (positive(raw, k, source) for k in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        if rotary % 2:
+            raise ValueError(
+                f"{source}: qk_rope_head_dim={rotary} is odd; rotary embeddings need it even"
+            )
+        return Latent(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=nope + rotary,
+            v_head_dim=positive(raw, "v_head_dim", source),
+            rotary_dim=rotary,
+            q_rank=positive(raw, "q_lora_rank", source) if raw.get("q_lora_rank") else None,
+            kv_rank=positive(raw, "kv_lora_rank", source),
+            nope_dim=nope,
+        )
+
+    def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
+        assert isinstance(m.attention, Latent)
+        queries = _QUERIES if m.attention.q_rank is None else _LATENT_QUERIES
+        return (*queries, *_KEYS_AND_VALUES)
+
+    def config_class(self) -> Callable[..., Any]:
+        from megarl.models import mla  # noqa: F401  mends megatron-core's layers: before any is built
+
+        from megatron.core.transformer import MLATransformerConfig  # isort: skip
+
+        return MLATransformerConfig
+
+    def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
+        """megatron-core takes rotary dimensions apart as Hugging Face does (even ones first) and,
+        unlike elsewhere, its YaRN is the same to the bit."""
+        a = m.attention
+        assert isinstance(a, Latent)
+        fields: dict[str, Any] = dict(
+            q_lora_rank=a.q_rank,
+            kv_lora_rank=a.kv_rank,
+            qk_head_dim=a.nope_dim,
+            qk_pos_emb_head_dim=a.rotary_dim,
+            v_head_dim=a.v_head_dim,
+            qk_layernorm=True,
+            rotary_base=m.rope_theta,
+            rope_type="rope",
+            rotary_scaling_factor=1.0,  # the default is 40, and scales scores whatever the type
+            apply_rope_fusion=False,  # the kernel works in place and for YaRN alone
+        )
+        if (yarn := m.rope_scaling) is not None:
+            fields |= dict(
+                rope_type="yarn",
+                rotary_scaling_factor=yarn.factor,
+                original_max_position_embeddings=yarn.original_max_position_embeddings,
+                beta_fast=yarn.beta_fast,
+                beta_slow=yarn.beta_slow,
+                mscale=yarn.mscale,
+                mscale_all_dim=yarn.mscale_all_dim,
+            )
+        return fields
+
+    def patch(self, chunk: Any, m: ModelConfig) -> None:
+        from megarl.models.mla import settle_mla
+
+        settle_mla(chunk)
+
+
+def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """A group is judged by its best expert (DeepSeek-V2, 2024, section 2.2.2)."""
+    refuse_others(  # Hugging Face's model reads none of these but topk_method
+        raw,
+        {
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+        },
+        source,
+    )
+    shape = leading_dense_experts(raw, source)
+    if raw.get("topk_method", "greedy") != "group_limited_greedy":
+        return shape
+    return in_groups(shape, raw, source, best=1)
+
+
+_V2 = DeepSeek(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    moe=moe(_v2_experts, shared=shared_expert("mlp.shared_experts")),
+    rope_scalings={"yarn": _yarn},
+    defaults={"q_lora_rank": 1536, "topk_method": "greedy"},
+)
+# --8<-- [start:deepseek_v3]
+V3 = DeepSeek(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    moe=moe(sigmoid_experts, shared=shared_expert("mlp.shared_experts"), bias=ROUTER_BIAS),
+    rope_scalings={"yarn": _yarn},
+    defaults={
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+)
+# --8<-- [end:deepseek_v3]
+FAMILIES = (_V2, V3)

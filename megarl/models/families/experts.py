@@ -1,0 +1,190 @@
+"""Mixture-of-experts blocks: their parameters, and what a config.json says of their routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.models.families.fields import count, number, positive, refuse_others
+from megarl.models.families.params import Param
+from megarl.models.ops import (
+    GateUp,
+    Replicated,
+    RowParallel,
+    expert_intermediate,
+    hidden,
+    num_experts,
+    one,
+    shared_intermediate,
+)
+from megarl.models.shapes import MoEShape
+
+Read = Callable[[Mapping[str, Any], str], MoEShape]
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A block in place of a layer's MLP: the router, each expert, and what every token meets (held
+    like a dense MLP). `bias`: added to the router's scores when it chooses. `read`: makes the
+    block's shape of a config.json and its name in errors."""
+
+    router: Param
+    expert: tuple[Param, ...]
+    shared: tuple[Param, ...]
+    bias: Param | None
+    read: Read
+
+    def params(self, experts: int) -> tuple[Param, ...]:
+        each = (p.of_expert(e) for e in range(experts) for p in self.expert)
+        bias = () if self.bias is None else (self.bias,)
+        return (self.router, *bias, *each, *self.shared)
+
+
+SHARED_GATE = Param(
+    "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), Replicated(one, hidden)
+)
+ROUTER_BIAS = Param(
+    "mlp.router.expert_bias",
+    ("mlp.gate.e_score_correction_bias",),
+    Replicated(num_experts),
+    buffer=True,
+)
+
+
+def moe(
+    read: Read,
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    shared: tuple[Param, ...] = (),
+    bias: Param | None = None,
+) -> MoE:
+    """`block`: HF's name of the block; `gate`, `up`, `down`: its names of an expert's matrices."""
+    fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
+    gate, up, down = (f"{block}.experts.#.{x}.weight" for x in (gate, up, down))
+    return MoE(
+        Param("mlp.router.weight", (f"{block}.gate.weight",), Replicated(num_experts, hidden)),
+        (
+            Param(fc1, (gate, up), GateUp(expert_intermediate)),
+            Param(fc2, (down,), RowParallel(hidden, expert_intermediate)),
+        ),
+        shared,
+        bias,
+        read,
+    )
+
+
+def shared_expert(block: str) -> tuple[Param, ...]:
+    """`block`: HF's name of the expert that every token meets."""
+    fc1, fc2 = (f"mlp.shared_experts.linear_fc{i}.weight" for i in (1, 2))
+    gate_up = (f"{block}.gate_proj.weight", f"{block}.up_proj.weight")
+    return (
+        Param(fc1, gate_up, GateUp(shared_intermediate)),
+        Param(fc2, (f"{block}.down_proj.weight",), RowParallel(hidden, shared_intermediate)),
+    )
+
+
+def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """Reads a softmax router's block, without a shared expert. Both names of the number of experts
+    are read: transformers 4 and 5 differ."""
+    key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
+    experts, top_k = positive(raw, key, source), positive(raw, "num_experts_per_tok", source)
+    if top_k > experts:
+        raise ValueError(f"{source}: num_experts_per_tok={top_k} of {key}={experts} experts")
+    normed = bool(raw["norm_topk_prob"])
+    if normed and top_k == 1:
+        raise ValueError(
+            f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
+            "weight is 1, so the router has no gradient; supported: norm_topk_prob=false"
+        )
+    return MoEShape(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=positive(raw, "moe_intermediate_size", source),
+        norm_topk_prob=normed,
+        dense_layers=_dense_layers(raw, source),
+    )
+
+
+def gated_shared_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """Reads a softmax router's block with a gated expert that every token meets."""
+    size = positive(raw, "shared_expert_intermediate_size", source)
+    shape = softmax_experts(raw, source)
+    return replace(shape, shared_intermediate_size=size, shared_gate=True)
+
+
+def _dense_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    layers = range(positive(raw, "num_hidden_layers", source))
+    step = positive(raw, "decoder_sparse_step", source)
+    plain = raw.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(isinstance(i, int) for i in plain):
+        raise ValueError(f"{source}: mlp_only_layers={plain!r}; expected a list of layer numbers")
+    dense = {i for i in layers if (i + 1) % step} | set(plain)
+    if len(dense.intersection(layers)) == len(layers):
+        raise ValueError(
+            f"{source}: decoder_sparse_step={step} and mlp_only_layers leave no layer with experts"
+        )
+    return tuple(sorted(dense.intersection(layers)))
+
+
+def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """Reads the block that DeepSeek-V2 began: shared experts, and dense layers before the first of
+    its kind. Its router is a plain softmax, without groups."""
+    experts, top_k = (
+        positive(raw, key, source) for key in ("n_routed_experts", "num_experts_per_tok")
+    )
+    if top_k > experts:
+        raise ValueError(f"{source}: num_experts_per_tok={top_k} of n_routed_experts={experts}")
+    refuse_others(raw, {"moe_layer_freq": (1,)}, source)
+    layers = positive(raw, "num_hidden_layers", source)
+    dense = count(raw, "first_k_dense_replace", source)
+    if dense >= layers:
+        raise ValueError(
+            f"{source}: first_k_dense_replace={dense} leaves no layer of {layers} with experts"
+        )
+    size = positive(raw, "moe_intermediate_size", source)
+    return MoEShape(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=size,
+        norm_topk_prob=False,
+        dense_layers=tuple(range(dense)),
+        shared_intermediate_size=size * positive(raw, "n_shared_experts", source),
+        scale=number(raw, "routed_scaling_factor", source),
+    )
+
+
+def sigmoid_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
+    """Reads DeepSeek-V3's block (2024, arXiv 2412.19437, section 2.1.2): a sigmoid router with a
+    bias, and groups of experts, each judged by its best two."""
+    shape = leading_dense_experts(raw, source)
+    refuse_others(  # Hugging Face's models read none of these but norm_topk_prob
+        raw,
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
+        source,
+    )
+    if shape.top_k == 1:
+        raise ValueError(
+            f"{source}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: every "
+            "weight is the same, so the router has no gradient"
+        )
+    shape = replace(shape, norm_topk_prob=True, sigmoid=True, score_bias=True)
+    return in_groups(shape, raw, source, best=2)
+
+
+def in_groups(shape: MoEShape, raw: Mapping[str, Any], source: str, *, best: int) -> MoEShape:
+    """Returns `shape` with the groups of `raw`, each judged by its `best` experts; as it is where
+    all groups are open to a token."""
+    groups = positive(raw, "n_group", source, default=1)
+    top = positive(raw, "topk_group", source, default=groups)
+    if top >= groups:
+        return shape
+    experts, size = shape.num_experts, shape.num_experts // groups
+    if experts % groups or top * size < shape.top_k or size < best:
+        raise ValueError(
+            f"{source}: n_group={groups} with topk_group={top} does not fit n_routed_experts="
+            f"{experts} and num_experts_per_tok={shape.top_k}"
+        )
+    return replace(shape, groups=groups, top_groups=top, group_best=best)

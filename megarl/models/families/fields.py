@@ -1,0 +1,55 @@
+"""Reads numbers out of a config.json, and names the value where one is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    """Returns raw[name], which must be a positive integer; `default` where it is absent or null."""
+    return _integer(raw, name, source, default, least=1)
+
+
+def count(raw: Mapping[str, Any], name: str, source: str) -> int:
+    """Returns raw[name], which must be an integer, 0 or more; 0 where it is absent or null."""
+    return _integer(raw, name, source, 0, least=0)
+
+
+def _integer(
+    raw: Mapping[str, Any], name: str, source: str, default: int | None, *, least: int
+) -> int:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{source}: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "a positive integer" if least else "an integer, 0 or more"
+        raise ValueError(f"{source}: {name}={value!r}; expected {expected}")
+    return value
+
+
+def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
+    """Returns raw[name], which must be a finite number, 0 or more; `default` where it is absent or
+    null."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{source}: {name}={value!r}; expected a number, 0 or more")
+    return float(value)
+
+
+def refuse_others(
+    raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str
+) -> None:
+    """Raises ValueError for a key of `allowed` whose value is none of those, nor absent or null."""
+    for name, values in allowed.items():
+        value = raw.get(name)
+        if value is not None and value not in values:
+            raise ValueError(
+                f"{source}: {name}={value!r} is not supported; supported: "
+                f"{' or '.join(map(repr, values))}"
+            )

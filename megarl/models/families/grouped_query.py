@@ -1,0 +1,128 @@
+"""Grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245), in full or through a sliding
+window, as it stands in a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.families.fields import count, positive
+from megarl.models.shapes import Attention
+
+# Rules for which layers slide, by what transformers' config classes and models read. With BEHIND
+# and EVEN `layer_types` says it, where it is given; with the others it may only agree.
+BEHIND, EVEN = "from max_window_layers", "even layers below max_window_layers"
+EVERY, UNASKED = "every layer", "every layer, unasked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQuery(Attention):
+    """Every key/value head serves heads / kv_heads query heads. `qkv_bias`: queries, keys and
+    values have a bias. `qk_norm`: queries and keys are normalised head by head. `interleaved`:
+    rotary embeddings turn pairs of neighbours, not of halves."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    interleaved: bool = False
+
+    def weights(self, hidden: int) -> int:
+        projected = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return hidden * (projected + self.heads * self.v_head_dim)
+
+    def sizes_to_cut(self) -> dict[str, int]:
+        return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
+
+    def widths(self, tp: int) -> dict[str, int]:
+        heads, kv_heads = self.heads // tp, -(-self.kv_heads // tp)
+        return {"query, key and value width": (heads + 2 * kv_heads) * self.head_dim}
+
+    def kept_numbers(self, tp: int) -> tuple[int, float]:
+        """Queries and keys are rotated into memory of their own; the values are a view of the
+        projection's output, which stays for it."""
+        heads, kv_heads = self.heads / tp, max(1.0, self.kv_heads / tp)
+        return 0, (2 * heads + 3 * kv_heads) * self.head_dim
+
+    def cached_numbers(self, tp: int) -> int:
+        return max(1, self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
+
+    def repeated_weights(self, hidden: int, tp: int) -> int:
+        """Counts the key/value heads that servers repeat where there are fewer than GPUs."""
+        return int(2 * hidden * self.head_dim * max(0.0, 1 - self.kv_heads / tp))
+
+
+def read(raw: Mapping[str, Any], source: str, *, slides: str | None = None) -> GroupedQuery:
+    """Reads heads, and with a rule `slides` a sliding window. ValueError naming what is wrong.
+    `raw` is completed with its family's defaults."""
+    hidden = positive(raw, "hidden_size", source)
+    heads = positive(raw, "num_attention_heads", source)
+    kv_heads = positive(raw, "num_key_value_heads", source, default=heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{source}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}"
+        )
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ValueError(
+            f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads} and "
+            "no head_dim is given"
+        )
+    dim = positive(raw, "head_dim", source, default=hidden // heads)
+    if dim % 2:
+        raise ValueError(f"{source}: head_dim={dim} is odd; rotary embeddings need it even")
+    layers = _sliding_layers(raw, slides, source)
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=dim,
+        rotary_dim=dim,
+        window=positive(raw, "sliding_window", source) if layers else None,
+        window_layers=layers,
+    )
+
+
+def _sliding_layers(raw: Mapping[str, Any], rule: str | None, source: str) -> tuple[int, ...]:
+    """Returns the numbers of the layers that attend through the window. Qwen's configs carry
+    `sliding_window` even where it is off."""
+    layers = tuple(range(positive(raw, "num_hidden_layers", source)))
+    asked, window = bool(raw.get("use_sliding_window")), raw.get("sliding_window")
+    by_type = _sliding_types(raw, len(layers), source)
+    if rule == UNASKED:
+        found = () if window is None else layers
+    elif not asked or (window is None and rule != EVEN):
+        found = ()
+    elif rule is None:
+        raise ValueError(
+            f"{source}: use_sliding_window=true with sliding_window={window} is not supported in "
+            "this family; supported: full attention (use_sliding_window=false)"
+        )
+    elif rule == EVERY:
+        found = layers
+    elif by_type is not None:
+        found = by_type
+    else:
+        first_or_end = count(raw, "max_window_layers", source)
+        found = layers[first_or_end:] if rule == BEHIND else layers[:first_or_end:2]
+    if by_type not in (None, found):
+        raise ValueError(
+            f"{source}: layer_types has 'sliding_attention' in layers {list(by_type or ())}, but "
+            f"with use_sliding_window={asked} and sliding_window={window} this family slides in "
+            f"{list(found)}; make them agree, or leave layer_types out"
+        )
+    return found
+
+
+def _sliding_types(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...] | None:
+    """Returns the layers that slide by `layer_types`; None where there is none."""
+    types = raw.get("layer_types")
+    if not types:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"{source}: layer_types={types!r}; expected a list of {layers} types")
+    supported = ("full_attention", "sliding_attention")
+    if other := sorted({str(t) for t in types} - set(supported)):
+        raise ValueError(
+            f"{source}: layer_types contains {other}; supported: {', '.join(supported)}"
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")

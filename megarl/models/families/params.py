@@ -1,0 +1,104 @@
+"""Declares the parameters that families share: each Megatron parameter once, with its HF tensors.
+
+Megatron names are those of megatron-core's local layer spec, with global layer numbers. Names in
+a layer are relative to `decoder.layers.{i}.`, its HF names to `model.layers.{i}.`; in names of an
+expert `#` stands for its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.models.ops import (
+    FusedQKV,
+    GateUp,
+    Op,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+    attended,
+    head_dim,
+    hidden,
+    intermediate,
+    one,
+)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron parameter and the HF tensors it is made of.
+
+    `stage`: "first" (beside the embedding), "layer", or "last" (beside the output layer).
+    `copy_on_last`: the name under which a tied parameter is repeated on the last pipeline stage.
+    `expert`: the number of the expert it belongs to, which says who holds it.
+    `buffer`: not trained, and fp32 in whichever dtype the model is.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    op: Op
+    stage: str = "layer"
+    copy_on_last: str | None = None
+    expert: int | None = None
+    buffer: bool = False
+
+    def at_layer(self, i: int) -> Param:
+        hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
+        return replace(self, name=f"decoder.layers.{i}.{self.name}", hf=hf)
+
+    def of_expert(self, e: int) -> Param:
+        name, *hf = (n.replace("#", str(e)) for n in (self.name, *self.hf))
+        return replace(self, name=name, hf=tuple(hf), expert=e)
+
+
+EMBEDDING = Param(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabParallel(), "first"
+)
+TIED_EMBEDDING = Param(
+    EMBEDDING.name, EMBEDDING.hf, EMBEDDING.op, "first", copy_on_last="output_layer.weight"
+)
+FINAL_NORM = Param(
+    "decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden), "last"
+)
+OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
+# in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence ones do not
+VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(one, hidden), "last")
+VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(one), "last")
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+QKV = Param(
+    "self_attention.linear_qkv.weight", tuple(f"self_attn.{x}.weight" for x in _QKV), FusedQKV()
+)
+QKV_BIAS = Param(
+    "self_attention.linear_qkv.bias",
+    tuple(f"self_attn.{x}.bias" for x in _QKV),
+    FusedQKV(bias=True),
+)
+PROJ = Param(
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel(hidden, attended)
+)
+QK_NORMS = tuple(
+    Param(
+        f"self_attention.{x}_layernorm.weight",
+        (f"self_attn.{x}_norm.weight",),
+        Replicated(head_dim),
+    )
+    for x in "qk"
+)
+MLP = (
+    Param("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
+    Param("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel(hidden, intermediate)),
+)
+FUSED_MLP = (
+    Param("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), GateUp(fused=True)),
+    MLP[1],
+)
+NORMS = (
+    Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(hidden)),
+    Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(hidden)),
+)
+# of what attention and MLP add to the residual stream; HF has the same names
+POST_NORMS = tuple(
+    Param(name, (name,), Replicated(hidden))
+    for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+)
