@@ -40,7 +40,7 @@ from megarl.models import build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.utils.http import HttpError, call_json
 from megarl.weight_sync import WeightSender
-from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+from megarl.wire.process_group import destroy_update_group, init_update_group
 
 LAYERS, VOCAB = 8, 32_000
 START_TIMEOUT = 120.0
@@ -104,7 +104,7 @@ def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
     try:
         for _ in range(count):
             port = free_port()
-            command = ["-m", "megarl.rollout.server", "--model-path", str(model), "--port",
+            command = ["-m", "megarl.server", "--model-path", str(model), "--port",
                        str(port), "--threads", "1", "--log-level", "warning"]  # fmt: skip
             processes.append(subprocess.Popen([sys.executable, *command], env=env))
             addresses.append(f"127.0.0.1:{port}")

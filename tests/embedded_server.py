@@ -116,7 +116,7 @@ def embedded_server(
     command = [
         sys.executable,
         "-m",
-        "megarl.rollout.server",
+        "megarl.server",
         "--model-path",
         str(model),
         "--port",

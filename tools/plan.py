@@ -23,15 +23,14 @@ sys.path.insert(0, str(ROOT))  # as a file it finds the package beside it
 from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
-from megarl.weight_sync.owners import split_budget, spread_owners  # noqa: E402
-from megarl.weight_sync.planner_advice import (  # noqa: E402
+from megarl.planning.advice import (  # noqa: E402
     Candidate,
     best,
     candidates,
     estimate_step,
     make_layout,
 )
-from megarl.weight_sync.planner_memory import (  # noqa: E402
+from megarl.planning.memory import (  # noqa: E402
     StageMemory,
     Workload,
     kv_bytes_per_token,
@@ -39,7 +38,7 @@ from megarl.weight_sync.planner_memory import (  # noqa: E402
     server_weights,
     training_memory,
 )
-from megarl.weight_sync.planner_traffic import (  # noqa: E402
+from megarl.planning.traffic import (  # noqa: E402
     Cluster,
     Receivers,
     SyncEstimate,
@@ -47,6 +46,7 @@ from megarl.weight_sync.planner_traffic import (  # noqa: E402
     holdings,
     plan_gather,
 )
+from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 
 GIB = 1 << 30
 # memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: NVIDIA's data sheets
@@ -225,7 +225,7 @@ def _serving(
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
     buckets = plan_gather(
         list(holdings(m, layout)), layout, bucket_bytes=split_budget(args.bucket_mb << 20)[0],
-        owners=spread_owners(layout, args.senders),
+        owners=spread_senders(layout, args.senders),
     )  # fmt: skip
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
 

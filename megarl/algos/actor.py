@@ -19,7 +19,7 @@ from megarl.algos.advantages import (
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import LOSS_WEIGHTS, grpo_loss
 from megarl.algos.metrics import Decode, logp_gap_stats, spell_ids, worst_logp_gaps
-from megarl.algos.minibatches import mean_figures, minibatches, skipped_figures
+from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOActorConfig
@@ -150,9 +150,9 @@ class Actor(Role):
         return shape_rewards(batch["rewards"], self.config)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps over the batch; figures averaged over them.
+        """ppo_n_minibatches optimizer steps over the batch; metrics averaged over them.
 
-        Beside the loss's figures: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
+        Beside the loss's metrics: first_ratio_abs_dev (mean |ratio - 1| of the first mini-batch,
         where the weights are still the old ones: 0 up to rounding), n_updates, skipped_updates
         (refused because something was not finite; they enter no mean), skipped_sequences and
         skipped_tokens (theirs), and the trainer/server logprob gap. Adds batch["skipped"] [B], true
@@ -180,7 +180,7 @@ class Actor(Role):
             )
             batch["skipped"][rows] = not update["update_successful"]
             updates.append(update)
-        return _merge(updates) | gap | skipped_figures(batch, batch["skipped"])
+        return _merge(updates) | gap | skipped_metrics(batch, batch["skipped"])
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
         """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
@@ -208,7 +208,7 @@ class Actor(Role):
 
 def _merge(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps; root mean squares and sample size derived."""
-    stats = mean_figures(updates)
+    stats = mean_metrics(updates)
     if not stats["n_updates"]:
         return stats
     first = next(u for u in updates if u["update_successful"])

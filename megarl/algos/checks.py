@@ -1,6 +1,6 @@
 """What can be wrong with an update: pure functions that return a Finding, or None if all is well.
 
-Plain torch on [B,S] tensors, no ranks: every rank sees the same batch and the same figures, and so
+Plain torch on [B,S] tensors, no ranks: every rank sees the same batch and the same metrics, and so
 comes to the same finding. What follows from a finding is trainer/self_check.py's business.
 """
 
@@ -141,7 +141,7 @@ def same_policy(
     )
 
 
-# ---- figures of single sequences out of the engine's pass --------------------------------------
+# ---- metrics of single sequences out of the engine's pass --------------------------------------
 
 
 def number_rows(batch: Batch) -> Batch:
@@ -227,10 +227,10 @@ class Streaks:
         self._compares_groups = compares_groups
         self._zero = self._tied = 0
 
-    def step(self, figures: dict[str, float]) -> Finding | None:
-        """figures: those of one step's batch (reward/mean, reward/std, reward/groups_all_equal)."""
-        zero = figures["reward/mean"] == figures["reward/std"] == 0
-        tied = self._compares_groups and figures["reward/groups_all_equal"] == 1
+    def step(self, metrics: dict[str, float]) -> Finding | None:
+        """metrics: those of one step's batch (reward/mean, reward/std, reward/groups_all_equal)."""
+        zero = metrics["reward/mean"] == metrics["reward/std"] == 0
+        tied = self._compares_groups and metrics["reward/groups_all_equal"] == 1
         self._zero = self._zero + 1 if zero else 0
         self._tied = self._tied + 1 if tied else 0
         if self._zero == PATIENCE:
@@ -246,7 +246,7 @@ class Streaks:
         if self._tied == PATIENCE > self._zero:
             return Finding(
                 f"in all groups all rewards were equal for {PATIENCE} steps in a row, so there is "
-                f"no gradient (reward/mean is {figures['reward/mean']:g})",
+                f"no gradient (reward/mean is {metrics['reward/mean']:g})",
                 (
                     "every answer to a prompt scores alike: the prompts are too easy or too hard, "
                     "or gconfig (temperature, top_p, top_k) makes the answers alike",
@@ -284,8 +284,8 @@ def nonfinite_update(stats: dict[str, float]) -> Finding | None:
     """An update that the engine refused; not one that a smaller loss scale mends (float16)."""
     if stats["update_successful"] or stats.get("overflow"):
         return None
-    figures = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
-    return Finding(f"the update is not finite: {figures}")
+    metrics = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
+    return Finding(f"the update is not finite: {metrics}")
 
 
 def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:

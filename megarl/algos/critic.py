@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algos.losses import LOSS_WEIGHTS, critic_loss
 from megarl.algos.metrics import explained_variance
-from megarl.algos.minibatches import mean_figures, minibatches
+from megarl.algos.minibatches import mean_metrics, minibatches
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOCriticConfig
@@ -38,7 +38,7 @@ class Critic(Role):
         batch["values"], batch["last_value"] = self.forward_values(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps towards batch["returns"]; figures averaged over them,
+        """ppo_n_minibatches optimizer steps towards batch["returns"]; metrics averaged over them,
         and explained_variance of the values before the update.
         """
         if missing := [key for key in INPUTS if key not in batch]:
@@ -57,4 +57,4 @@ class Critic(Role):
                 seed=seed,
             )
         ]
-        return mean_figures(updates) | {"explained_variance": explained}
+        return mean_metrics(updates) | {"explained_variance": explained}

@@ -153,13 +153,13 @@ def critic_loss(
         clipped = mask & (near_error > error)
         error = torch.maximum(error, near_error)
     loss = 0.5 * aggregate(error, mask, loss_agg)
-    figures = {
+    metrics = {
         "value": values.detach(),
         "return": returns,
         "value_error": (values.detach() - returns).abs(),
         "value_clip_frac": clipped,
     }
-    return loss, _token_means(figures, mask)
+    return loss, _token_means(metrics, mask)
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def _policy_stats(
     clip_low = (adv < 0) & (ratio < 1.0 - low)
     clip_high = (adv > 0) & (ratio > 1.0 + high)
     dual = (adv < 0) & (ratio > c_clip) if c_clip is not None else torch.zeros_like(mask)
-    figures = {
+    metrics = {
         "logp": logp,
         "advantage": adv,
         "ratio": ratio,
@@ -188,9 +188,9 @@ def _policy_stats(
         "clip_frac_high": clip_high,
         "clip_frac_dual": dual,
     }
-    return _token_means(figures, mask)
+    return _token_means(metrics, mask)
 
 
-def _token_means(figures: dict[str, Tensor], mask: Tensor) -> Stats:
+def _token_means(metrics: dict[str, Tensor], mask: Tensor) -> Stats:
     tokens = mask.sum()
-    return {k: (torch.where(mask, v.float(), 0.0).sum(), tokens) for k, v in figures.items()}
+    return {k: (torch.where(mask, v.float(), 0.0).sum(), tokens) for k, v in metrics.items()}

@@ -1,4 +1,4 @@
-"""Several optimizer steps over one batch: who is in which, and the figures of all of them."""
+"""Several optimizer steps over one batch: who is in which, and the metrics of all of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def minibatches(
         )
 
 
-def skipped_figures(batch: Batch, skipped: Tensor) -> dict[str, float]:
+def skipped_metrics(batch: Batch, skipped: Tensor) -> dict[str, float]:
     """Counts what was not trained on: the rows of `skipped` [B] bool, and their tokens."""
     return {
         "skipped_sequences": float(skipped.sum()),
@@ -58,7 +58,7 @@ def skipped_figures(batch: Batch, skipped: Tensor) -> dict[str, float]:
     }
 
 
-def mean_figures(updates: list[dict[str, float]]) -> dict[str, float]:
+def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps that were made (of lr the last), and how many were."""
     done = [u for u in updates if u["update_successful"]]
     counts = {

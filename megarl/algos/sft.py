@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss, token_weight
-from megarl.algos.minibatches import skipped_figures
+from megarl.algos.minibatches import skipped_metrics
 from megarl.algos.role import Role
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
@@ -29,14 +29,14 @@ class SFT(Role):
         self._told_of_untrained = False
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step. The engine's figures (loss, grad_norm, lr), ppl and skipped_updates
+        """One optimizer step. The engine's metrics (loss, grad_norm, lr), ppl and skipped_updates
         (1 if it was refused because something was not finite; then there is no ppl), with
         skipped_sequences and skipped_tokens.
         """
         stats = self.train_batch(self._inputs(batch), sft_loss, token_weight)
         done = bool(stats["update_successful"])
         skipped = torch.full((len(batch["input_ids"]),), not done)
-        counts = {"skipped_updates": float(not done)} | skipped_figures(batch, skipped)
+        counts = {"skipped_updates": float(not done)} | skipped_metrics(batch, skipped)
         return (_with_ppl(stats) if done else stats) | counts
 
     def evaluate(self, batch: Batch) -> dict[str, float]:

@@ -142,7 +142,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
-        """Undoes offload, with the same figures."""
+        """Undoes offload, with the same metrics."""
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:

@@ -20,8 +20,8 @@ from megarl.ckpt.hf_dir import check_target, write_config, write_sidecars
 from megarl.ckpt.hf_files import plan_files, write_files
 from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
 from megarl.models.families import EMBEDDING, OUTPUT
-from megarl.models.fill import draw, fill_params
 from megarl.models.gather import BucketGatherer
+from megarl.models.param_loading import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
 from megarl.parallel.layout import Layout
@@ -66,7 +66,7 @@ def load_hf(
                 return torch.zeros(tensor.shape)[box]
             return draw(tensor, head_seed, table.model.initializer_range)[box]
 
-        fill_params(table, layout.coords(rank), params, read)
+        load_params(table, layout.coords(rank), params, read)
 
 
 def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from megarl.ckpt.agree import staged, together
 from megarl.ckpt.hf_dir import check_target
 from megarl.models.adapters import Adapters
-from megarl.models.fill import fill_params
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import adapter_config, check_adapter_config
+from megarl.models.param_loading import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
@@ -73,7 +73,7 @@ def load_peft(path: str | Path, adapters: Adapters) -> None:
                 found: Tensor = stored.get_slice(tensor.name)[box]
                 return found
 
-            fill_params(adapters.table, adapters.coords, adapters.params, read)
+            load_params(adapters.table, adapters.coords, adapters.params, read)
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{file}: not a whole safetensors file ({e}); save it again") from e
 

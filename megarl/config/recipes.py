@@ -59,7 +59,7 @@ class BaseConfig:
         factory=SelfCheckConfig, help="what the run checks about itself"
     )
     evaluator: EvaluatorConfig = arg(factory=EvaluatorConfig, help="when to evaluate")
-    stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where figures go")
+    stats_logger: StatsLoggerConfig = arg(factory=StatsLoggerConfig, help="where metrics go")
     profiler: ProfilerConfig = arg(factory=ProfilerConfig, help="traces and hardware utilisation")
 
 

@@ -127,5 +127,5 @@ class WandbConfig:
 class StatsLoggerConfig:
     wandb: WandbConfig = arg(factory=WandbConfig, help="Weights & Biases")
     tensorboard: bool = arg(False, help="write tensorboard events into <run>/tensorboard")
-    table: bool = arg(True, help="print a table of every step's figures")
+    table: bool = arg(True, help="print a table of every step's metrics")
     report: bool = arg(True, help="write <run>/report.html at the end")

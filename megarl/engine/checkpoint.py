@@ -26,8 +26,8 @@ from megarl.ckpt.dist import begin_save as write_behind
 from megarl.ckpt.keys import settle_keys, stored_keys
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
-from megarl.engine.built import Built
 from megarl.engine.optimizer_state import load_state, sharded_state
+from megarl.engine.setup import EngineState
 from megarl.models.lora import is_trained, meaning
 from megarl.models.names import unwrap
 from megarl.observability.logging import get_logger
@@ -39,13 +39,13 @@ from megatron.core.dist_checkpointing import ShardedObject  # isort: skip
 log = get_logger(__name__)
 
 
-def check_meta(meta: SaveLoadMeta, b: Built) -> None:
+def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
     """ValueError for a format that does not exist, or optimizer state where there is none."""
     if meta.weight_format not in ("hf", "peft", "dist"):
         raise ValueError(
             f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist'"
         )
-    if meta.weight_format == "peft" and b.adapters is None:
+    if meta.weight_format == "peft" and state.adapters is None:
         raise ValueError(
             "SaveLoadMeta.weight_format='peft': this engine has no adapters; set its `lora`, or "
             "use 'hf'"
@@ -55,40 +55,40 @@ def check_meta(meta: SaveLoadMeta, b: Built) -> None:
             f"SaveLoadMeta.with_optim=True: the {meta.weight_format!r} format has no place for "
             "optimizer state; use weight_format='dist'"
         )
-    if meta.with_optim and b.optimizer is None:
+    if meta.with_optim and state.optimizer is None:
         raise ValueError(
             "SaveLoadMeta.with_optim=True, but this engine has no optimizer: set its `optimizer`, "
             "or use with_optim=False"
         )
 
 
-def save(b: Built, path: str, with_optim: bool, version: int) -> None:
+def save(state: EngineState, path: str, with_optim: bool, version: int) -> None:
     """Collective. Weights; with `with_optim` also optimizer state (moments, step, fp32 weights),
     the schedule's position, every rank's random states, and the weight version."""
-    save_sharded(path, *_to_save(b, with_optim, version))
+    save_sharded(path, *_to_save(state, with_optim, version))
 
 
-def begin_save(b: Built, path: str, with_optim: bool, version: int) -> PendingSave:
+def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
     """`save`, with the files written by a thread. Collective."""
-    return write_behind(path, *_to_save(b, with_optim, version))
+    return write_behind(path, *_to_save(state, with_optim, version))
 
 
-def _to_save(b: Built, with_optim: bool, version: int) -> tuple[Sharded, dict[str, Any]]:
-    state: dict[str, Any] = _model_state(b)
+def _to_save(state: EngineState, with_optim: bool, version: int) -> tuple[Sharded, dict[str, Any]]:
+    tensors: dict[str, Any] = _model_state(state)
     own: dict[Any, Any] = {}
     if with_optim:
-        opt.materialize_state(b.optimizer)
-        state["optimizer"], own = sharded_state(
-            b.optimizer, dict(state), _metadata(b), loading=False
+        opt.materialize_state(state.optimizer)
+        tensors["optimizer"], own = sharded_state(
+            state.optimizer, dict(tensors), _metadata(state), loading=False
         )
-        state["rng"] = _rng_object(b, rng_state())
-    info = _info(b, with_optim) | {"version": version}
+        tensors["rng"] = _rng_object(state, rng_state())
+    info = _info(state, with_optim) | {"version": version}
     if with_optim:
-        info["schedule_steps"] = b.schedule.num_steps
-    return Sharded(shared=state, own=own, replicas=b.groups.dp_cp), info
+        info["schedule_steps"] = state.schedule.num_steps
+    return Sharded(shared=tensors, own=own, replicas=state.groups.dp_cp), info
 
 
-def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
+def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
     """Collective. Returns what was saved about the checkpoint ("version", "layout", ...).
 
     In the layout it was saved in, with `with_optim`, training continues bit for bit. On another
@@ -97,33 +97,33 @@ def load(b: Built, path: str, with_optim: bool) -> dict[str, Any]:
     betas and the like come from the engine's config, not from the checkpoint. Without `with_optim`
     the optimizer's fp32 weights are left as they are (optimizer.reload_main_params renews them).
     """
-    info = open_checkpoint(path, lambda found: _check(b, path, found, with_optim))
-    mine = _info(b, with_optim)
+    info = open_checkpoint(path, lambda found: _check(state, path, found, with_optim))
+    mine = _info(state, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
-    state: dict[str, Any] = _model_state(b, stored_keys(path))
+    tensors: dict[str, Any] = _model_state(state, stored_keys(path))
     own: dict[Any, Any] = {}
     if with_optim:
-        hyperparameters = opt.hyperparameters(b.optimizer)
-        shared, own = sharded_state(b.optimizer, dict(state), _metadata(b), loading=True)
-        state["optimizer"] = shared
+        hyperparameters = opt.hyperparameters(state.optimizer)
+        shared, own = sharded_state(state.optimizer, dict(tensors), _metadata(state), loading=True)
+        tensors["optimizer"] = shared
         if same_ranks:
-            state["rng"] = _rng_object(b, None)
-    sharded = Sharded(shared=state, own=own, replicas=b.groups.dp_cp)
+            tensors["rng"] = _rng_object(state, None)
+    sharded = Sharded(shared=tensors, own=own, replicas=state.groups.dp_cp)
     loaded, own = load_sharded(path, sharded)
-    _load_model(b, loaded)
+    _load_model(state, loaded)
     if with_optim:
-        load_state(b.optimizer, loaded["optimizer"], own)
-        opt.set_hyperparameters(b.optimizer, hyperparameters)
-        opt.set_position(b.schedule, info["schedule_steps"])
+        load_state(state.optimizer, loaded["optimizer"], own)
+        opt.set_hyperparameters(state.optimizer, hyperparameters)
+        opt.set_position(state.schedule, info["schedule_steps"])
         if same_ranks:
             set_rng_state(loaded["rng"])
         else:
             log.info("%s is of another layout (%s): random states start anew", path, info["layout"])
-            reseed(b.seed + info["schedule_steps"])
+            reseed(state.seed + info["schedule_steps"])
     return info
 
 
-def _metadata(b: Built) -> dict[str, Any]:
+def _metadata(state: EngineState) -> dict[str, Any]:
     """How megatron-core shall cut its state: by model parameter and layer, so that any layout can
     read it."""
     return {
@@ -131,52 +131,52 @@ def _metadata(b: Built) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
-        "dp_cp_group": b.groups.dp_cp,
+        "dp_cp_group": state.groups.dp_cp,
     }
 
 
-def _chunk_names(b: Built) -> list[str]:
+def _chunk_names(state: EngineState) -> list[str]:
     """megatron-core's optimizer looks for these."""
-    return [f"model{i}" for i in range(len(b.chunks))] if len(b.chunks) > 1 else ["model"]
+    return [f"model{i}" for i in range(len(state.chunks))] if len(state.chunks) > 1 else ["model"]
 
 
-def _model_state(b: Built, stored: Collection[str] = ()) -> dict[str, Any]:
+def _model_state(state: EngineState, stored: Collection[str] = ()) -> dict[str, Any]:
     """Parameters only: Transformer Engine's extra state is empty outside of fp8, and a checkpoint
     of the local layers has none. Under the keys they are saved under, or have in `stored`."""
-    states = [unwrap(c).sharded_state_dict(metadata=_metadata(b)) for c in b.chunks]  # type: ignore[operator]
+    states = [unwrap(c).sharded_state_dict(metadata=_metadata(state)) for c in state.chunks]  # type: ignore[operator]
     kept = {
-        name: {k: v for k, v in state.items() if "_extra_state" not in k and _is_kept(k, b)}
-        for name, state in zip(_chunk_names(b), states, strict=True)
+        name: {k: v for k, v in tensors.items() if "_extra_state" not in k and _is_kept(k, state)}
+        for name, tensors in zip(_chunk_names(state), states, strict=True)
     }
-    settle_keys(kept, b.table, stored)
+    settle_keys(kept, state.table, stored)
     return kept
 
 
-def _is_kept(name: str, b: Built) -> bool:
-    return b.config.lora is None or is_trained(name, b.model)
+def _is_kept(name: str, state: EngineState) -> bool:
+    return state.config.lora is None or is_trained(name, state.model)
 
 
-def _load_model(b: Built, loaded: dict[str, Any]) -> None:
-    for name, chunk in zip(_chunk_names(b), b.chunks, strict=True):
+def _load_model(state: EngineState, loaded: dict[str, Any]) -> None:
+    for name, chunk in zip(_chunk_names(state), state.chunks, strict=True):
         found = unwrap(chunk).load_state_dict(loaded[name], strict=False)
         missing = (k for k in found.missing_keys if not k.endswith("_extra_state"))
-        lost = [k for k in missing if _is_kept(k, b)]
+        lost = [k for k in missing if _is_kept(k, state)]
         assert not lost and not found.unexpected_keys, (lost, found.unexpected_keys)
 
 
-def _rng_object(b: Built, data: Any) -> ShardedObject:
-    return ShardedObject("rng", data, (b.groups.layout.world_size,), (b.groups.rank,))
+def _rng_object(state: EngineState, data: Any) -> ShardedObject:
+    return ShardedObject("rng", data, (state.groups.layout.world_size,), (state.groups.rank,))
 
 
-def _info(b: Built, with_optim: bool) -> dict[str, Any]:
+def _info(state: EngineState, with_optim: bool) -> dict[str, Any]:
     info = {
-        **describe_model(b.model),
-        "dtype": str(b.dtype).removeprefix("torch."),
-        "layout": asdict(b.groups.layout),
+        **describe_model(state.model),
+        "dtype": str(state.dtype).removeprefix("torch."),
+        "layout": asdict(state.groups.layout),
         "device": mcore.device().type,
         "with_optim": with_optim,
-        "optimizer": opt.kind(b.optimizer) if with_optim else None,
-        "lora": b.config.lora and meaning(b.model, b.config.lora),
+        "optimizer": opt.kind(state.optimizer) if with_optim else None,
+        "lora": state.config.lora and meaning(state.model, state.config.lora),
         "versions": {
             "torch": torch.__version__,
             "megatron-core": megatron.core.__version__,
@@ -186,9 +186,9 @@ def _info(b: Built, with_optim: bool) -> dict[str, Any]:
     return found
 
 
-def _check(b: Built, path: str, found: dict[str, Any], with_optim: bool) -> None:
+def _check(state: EngineState, path: str, found: dict[str, Any], with_optim: bool) -> None:
     """ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
-    mine = _info(b, with_optim)
+    mine = _info(state, with_optim)
     for name, value in mine["model"].items():
         if found["model"].get(name) != value:
             raise ValueError(

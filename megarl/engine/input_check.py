@@ -15,9 +15,9 @@ import torch.distributed as dist
 import xxhash
 
 from megarl.api.engine import Batch
-from megarl.engine.built import Built
 from megarl.engine.lm_head import check_outputs
 from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState
 from megarl.parallel import mcore
 from megarl.parallel.packing import check_right_padded
 
@@ -25,7 +25,7 @@ _ARGUMENTS = "the call's arguments"
 
 
 def check_input(
-    b: Built, verb: str, batch: Batch, outputs: Sequence[str], *, backward: bool,
+    state: EngineState, verb: str, batch: Batch, outputs: Sequence[str], *, backward: bool,
     temperature: float, **arguments: Any,
 ) -> None:  # fmt: skip
     """ValueError, on every rank, for a batch or arguments that differ between ranks, and for those
@@ -34,16 +34,16 @@ def check_input(
     What `verb` is, what it was asked and the bytes of every tensor are compared: a hash of 32 MiB
     takes a core a few milliseconds, and 16 bytes of it travel.
     """
-    if b.layout.world_size > 1:
+    if state.layout.world_size > 1:
         asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
         _same_everywhere(batch, asked)
     from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
-    check_outputs(from_head, b.config.head, backward=backward)
+    check_outputs(from_head, state.config.head, backward=backward)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     check_right_padded(batch)
-    _check_ids(batch, b.model.vocab_size)
-    if backward and b.config.moe.router_replay and ROUTED not in batch:
+    _check_ids(batch, state.model.vocab_size)
+    if backward and state.config.moe.router_replay and ROUTED not in batch:
         raise ValueError(
             f"moe.router_replay=True: the batch has no {ROUTED!r} to replay; put forward()'s "
             "output of that name into it, as an actor with recompute_logprob does"

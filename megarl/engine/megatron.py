@@ -20,8 +20,8 @@ from megarl.api.engine import PARTS, Batch, LossFn, LossWeightFn, PendingSave, T
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, optimizer, passes, weights
-from megarl.engine.built import Built, build, release, resolve
 from megarl.engine.memory import Memory
+from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
 from megarl.weight_sync import WeightSender
@@ -39,10 +39,10 @@ class MegatronEngine(TrainEngine):
         self._uploaded: int | None = None  # the last version that reached the servers
         self._training = config.optimizer is not None
         self._groups: ProcessGroups | None = None
-        self._built: Built | None = None
+        self._built: EngineState | None = None
         self._memory: Memory | None = None
         self._sender: WeightSender | None = None
-        self._inflow: tuple[Built, Reallocator] | None = None
+        self._inflow: tuple[EngineState, Reallocator] | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class MegatronEngine(TrainEngine):
         return self._groups
 
     @property
-    def built(self) -> Built:
+    def state(self) -> EngineState:
         if self._built is None:
             raise RuntimeError(_UNINITIALIZED)
         return self._built
@@ -126,7 +126,7 @@ class MegatronEngine(TrainEngine):
             input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature,
             whole_groups=whole_groups,
         )  # fmt: skip
-        mine = self.built.optimizer
+        mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
             lr = optimizer.current_lr(mine)
             return {**stats, "lr": lr, **optimizer.step(mine, stats["loss"])}
@@ -137,12 +137,12 @@ class MegatronEngine(TrainEngine):
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
         """train_batch without its optimizer step: the gradients stay in place (see `hf_state`)."""
-        if self.built.optimizer is None:
+        if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
         with self._scope("train_batch", PARTS), self._mode(True):
-            optimizer.zero_grad(self.built.optimizer, self.built.chunks)
+            optimizer.zero_grad(self.state.optimizer, self.state.chunks)
             return passes.loss_pass(
-                self.built, input_, loss_fn, loss_weight_fn, outputs=outputs,
+                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
                 temperature=temperature, whole_groups=whole_groups, backward=True,
             )  # fmt: skip
 
@@ -153,7 +153,7 @@ class MegatronEngine(TrainEngine):
     ) -> dict[str, float]:  # fmt: skip
         with self._inference("eval_batch"):
             return passes.loss_pass(
-                self.built, input_, loss_fn, loss_weight_fn, outputs=outputs,
+                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
                 temperature=temperature, whole_groups=whole_groups, backward=False,
             )  # fmt: skip
 
@@ -166,7 +166,7 @@ class MegatronEngine(TrainEngine):
         """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
         (passes.by_sequence), and `aggregate_fn` joins the list."""
         with self._inference("forward"):
-            result = passes.forward_pass(self.built, input_, outputs, temperature)
+            result = passes.forward_pass(self.state, input_, outputs, temperature)
         if output_seqlens is None and post_hook is None:
             return result if len(result) > 1 else next(iter(result.values()))
         return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
@@ -177,42 +177,42 @@ class MegatronEngine(TrainEngine):
             yield
 
     def step_lr_scheduler(self) -> None:
-        if self.built.schedule is None:
+        if self.state.schedule is None:
             raise ValueError("this engine has no optimizer, so no learning-rate schedule")
-        self.built.schedule.step(1)
+        self.state.schedule.step(1)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        adapters = self.built.adapters
+        adapters = self.state.adapters
         return adapters.disabled() if adapters else super().disable_adapter()
 
     # ---- weights -------------------------------------------------------------------------------
 
     def save(self, meta: SaveLoadMeta) -> None:
-        checkpoint.check_meta(meta, self.built)
+        checkpoint.check_meta(meta, self.state)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
-            weights.save(self.built, meta, self._version)
+            weights.save(self.state, meta, self._version)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
         """For the "dist" format: a thread writes what is copied to host memory here."""
         if meta.weight_format != "dist":
             return super().begin_save(meta)
-        checkpoint.check_meta(meta, self.built)
+        checkpoint.check_meta(meta, self.state)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
-            return weights.begin_save(self.built, meta, self._version)
+            return weights.begin_save(self.state, meta, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        checkpoint.check_meta(meta, self.built)
+        checkpoint.check_meta(meta, self.state)
         with self._scope("load", ("params", "optimizer")):
-            version = weights.load(self.built, meta)
+            version = weights.load(self.state, meta)
         if version is not None:
             self.set_version(version)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         meta = meta.settled(self._version, self._uploaded)
         with self._scope("upload_weights"):
-            optimizer.gather_params(self.built.chunks)
+            optimizer.gather_params(self.state.chunks)
             if self._sender is None:
-                self._sender = weights.sender(self.built)
+                self._sender = weights.sender(self.state)
             stats: dict[str, float] = self._sender.upload(meta)
         self._uploaded = meta.number
         return stats
@@ -226,9 +226,9 @@ class MegatronEngine(TrainEngine):
         """
         with self.memory.at_hand(), source.memory.at_hand(), self._scope("copy_weights"):
             source.memory.require("copy_weights", ("params",))
-            if self._inflow is None or self._inflow[0] is not source.built:
-                self._inflow = source.built, weights.reallocation(source.built, self.built)
-            stats = weights.reallocate(self._inflow[1], source.built, self.built)
+            if self._inflow is None or self._inflow[0] is not source.state:
+                self._inflow = source.state, weights.reallocation(source.state, self.state)
+            stats = weights.reallocate(self._inflow[1], source.state, self.state)
         self.set_version(source.get_version())
         return stats
 
@@ -241,7 +241,7 @@ class MegatronEngine(TrainEngine):
         PEFT's names. Memory: one bucket.
         """
         needs = ("params", "grads") if grads else ("params",)
-        return weights.hf_state(self.built, grads, partial(self._scope, "hf_state", needs))
+        return weights.hf_state(self.state, grads, partial(self._scope, "hf_state", needs))
 
     def set_version(self, version: int) -> None:
         self._version = version

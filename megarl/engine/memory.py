@@ -9,7 +9,6 @@ import torch
 
 from megarl.api.engine import PARTS
 from megarl.engine import optimizer
-from megarl.engine.built import Built
 from megarl.engine.offload import (
     ParkedStorages,
     check_parts,
@@ -17,6 +16,7 @@ from megarl.engine.offload import (
     memory_in_use,
     optimizer_tensors,
 )
+from megarl.engine.setup import EngineState
 from megarl.observability.logging import get_logger
 
 log = get_logger(__name__)
@@ -25,8 +25,8 @@ log = get_logger(__name__)
 class Memory:
     """Of what was built. With `offload` in its config the weights rest in host memory."""
 
-    def __init__(self, built: Built) -> None:
-        self._built = built
+    def __init__(self, state: EngineState) -> None:
+        self._built = state
         self._parked = ParkedStorages()
 
     def require(self, what: str, parts: Sequence[str]) -> None:

@@ -203,11 +203,11 @@ def step(optimizer: Any, loss: float) -> dict[str, float]:
             if part.config.clip_grad > 0 and (params := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(params, part.config.clip_grad, norm, decoupled(part))
         updated = bool(optimizer.step_with_ready_grads())
-    figures = {"grad_norm": norm, "update_successful": float(updated)}
+    metrics = {"grad_norm": norm, "update_successful": float(updated)}
     if optimizer.config.fp16:
         mendable = overflow and math.isfinite(loss) and scale > optimizer.config.min_loss_scale
-        figures |= {"loss_scale": scale, "overflow": float(mendable)}
-    return figures
+        metrics |= {"loss_scale": scale, "overflow": float(mendable)}
+    return metrics
 
 
 @torch.no_grad()

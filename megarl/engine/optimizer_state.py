@@ -3,7 +3,7 @@
 The distributed optimizer's moments and fp32 weights stand on disk as megatron-core's
 "fully_reshardable" format has them, tensors of the model's shapes that any layout reads. Its own
 writer gathers them over the data-parallel ranks first, each of which then holds the state of all.
-Here every rank writes its range of each parameter as boxes (ckpt/boxes.py) and reads it so.
+Here every rank writes its range of each parameter as boxes (optimizer_shards.py) and reads it so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.boxes import cut
+from megarl.ckpt.optimizer_shards import cut
 from megarl.engine.optimizer import decoupled, kind, parts
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
@@ -135,8 +135,8 @@ def _places(model_state: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
     stored, _ = extract_sharded_tensors_and_factories(model_state)
     found = {}
     for item in nested_values(stored):
-        built = item.build() if isinstance(item, ShardedTensorFactory) else [item]
-        found[item.data] = list(nested_values(built))
+        state = item.build() if isinstance(item, ShardedTensorFactory) else [item]
+        found[item.data] = list(nested_values(state))
     return found
 
 

@@ -11,25 +11,25 @@ from typing import Any
 
 from megarl.api.engine import Batch, LossFn, LossWeightFn
 from megarl.engine import micro_batch, schedule
-from megarl.engine.built import Built
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import MicroBatch
 from megarl.engine.routing import ROUTED
+from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
 
 
 def loss_pass(
-    b: Built, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
+    state: EngineState, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
 ) -> dict[str, float]:  # fmt: skip
     """The loss and the weighted means of its stats; with `backward` also the gradients."""
     check_input(
-        b, "train_batch" if backward else "eval_batch", batch, outputs, backward=backward,
+        state, "train_batch" if backward else "eval_batch", batch, outputs, backward=backward,
         temperature=temperature, whole_groups=whole_groups,
     )  # fmt: skip
-    mine = _micro_batches(b, batch, whole_groups=whole_groups, backward=backward)
+    mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
     weight = float(loss_weight_fn(batch))
     if not weight > 0:
         raise ValueError(
@@ -39,66 +39,68 @@ def loss_pass(
     job = schedule.Pass(
         outputs=tuple(outputs),
         temperature=float(temperature),
-        cp_group=b.groups.cp,
+        cp_group=state.groups.cp,
         loss_fn=loss_fn,
-        loss_scale=len(mine) * b.layout.dp / weight,
-        routing=b.routing,
+        loss_scale=len(mine) * state.layout.dp / weight,
+        routing=state.routing,
     )
-    with _taped(b):
-        schedule.run(b.chunks, mine, job, backward=backward)
-    sums = schedule.reduce_sums(job, b.groups)
-    routing = b.routing.figures(len(mine)) if b.routing else {}
+    with _taped(state):
+        schedule.run(state.chunks, mine, job, backward=backward)
+    sums = schedule.reduce_sums(job, state.groups)
+    routing = state.routing.metrics(len(mine)) if state.routing else {}
     loss_sum, _ = sums.pop("loss")
     means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
     return {"loss": loss_sum / weight, **means, **routing}
 
 
-def forward_pass(b: Built, batch: Batch, outputs: Sequence[str], temperature: float) -> Batch:
+def forward_pass(
+    state: EngineState, batch: Batch, outputs: Sequence[str], temperature: float
+) -> Batch:
     """{name: [B,S,...]} for each of `outputs`."""
-    check_input(b, "forward", batch, outputs, backward=False, temperature=temperature)
-    mine = _micro_batches(b, batch, backward=False)
+    check_input(state, "forward", batch, outputs, backward=False, temperature=temperature)
+    mine = _micro_batches(state, batch, backward=False)
     job = schedule.Pass(
         outputs=tuple(o for o in outputs if o != ROUTED),
         temperature=float(temperature),
-        cp_group=b.groups.cp,
-        routing=b.routing,
+        cp_group=state.groups.cp,
+        routing=state.routing,
     )
     shape = batch["input_ids"].shape
-    widths = output_widths(b.model.vocab_size, b.config.lm_head_topk)
-    with _taped(b, record=ROUTED in outputs):
-        schedule.run(b.chunks, mine, job, backward=False)
-        result = schedule.collect_outputs(job, mine, shape, b.groups, extra=widths)
-        if b.routing is not None and ROUTED in outputs:
-            result[ROUTED] = b.routing.collect(mine, shape)
+    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
+    with _taped(state, record=ROUTED in outputs):
+        schedule.run(state.chunks, mine, job, backward=False)
+        result = schedule.collect_outputs(job, mine, shape, state.groups, extra=widths)
+        if state.routing is not None and ROUTED in outputs:
+            result[ROUTED] = state.routing.collect(mine, shape)
     return result
 
 
 def plan(
-    b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
+    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[list[list[int]]]:
     """[dp rank][micro-batch] -> rows."""
-    spec = b.config.mb_spec
+    spec = state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     return micro_batch.plan(
-        batch, b.layout, larger or spec.max_tokens_per_mb, sequence_cost(b.model),
-        whole_groups=whole_groups, token_unit=token_unit(b.config.fp8),
+        batch, state.layout, larger or spec.max_tokens_per_mb, sequence_cost(state.model),
+        whole_groups=whole_groups, token_unit=token_unit(state.config.fp8),
     )  # fmt: skip
 
 
 def _micro_batches(
-    b: Built, batch: Batch, *, whole_groups: bool = False, backward: bool
+    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[MicroBatch]:
     """This rank's."""
-    c = b.groups.coords
-    mine = plan(b, batch, whole_groups=whole_groups, backward=backward)[c.dp]
+    c = state.groups.coords
+    mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
-        batch, mine, b.layout, cp_rank=c.cp, token_unit=token_unit(b.config.fp8)
+        batch, mine, state.layout, cp_rank=c.cp, token_unit=token_unit(state.config.fp8)
     )
 
 
-def _taped(b: Built, *, record: bool = False) -> AbstractContextManager[None]:
-    if b.routing is not None:
-        return b.routing.of_pass(record=record)
+def _taped(state: EngineState, *, record: bool = False) -> AbstractContextManager[None]:
+    if state.routing is not None:
+        return state.routing.of_pass(record=record)
     if record:
         raise ValueError(f"outputs: {ROUTED!r} needs a mixture-of-experts model")
     return nullcontext()

@@ -166,7 +166,7 @@ class Routing:
             dist.all_reduce(full)  # every number has one owner, the others add zero
         return full.cpu()
 
-    def figures(self, n_micro_batches: int) -> dict[str, float]:
+    def metrics(self, n_micro_batches: int) -> dict[str, float]:
         """Collective, after a pass: loads by layer, and auxiliary losses where they are on."""
         layout = self.groups.layout
         load = torch.zeros(self.model.num_layers, self.shape.num_experts, device=mcore.device())

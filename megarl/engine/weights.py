@@ -15,7 +15,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
 from megarl.engine import checkpoint, optimizer
-from megarl.engine.built import Built, head_seed, load_base
+from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.parallel import mcore
 from megarl.weight_sync import WeightSender
@@ -24,61 +24,65 @@ from megarl.weight_sync.reallocate import Reallocator
 _STATE_BUCKET_BYTES = 256 << 20
 
 
-def save(b: Built, meta: SaveLoadMeta, version: int) -> None:
-    optimizer.gather_params(b.chunks)
-    base = meta.base_model_path or b.config.path
+def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
+    optimizer.gather_params(state.chunks)
+    base = meta.base_model_path or state.config.path
     if meta.weight_format == "dist":
-        checkpoint.save(b, meta.path, meta.with_optim, version)
+        checkpoint.save(state, meta.path, meta.with_optim, version)
     elif meta.weight_format == "peft":
-        assert b.adapters is not None  # check_meta has seen to it
-        save_peft(meta.path, b.adapters, b.layout, b.groups.rank, base_model_path=base)
+        assert state.adapters is not None  # check_meta has seen to it
+        save_peft(meta.path, state.adapters, state.layout, state.groups.rank, base_model_path=base)
     else:
         save_hf(
-            meta.path, b.table, b.layout, b.groups.rank, b.whole_weights(), base_model_path=base,
+            meta.path, state.table, state.layout, state.groups.rank, state.whole_weights(),
+            base_model_path=base,
             tokenizer=meta.tokenizer,
         )  # fmt: skip
-    b.groups.barrier()
+    state.groups.barrier()
 
 
-def begin_save(b: Built, meta: SaveLoadMeta, version: int) -> PendingSave:
-    optimizer.gather_params(b.chunks)
-    return checkpoint.begin_save(b, meta.path, meta.with_optim, version)
+def begin_save(state: EngineState, meta: SaveLoadMeta, version: int) -> PendingSave:
+    optimizer.gather_params(state.chunks)
+    return checkpoint.begin_save(state, meta.path, meta.with_optim, version)
 
 
-def load(b: Built, meta: SaveLoadMeta) -> int | None:
+def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
     """The version that a training state was saved with; None for weights alone."""
     version = None
     if meta.weight_format == "dist":
-        found = checkpoint.load(b, meta.path, meta.with_optim)
+        found = checkpoint.load(state, meta.path, meta.with_optim)
         version = found["version"] if meta.with_optim else None
     elif meta.weight_format == "peft":
-        assert b.adapters is not None
-        load_peft(meta.path, b.adapters)
+        assert state.adapters is not None
+        load_peft(meta.path, state.adapters)
     else:
-        load_base(meta.path, b.table, b.groups, b.params, head_seed(b.config, b.seed))
-        if b.adapters is not None:  # whole weights come without: these start anew
-            b.adapters.reset(b.seed)
-    if b.optimizer is not None and not meta.with_optim:
-        optimizer.reload_main_params(b.optimizer)
-    b.groups.barrier()
+        load_base(
+            meta.path, state.table, state.groups, state.params, head_seed(state.config, state.seed)
+        )
+        if state.adapters is not None:  # whole weights come without: these start anew
+            state.adapters.reset(state.seed)
+    if state.optimizer is not None and not meta.with_optim:
+        optimizer.reload_main_params(state.optimizer)
+    state.groups.barrier()
     return version
 
 
-def sender(b: Built) -> WeightSender:
+def sender(state: EngineState) -> WeightSender:
     return WeightSender(
-        b.table, b.layout, b.groups.rank, b.whole_weights(), b.groups.world,
-        dtype=b.dtype if b.adapters else None, adapters=b.adapters, base_model_path=b.config.path,
+        state.table, state.layout, state.groups.rank, state.whole_weights(), state.groups.world,
+        dtype=state.dtype if state.adapters else None, adapters=state.adapters,
+        base_model_path=state.config.path,
     )  # fmt: skip
 
 
-def reallocation(source: Built, target: Built) -> Reallocator:
+def reallocation(source: EngineState, target: EngineState) -> Reallocator:
     """Of weights between two engines on the same ranks. ValueError for models of unlike shapes."""
     if target.adapters is not None:
         raise ValueError(
             "copy_weights: the engine that receives has adapters, whose base would change under "
             "them; leave its `lora` out"
         )
-    mine, theirs = (checkpoint.describe_model(b.model)["model"] for b in (target, source))
+    mine, theirs = (checkpoint.describe_model(state.model)["model"] for state in (target, source))
     for name, value in mine.items():
         if theirs[name] != value:
             raise ValueError(
@@ -91,7 +95,7 @@ def reallocation(source: Built, target: Built) -> Reallocator:
     )  # fmt: skip
 
 
-def reallocate(move: Reallocator, source: Built, target: Built) -> dict[str, float]:
+def reallocate(move: Reallocator, source: EngineState, target: EngineState) -> dict[str, float]:
     """See MegatronEngine.copy_weights."""
     optimizer.gather_params(source.chunks)
     stats = move(source.whole_weights(), target.params)
@@ -101,23 +105,23 @@ def reallocate(move: Reallocator, source: Built, target: Built) -> dict[str, flo
 
 
 def hf_state(
-    b: Built, grads: bool, scope: Callable[[], AbstractContextManager[None]]
+    state: EngineState, grads: bool, scope: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See MegatronEngine.hf_state. `scope` is left while the caller has a bucket's tensors."""
-    values, table, dtype = b.whole_weights(), b.table, b.dtype
+    values, table, dtype = state.whole_weights(), state.table, state.dtype
     if grads:
-        if b.optimizer is None:
+        if state.optimizer is None:
             raise ValueError("this engine has no optimizer, so it keeps no gradients")
-        table, dtype = b.adapters.table if b.adapters else table.trained, torch.float32
-        trained = {n: p for n, p in b.params.items() if p.requires_grad}
+        table, dtype = state.adapters.table if state.adapters else table.trained, torch.float32
+        trained = {n: p for n, p in state.params.items() if p.requires_grad}
         values = {n: p.main_grad for n, p in trained.items()}  # type: ignore[attr-defined]
     buckets = plan_buckets(table, dtype, _STATE_BUCKET_BYTES)
     gatherer = BucketGatherer(
-        table, b.layout, b.groups.rank, values, buckets, device=mcore.device()
+        table, state.layout, state.groups.rank, values, buckets, device=mcore.device()
     )
     for bucket in buckets:
         with scope():
-            optimizer.gather_params(b.chunks)
+            optimizer.gather_params(state.chunks)
             flat = gatherer.gather(bucket)
         if flat is not None:
             yield from bucket.views(flat)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.models.build import BuiltModel, build_model
-    from megarl.models.fill import fill_params, fill_random, local_view
     from megarl.models.gather import Bucket, BucketGatherer, Member, plan_buckets
     from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
     from megarl.models.names import named_params
+    from megarl.models.param_loading import init_params, load_params, local_view
     from megarl.models.piece_table import PieceTable, build_piece_table, padded_vocab_size
 
 _HOME = {
     "build": ("BuiltModel", "build_model"),
-    "fill": ("fill_params", "fill_random", "local_view"),
+    "param_loading": ("load_params", "init_params", "local_view"),
     "gather": ("Bucket", "BucketGatherer", "Member", "plan_buckets"),
     "hf_config": ("ModelConfig", "check_layout", "read_hf_config"),
     "names": ("named_params",),
@@ -29,7 +29,7 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Bucket", "BucketGatherer", "BuiltModel", "Member", "ModelConfig", "PieceTable", "build_model",
-    "build_piece_table", "check_layout", "fill_params", "fill_random", "local_view", "named_params",
+    "build_piece_table", "check_layout", "load_params", "init_params", "local_view", "named_params",
     "padded_vocab_size", "plan_buckets", "read_hf_config",
 ]  # fmt: skip
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megarl.config.engine import LoRAConfig
-from megarl.models.fill import local_view
 from megarl.models.hf_config import ModelConfig
 from megarl.models.lora import (
     Adapted,
@@ -31,6 +30,7 @@ from megarl.models.lora import (
 )
 from megarl.models.names import canonical_name, named_params
 from megarl.models.ops import GateUp
+from megarl.models.param_loading import local_view
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Coords, Layout
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.packing_plan import Plan, make_plan
+from megarl.models.attention_batching import Plan, make_plan
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip

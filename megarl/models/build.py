@@ -15,15 +15,15 @@ from megarl.config.engine import MoEConfig
 from megarl.models import rope
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.families import SHARED_GATE
-from megarl.models.fill import fill_random
 from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig
 from megarl.models.layers import RMSNorm
 from megarl.models.marks import mark_params
 from megarl.models.mla import mla_fields, settle_mla
 from megarl.models.names import named_params
+from megarl.models.param_loading import init_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
-from megarl.models.sandwich import SandwichLayer
+from megarl.models.sandwich_norm import SandwichLayer
 from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
@@ -85,7 +85,7 @@ def build_model(
     coords, params = layout.coords(torch.distributed.get_rank()), named_params(chunks)
     mark_params(table, coords, params)
     if seed is not None:
-        fill_random(table, coords, params, seed=seed)
+        init_params(table, coords, params, seed=seed)
     return BuiltModel(config, chunks, table)
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megarl.models.fill import local_view
 from megarl.models.messages import Message, Part, length, make_messages, slots
+from megarl.models.param_loading import local_view
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel.layout import Layout
 

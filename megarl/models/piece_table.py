@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megarl.models.cuts import Cut, cut_by
-from megarl.models.cuts import View as View
 from megarl.models.families import Param
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op, Shape
+from megarl.models.sharding import ShardMap, shard_map
+from megarl.models.sharding import View as View
 from megarl.parallel.layout import Coords, Layout
 
 # Rows per tensor-parallel rank are padded to a multiple of this: 16-byte rows of bf16 logits, which
@@ -164,7 +164,7 @@ def build_piece_table(
         for i in layout.layers(model.num_layers, pp, vpp)
     }
     last = (layout.pp - 1, layout.vpp - 1)
-    cuts: dict[tuple[Op, int], Cut] = {}  # layers and experts are cut alike
+    cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
     for param, layer in model.declaration.params(model) if params is None else params:
         if layer is not None:
             chunk = chunk_of[layer]
@@ -175,7 +175,7 @@ def build_piece_table(
             homes.append((last, param.copy_on_last))
         key = param.op, _ranks(layout, param)
         if key not in cuts:
-            cuts[key] = cut_by(model, *key, vocab)
+            cuts[key] = shard_map(model, *key, vocab)
         for home in homes:
             places = [_place(model, layout, param, home[0], r) for r in range(key[1])]
             local += _local_params(cuts[key], places, home[1], param.op.replicated)
@@ -203,7 +203,7 @@ def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank:
 
 
 def _tensors(
-    model: ModelConfig, layout: Layout, cut: Cut, param: Param, homes: list[Home]
+    model: ModelConfig, layout: Layout, cut: ShardMap, param: Param, homes: list[Home]
 ) -> Iterator[HfTensor]:
     for name, (shape, boxes) in zip(param.hf, cut.sources, strict=True):
         owners: list[Piece] = []
@@ -218,7 +218,7 @@ def _tensors(
 
 
 def _local_params(
-    cut: Cut, places: list[Place], name: str, replicated: bool
+    cut: ShardMap, places: list[Place], name: str, replicated: bool
 ) -> Iterator[LocalParam]:
     for place, filled in zip(places, cut.filled, strict=True):
         yield LocalParam(place, name, cut.shape, (filled, cut.shape[0]), replicated)

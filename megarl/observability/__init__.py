@@ -1,10 +1,10 @@
-"""What a run says about itself: log lines, figures per step, timings, confidence intervals, report.
+"""What a run says about itself: log lines, metrics per step, timings, confidence intervals, report.
 
 logging        get_logger: one line format, with the rank
 timers         seconds per phase of a step
 profiler       traces of some steps
 utilization    model FLOP/s and their share of the hardware's peak
-stats_logger   figures of every step to the console, jsonl, tensorboard and wandb
+stats_logger   metrics of every step to the console, jsonl, tensorboard and wandb
 intervals      confidence intervals of accuracies, rewards and gains
 report         a summary at the end, and one self-contained HTML file for a person to look at
 """

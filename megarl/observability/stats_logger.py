@@ -1,4 +1,4 @@
-"""StatsLogger: the figures of every step, to the console, jsonl, tensorboard and wandb; at the end
+"""StatsLogger: the metrics of every step, to the console, jsonl, tensorboard and wandb; at the end
 a summary of the run and its report.
 
 <run>/stats.jsonl is always written: one object per step, {"step", "time" (Unix seconds),
@@ -73,7 +73,7 @@ class StatsLogger:
     def commit(
         self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None
     ) -> None:
-        """One step's figures; step 0 is what was measured before the first update."""
+        """One step's metrics; step 0 is what was measured before the first update."""
         self._total_steps, self._committed = total_steps, True
         for sink in self._sinks:
             sink.write(step, stats, total_steps)

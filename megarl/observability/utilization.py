@@ -56,5 +56,5 @@ def utilization(
 ) -> dict[str, float]:
     """`flops` of all devices in `seconds`; `peak` in TFLOP/s of one."""
     reached = flops / seconds / devices / 1e12
-    figures = {"perf/tflops_per_gpu": reached}
-    return figures if peak is None else figures | {"perf/mfu": reached / peak}
+    metrics = {"perf/tflops_per_gpu": reached}
+    return metrics if peak is None else metrics | {"perf/mfu": reached / peak}

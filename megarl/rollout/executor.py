@@ -16,11 +16,11 @@ import torch
 
 from megarl.api.inference import Batch, InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
+from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.episode import Episode, join_episodes
-from megarl.rollout.feeder import RowFeeder
-from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
+from megarl.rollout.row_stream import RowStream
 
 WorkflowBuilder = Callable[[], RolloutWorkflow]
 
@@ -34,8 +34,8 @@ class RolloutExecutor:
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._loop = config, loop
         self.pipeline = Pipeline(config, engine=engine, loop=loop)
-        self.ledger = Ledger()  # for a consumer that reports to it
-        self._feeder: RowFeeder | None = None
+        self.accounting = SampleAccounting()  # for a consumer that reports to it
+        self._rows: RowStream | None = None
         self._batch_stats: dict[str, float] = {}
 
     def submit(
@@ -131,7 +131,7 @@ class RolloutExecutor:
 
     def stats(self) -> dict[str, float]:
         """Counters of the run (submitted = running + accepted + rejected + failed + dropped, which
-        is checked) and figures of the last batch: wait_time (s the trainer waited), latency_mean
+        is checked) and metrics of the last batch: wait_time (s the trainer waited), latency_mean
         and latency_max (s per episode).
         """
         pipe = self.pipeline
@@ -143,24 +143,24 @@ class RolloutExecutor:
                 "reward_errors": pipe.reward_errors,
             }
         counters |= {
-            "trained": self.ledger.episodes,
-            "trained_samples": self.ledger.samples,
-            "skipped": self.ledger.skipped_episodes,
-            "skipped_samples": self.ledger.skipped_samples,
+            "trained": self.accounting.episodes,
+            "trained_samples": self.accounting.samples,
+            "skipped": self.accounting.skipped_episodes,
+            "skipped_samples": self.accounting.skipped_samples,
         }
         return {k: float(v) for k, v in counters.items()} | self._batch_stats
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Reports to the ledger that the samples [B] of these episodes were trained on, but those
+        """Reports to the accounting that the samples [B] of these episodes were trained on, but those
         under `skipped` [B] bool; then all that was ever handed out must have been one or the other.
         """
-        self.ledger.train(episode_ids, skipped)
-        self.ledger.check()
-        done = self.ledger.episodes + self.ledger.skipped_episodes
+        self.accounting.train(episode_ids, skipped)
+        self.accounting.check()
+        done = self.accounting.episodes + self.accounting.skipped_episodes
         if done != self.pipeline.staleness.handed_out:
             raise AccountingError(
                 f"{self.pipeline.staleness.handed_out} episodes were handed out, but "
-                f"{self.ledger.episodes} trained and {self.ledger.skipped_episodes} skipped"
+                f"{self.accounting.episodes} trained and {self.accounting.skipped_episodes} skipped"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,21 +169,21 @@ class RolloutExecutor:
         """
         with self.pipeline.changed:
             state = self.pipeline.state_dict()
-        state["rows"] += self._feeder.buffered if self._feeder else []
-        return state | {"ledger": self.ledger.state_dict()}
+        state["rows"] += self._rows.buffered if self._rows else []
+        return state | {"accounting": self.accounting.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self._feeder is None, "load_state_dict after the first batch"
+        assert self._rows is None, "load_state_dict after the first batch"
         self.pipeline.load_state_dict(state)
-        self.ledger.load_state_dict(state["ledger"])
-        self._feeder = RowFeeder(first=state["rows"])
+        self.accounting.load_state_dict(state["accounting"])
+        self._rows = RowStream(first=state["rows"])
 
-    def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowFeeder:
-        if self._feeder is None:
-            self._feeder = RowFeeder()
-        self._feeder.attach(dataloader)
-        self.pipeline.serve(self._feeder.batch_size)
-        return self._feeder
+    def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
+        if self._rows is None:
+            self._rows = RowStream()
+        self._rows.attach(dataloader)
+        self.pipeline.serve(self._rows.batch_size)
+        return self._rows
 
     def _hand_out(self, episodes: list[Episode], begun: float) -> Batch:
         latencies = [e.latency for e in episodes]

@@ -173,7 +173,7 @@ def server_command(
     the environment's token for its key, as the embedded server does by itself.
     """
     sglang = server.type == "sglang"
-    module = ["-m", "sglang.launch_server" if sglang else "megarl.rollout.server"]
+    module = ["-m", "sglang.launch_server" if sglang else "megarl.server"]
     command = [
         (server.python if sglang else "") or sys.executable,
         *(["-c", _SGLANG_WITH_KEY] if sglang and with_key else module),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.rollout.ledger import AccountingError
+from megarl.rollout.accounting import AccountingError
 
 COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
 

@@ -28,7 +28,10 @@ log = get_logger(__name__)
 
 
 class RunContext:
-    """Enter once per process. `zero` runs things on rank 0; `clock` answers alike on every rank."""
+    """Enter once per process.
+
+    `on_rank_zero` runs things on rank 0; `clock` answers alike on every rank.
+    """
 
     def __init__(
         self, cfg: BaseConfig, *, model_path: str, zero_timeouts: Mapping[str, float] | None = None
@@ -47,9 +50,9 @@ class RunContext:
         init_distributed(timeout=self.cfg.collective_timeout)
         torch.manual_seed(self.cfg.seed)
         bounds = self._zero_timeouts
-        self.zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
-        self.zero(self._claim)
-        self.resumed = newest_checkpoint(self.cfg, self.zero)
+        self.on_rank_zero = RankZero(sum(bounds.values()), keys=" + ".join(bounds))
+        self.on_rank_zero(self._claim)
+        self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero)
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
@@ -83,11 +86,11 @@ class RunContext:
 
     @property
     def is_zero(self) -> bool:
-        return self.zero.is_zero
+        return self.on_rank_zero.is_zero
 
     def clock(self) -> float:
         """Seconds of rank 0's monotonic clock, the same on every rank. Collective."""
-        return self.zero(time.monotonic)
+        return self.on_rank_zero(time.monotonic)
 
     def elapsed(self) -> float:
         return self.clock() - self.start
@@ -95,11 +98,11 @@ class RunContext:
     def wish_to_stop(self) -> bool:
         """Returns whether a signal asks any rank to stop, the same on every rank. Collective, at
         the end of a step: signals reach the ranks at different moments."""
-        return self.zero.highest(stopping.wish()) > 0
+        return self.on_rank_zero.highest(stopping.wish()) > 0
 
     def stop(self, saved: Path | None, step: int) -> None:
         """Says where the run ends because of a wish, and makes that its exit status."""
-        stopping.honour(self.zero.highest(stopping.wish()))
+        stopping.honour(self.on_rank_zero.highest(stopping.wish()))
         kept = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
         log.warning("stopped by a signal after step %d: %s", step, kept)
 

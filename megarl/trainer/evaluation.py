@@ -13,7 +13,7 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
-from megarl.trainer.figures import completions
+from megarl.trainer.rollout_metrics import completions
 
 N_SAMPLES_SHOWN = 12
 
@@ -41,7 +41,7 @@ class Evaluator:
         self._seed = seed
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
-        """`eval/...` figures. A sample is right when its reward is at least 1; some_credit is the
+        """`eval/...` metrics. A sample is right when its reward is at least 1; some_credit is the
         share with any reward, for scorers that give parts of a point. The rewards of every prompt
         go to eval_rewards.jsonl beside `samples_path`. With `when` ("before" or "after") the first
         completions go to `samples_path`, in place of earlier ones.

@@ -11,10 +11,10 @@ from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
 from megarl.observability.timers import Timers
 from megarl.trainer.context import RunContext
-from megarl.trainer.figures import batch_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
+from megarl.trainer.rollout_metrics import batch_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
@@ -112,7 +112,7 @@ class SFTTrainer:
 
     def _step(self, batch: Batch) -> dict[str, float]:
         with self.timers.phase("step"), self.timers.phase("train"):
-            stats = self.model.train(batch) | batch_figures(batch)
+            stats = self.model.train(batch) | batch_metrics(batch)
             self.model.step_lr_scheduler()
         return stats | update_speed(
             self.model.engine,

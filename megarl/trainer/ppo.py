@@ -8,8 +8,8 @@ from megarl.algos import Role
 from megarl.config.check import model_path
 from megarl.config.recipes import PPOConfig
 from megarl.trainer import rl
-from megarl.trainer.figures import rollout_figures
 from megarl.trainer.roles import MegatronCritic, MegatronRewardModel
+from megarl.trainer.rollout_metrics import rollout_metrics
 
 
 def run(cfg: PPOConfig) -> None:
@@ -44,7 +44,7 @@ class PPOTrainer(rl.RLTrainer):
                 with self.timers.phase("reward_model"):
                     batch["rewards"] = self.reward_model.compute_rewards(batch)
             self.check.has_trained_tokens(batch)
-            stats = rollout_figures(batch, version=self.actor.get_version())
+            stats = rollout_metrics(batch, version=self.actor.get_version())
             self.check.rewards_differ(stats)
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)

@@ -79,7 +79,7 @@ class Recovery:
         found = self._ctx.resumed
         if found is None:
             return 0
-        saved: State = self._ctx.zero(read_state, found)
+        saved: State = self._ctx.on_rank_zero(read_state, found)
         for name, model in self._models.items():
             model.load(_engine_meta(found.path, name))
             model.set_version(found.info["version"])
@@ -129,7 +129,7 @@ class Recovery:
     def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
         """Everything as it is now; the engines' files may be written later."""
         target, self._newest = self._path(step), step
-        staging = self._ctx.zero(stage, target)
+        staging = self._ctx.on_rank_zero(stage, target)
         saves = [
             model.begin_save(_engine_meta(staging, name)) for name, model in self._models.items()
         ]
@@ -140,7 +140,7 @@ class Recovery:
             "version": self._first.get_version(),
             "elapsed_s": self._ctx.elapsed(),
         }
-        info[CHECKSUM] = self._ctx.zero(self._write_own, target, staging, clocks, state)
+        info[CHECKSUM] = self._ctx.on_rank_zero(self._write_own, target, staging, clocks, state)
         self._pending = _Pending(target=target, staging=staging, info=info, saves=saves)
 
     def _write_own(
@@ -158,7 +158,7 @@ class Recovery:
         self._pending = None
         for save in pending.saves:
             save.finish()
-        self._ctx.zero(self._complete, pending)
+        self._ctx.on_rank_zero(self._complete, pending)
         log.info("checkpoint %s", pending.target)
 
     def _complete(self, pending: _Pending) -> None:
@@ -188,7 +188,7 @@ class Recovery:
             )
             return False
         log.info("the run in %s ended at step %d of %d: nothing to do", run, found.step, total)
-        if not self._ctx.zero(_is_newer, saver.final, found.path / MARKER):
+        if not self._ctx.on_rank_zero(_is_newer, saver.final, found.path / MARKER):
             saver.save_final()
         return True
 

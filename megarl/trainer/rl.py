@@ -21,10 +21,10 @@ from megarl.observability.timers import Timers
 from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, get_reward_fn
 from megarl.trainer.context import RunContext
 from megarl.trainer.evaluation import Evaluator
-from megarl.trainer.figures import rollout_figures, update_speed
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronActor, MegatronLoRARef, MegatronRef
+from megarl.trainer.rollout_metrics import rollout_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
@@ -51,7 +51,7 @@ def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
         trainer.destroy()  # collective, so only where every rank got here
 
 
-class Generation:
+class RolloutSession:
     """Rank 0's side of the run: data, the rollout client, the workflows."""
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any) -> None:
@@ -103,7 +103,7 @@ class Generation:
         batch = self.client.prepare_batch(
             self.loader, workflow=self.workflow, should_accept=self.should_accept
         )
-        self.client.executor.ledger.receive(batch["episode_ids"])
+        self.client.executor.accounting.receive(batch["episode_ids"])
         return batch
 
     def account(self, batch: Batch) -> dict[str, float]:
@@ -146,12 +146,12 @@ class RLTrainer:
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
         self.timers = Timers()
-        self.generation: Generation | None = None
+        self.generation: RolloutSession | None = None
         self._synced = False
 
     def set_up(self) -> None:
         cfg, ctx = self.cfg, self.ctx
-        size = ctx.zero(self._start_generation)
+        size = ctx.on_rank_zero(self._start_generation)
         self.spec = FinetuneSpec(
             total_train_epochs=cfg.total_train_epochs,
             dataset_size=size,
@@ -187,14 +187,14 @@ class RLTrainer:
         self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
         self.recovery = Recovery(ctx, trained, clocks)
-        self.steps_done = self.recovery.restore(partial(ctx.zero, self._load_state))
+        self.steps_done = self.recovery.restore(partial(ctx.on_rank_zero, self._load_state))
 
     def set_up_others(self) -> dict[str, Role]:
         """For algorithms with more roles: makes them; those that are trained, by name."""
         return {}
 
     def _start_generation(self) -> int:
-        self.generation = Generation(self.cfg, self.ctx.tokenizer)
+        self.generation = RolloutSession(self.cfg, self.ctx.tokenizer)
         return self.generation.start()
 
     def _make_ref(self) -> MegatronRef | MegatronLoRARef | None:
@@ -260,7 +260,7 @@ class RLTrainer:
     def next_batch(self) -> Batch:
         """Rank 0's next batch, on every rank; StopRequested where a signal came while rank 0 waited
         for it."""
-        batch: Batch | None = self.ctx.zero(self._next_batch)
+        batch: Batch | None = self.ctx.on_rank_zero(self._next_batch)
         if batch is None:
             raise StopRequested
         return batch
@@ -272,7 +272,7 @@ class RLTrainer:
             with self.timers.phase("rollout"):
                 batch = self.next_batch()
             self.check.has_trained_tokens(batch)
-            stats = rollout_figures(batch, version=self.actor.get_version())
+            stats = rollout_metrics(batch, version=self.actor.get_version())
             self.check.rewards_differ(stats)
             with self.timers.phase("logp"):
                 self.actor.compute_prox_logp(batch)
@@ -292,8 +292,8 @@ class RLTrainer:
         self.check.actor_equals_ref(batch, self.actor, self.ref)
 
     def publish(self, batch: Batch, version: int) -> dict[str, float]:
-        """After the update: its figures, and the new weights on every server."""
-        stats = self.speed(batch) | self.ctx.zero(self._account, batch)
+        """After the update: its metrics, and the new weights on every server."""
+        stats = self.speed(batch) | self.ctx.on_rank_zero(self._account, batch)
         with self.timers.phase("update_weights"):
             return stats | self.update_weights(version)
 
@@ -311,7 +311,7 @@ class RLTrainer:
         the way, all over again to the others: they hold a mixture until then, and are paused.
         """
         begun = time.monotonic()
-        addresses = self.ctx.zero(self._pause)
+        addresses = self.ctx.on_rank_zero(self._pause)
         seconds = {"weight_sync/pause_s": time.monotonic() - begun}
         while True:
             meta = self._update_meta(version, addresses)
@@ -319,9 +319,9 @@ class RLTrainer:
                 stats = self.actor.upload_weights(meta)
                 break
             except ServersLost as e:  # the same on every rank
-                addresses = self.ctx.zero(self._go_on_without, e.servers)
+                addresses = self.ctx.on_rank_zero(self._go_on_without, e.servers)
         begun = time.monotonic()
-        self.ctx.zero(self._resume, meta)
+        self.ctx.on_rank_zero(self._resume, meta)
         seconds["weight_sync/resume_s"] = time.monotonic() - begun
         self.actor.set_version(version)
         self._synced = True
@@ -358,7 +358,7 @@ class RLTrainer:
             self.ref.destroy()
         self.actor.destroy()
 
-    # rank 0 only, called through ctx.zero
+    # rank 0 only, called through ctx.on_rank_zero
     def _next_batch(self) -> Batch | None:
         assert self.generation is not None
         try:
@@ -397,7 +397,7 @@ class RLTrainer:
 
     def _evaluate(self, when: str | None) -> dict[str, float]:
         with self.timers.phase("eval"):
-            return self.ctx.zero(self._evaluate_on_zero, when)
+            return self.ctx.on_rank_zero(self._evaluate_on_zero, when)
 
     def _evaluate_on_zero(self, when: str | None) -> dict[str, float]:
         assert self.generation is not None

@@ -83,7 +83,7 @@ def _begin(cfg: BaseConfig, directory: Path, anew: bool) -> None:
     if anew and cfg.recover.mode == "auto" and (directory / STATS_FILE).exists():
         log.warning(
             "%s holds a run but no whole checkpoint of it: starting from the beginning, its "
-            "figures are moved to *.superseded.jsonl",
+            "metrics are moved to *.superseded.jsonl",
             directory,
         )
     _update_config(cfg, directory)

@@ -71,8 +71,8 @@ class Saver:
         c = self.config
         if not c.keep_best or not older:
             return []
-        figures = _figures(self.models[0].home / STATS_FILE, c.metric)
-        scores = {o: figures.get(int(o.name.removeprefix("step_"))) for o in older}
+        metrics = _metrics(self.models[0].home / STATS_FILE, c.metric)
+        scores = {o: metrics.get(int(o.name.removeprefix("step_"))) for o in older}
         scored = {o: s for o, s in scores.items() if s is not None and not math.isnan(s)}
         if not scored:
             log.warning(
@@ -102,7 +102,7 @@ class Saver:
         log.info("saved %s", path)
 
 
-def _figures(path: Path, name: str) -> dict[int, float]:
+def _metrics(path: Path, name: str) -> dict[int, float]:
     """Step -> figure `name` of the run's rows, where they have it."""
     if not path.is_file():
         return {}

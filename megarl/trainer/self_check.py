@@ -9,7 +9,7 @@ What it looks at (megarl/algos/checks.py says how):
   <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
   schedule counts steps, not updates, so a skipped one does not hold it up.
 
-Every rank calls the same checks on the same batch and figures, so all of them stop, or none.
+Every rank calls the same checks on the same batch and metrics, so all of them stop, or none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SelfCheck:
         self.config = cfg.self_check
         self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
-        self._zero, self._decode = ctx.zero, ctx.tokenizer.decode
+        self._on_rank_zero, self._decode = ctx.on_rank_zero, ctx.tokenizer.decode
         self._step = self._minibatch = self._skipped = self._saved = 0
         self._unchecked: str | None = None
         compares = isinstance(cfg, GRPOConfig) and cfg.actor.adv_norm in ("group", "group_mean")
@@ -62,7 +62,7 @@ class SelfCheck:
         self._told_of_untrained = False
 
     def begin_step(self, step: int) -> None:
-        """step: from 1, as the figures count."""
+        """step: from 1, as the metrics count."""
         self._step, self._minibatch = step, -1
 
     def watch(
@@ -95,9 +95,9 @@ class SelfCheck:
             self._told_of_untrained = True
             warn_once_per_world(log, "%s: nothing is learned from them", finding)
 
-    def rewards_differ(self, figures: dict[str, float]) -> None:
+    def rewards_differ(self, metrics: dict[str, float]) -> None:
         """Warns, once per streak, where the rewards of several steps in a row teach nothing."""
-        if finding := self._streaks.step(figures):
+        if finding := self._streaks.step(metrics):
             warn_once_per_world(log, "step %d: %s", self._step, finding)
 
     # ---- the first step ------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class SelfCheck:
     def _train_batch(
         self, engine: MegatronEngine, batch: Batch, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> dict[str, float]:
-        """engine.train_batch with the checks around it. A skipped update has no figures but
+        """engine.train_batch with the checks around it. A skipped update has no metrics but
         update_successful = 0.
         """
         self._minibatch += 1
@@ -200,7 +200,7 @@ class SelfCheck:
             details.append(checks.nonfinite_origin(row_losses(), batch, decode=self._decode))
         where = f"step {self._step}, mini-batch {self._minibatch}"
         finding = Finding(f"{where}: {finding.headline}", tuple(details))
-        details.append(self._zero(self._save, batch, finding, stats))
+        details.append(self._on_rank_zero(self._save, batch, finding, stats))
         finding = replace(finding, details=tuple(details))
         if broken:
             self._stop(finding, "skipping batches cannot mend them: continue from a checkpoint")
@@ -214,7 +214,7 @@ class SelfCheck:
     def _broken_weights(self, engine: Any) -> str:
         """HF names of parameters with a NaN or Inf. Collective: rank 0 is shown the tensors."""
         names = [name for name, value in engine.hf_state() if not value.isfinite().all()]
-        names = self._zero(lambda: names)
+        names = self._on_rank_zero(lambda: names)
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _save(self, batch: Batch, finding: Finding, stats: dict[str, float]) -> str:
@@ -230,7 +230,7 @@ class SelfCheck:
 
     def _stop(self, finding: Finding, hint: str) -> None:
         everything = f"{finding}\n  {hint}"
-        raise SelfCheckError(everything if self._zero.is_zero else finding.headline)
+        raise SelfCheckError(everything if self._on_rank_zero.is_zero else finding.headline)
 
 
 def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:

@@ -71,7 +71,7 @@ class AdapterTransport:
             for server, answer in answers.items():
                 for stale in _ours(answer) - {name}:
                     Servers([server]).call("/unload_lora_adapter", {"lora_name": stale}, deadline)
-        phases.figures["bytes"] = float((target / WEIGHTS).stat().st_size)
+        phases.metrics["bytes"] = float((target / WEIGHTS).stat().st_size)
         remove_other_versions(target)
 
 

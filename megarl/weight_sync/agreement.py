@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.api.records import ServersLost
-from megarl.weight_sync.process_group import join_group, set_group_timeout
+from megarl.wire.process_group import join_group, set_group_timeout
 
 T = TypeVar("T")
 

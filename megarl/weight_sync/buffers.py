@@ -7,7 +7,7 @@ import os
 import torch
 
 from megarl.weight_sync.agreement import Agreement
-from megarl.weight_sync.shared_memory import Offer, attach, offer
+from megarl.wire.shared_memory import SharedMemoryHandle, attach, offer
 
 ALIGNMENT = 64  # bytes, that of torch's host allocator
 
@@ -67,7 +67,7 @@ class BucketBuffers:
             if mine is not None:
                 os.close(mine.fd)
 
-    def _offer(self, nbytes: int) -> Offer | None:
+    def _offer(self, nbytes: int) -> SharedMemoryHandle | None:
         return offer(nbytes) if self._owning else None
 
     def _allocate(self, size: int) -> list[torch.Tensor]:

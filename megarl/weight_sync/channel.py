@@ -18,14 +18,14 @@ from megarl.utils.http import in_thread, split_address
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.plan import rank_offsets
-from megarl.weight_sync.process_group import (
+from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
+from megarl.wire.process_group import (
     address_towards,
     destroy_update_group,
     init_update_group,
     is_loopback,
     set_group_timeout,
 )
-from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
 
 T = TypeVar("T")
 

@@ -26,22 +26,22 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import Bucket, BucketGatherer
 from megarl.utils.env import is_here
-from megarl.weight_sync import handles
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.channel import GRACE, Exchange
 from megarl.weight_sync.distributed import check_plans
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, plan_sync
 from megarl.weight_sync.servers import ServerInfo, Servers, failures
-from megarl.weight_sync.shared_memory import machine
 from megarl.weight_sync.transport import Transport
 from megarl.weight_sync.verify import Verifier, sample
+from megarl.wire import handles
+from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Spot:
+class RankLocation:
     """Where a rank is. gpu: its uuid, None on hosts; near: for each server, whether it is here."""
 
     machine: str
@@ -49,7 +49,7 @@ class Spot:
     near: tuple[bool, ...]
 
 
-def ranks_beside(spots: Sequence[Spot], servers: Iterable[str]) -> dict[str, list[int]]:
+def ranks_beside(spots: Sequence[RankLocation], servers: Iterable[str]) -> dict[str, list[int]]:
     """For each server, the ranks on its machine. RuntimeError where there are none, or where they
     are on several machines, which a loopback address is on.
     """
@@ -69,7 +69,7 @@ def ranks_beside(spots: Sequence[Spot], servers: Iterable[str]) -> dict[str, lis
 
 
 def read_from(
-    spots: Sequence[Spot], servers: Mapping[str, int], *, owner: int
+    spots: Sequence[RankLocation], servers: Mapping[str, int], *, owner: int
 ) -> dict[str, tuple[int, ...]]:
     """For each server (address -> tp), the rank whose memory each of its workers reads.
 
@@ -107,7 +107,9 @@ class ColocatedTransport(Transport):
         feeding = {self.owner, *(rank for ranks in sources for rank in ranks)}
         together(self._allocate, plan.largest, self.rank in feeding)
         handover = together(
-            lambda: _Handover(self, plan, gatherer, sources, len(feeding) > 1, meta, phases, info)
+            lambda: ColocatedSession(
+                self, plan, gatherer, sources, len(feeding) > 1, meta, phases, info
+            )
         )
         try:
             together(handover.begin, deadline)
@@ -125,7 +127,7 @@ class ColocatedTransport(Transport):
         if self.device.type == "cuda":
             self.close()  # training needs the memory
         extra = sum(b.nbytes for b in self._pair) + gatherer.message_bytes
-        phases.figures |= {
+        phases.metrics |= {
             "bytes": float(plan.nbytes),
             "buckets": float(len(plan.buckets)),
             "readers": float(sum(len(ranks) for ranks in sources)),
@@ -157,7 +159,7 @@ class ColocatedTransport(Transport):
         names = dict.fromkeys([*self._known, *meta.addresses])
         near = together(lambda: tuple(map(is_here, names)))
         gpu = handles.uuid_of(self.device) if self.device.type == "cuda" else None
-        spots = gather(Spot(machine(), gpu, near))
+        spots = gather(RankLocation(machine(), gpu, near))
         together(ranks_beside, spots, names)
         info = together(
             lambda: Servers(meta.addresses).info(deadline) if self.rank == self.owner else {}
@@ -174,7 +176,7 @@ class ColocatedTransport(Transport):
             self._pair = [handles.allocate(nbytes, self.device) for _ in range(2)]
 
 
-class _Handover:
+class ColocatedSession:
     """One sync. The owner speaks to the servers; ranks that are read from say where."""
 
     def __init__(
@@ -278,7 +280,7 @@ class _Handover:
 
     def verify(self, deadline: Deadline) -> None:
         if self.verifier is not None:
-            self.phases.figures["verified"] = float(self.verifier.check(deadline))
+            self.phases.metrics["verified"] = float(self.verifier.check(deadline))
 
     def abandon(self) -> None:
         """Ends the session of what failed, or the servers would refuse the next one."""

@@ -45,8 +45,8 @@ class DiskTransport(Transport):
             servers.call("/update_weights_from_disk", body, deadline)
         if meta.verify != "off":
             with phases.time("verify"):
-                phases.figures["verified"] = float(verify_files(servers, target, meta, deadline))
-        phases.figures["bytes"] = float(sum(f.stat().st_size for f in target.glob("*.safetensors")))
+                phases.metrics["verified"] = float(verify_files(servers, target, meta, deadline))
+        phases.metrics["bytes"] = float(sum(f.stat().st_size for f in target.glob("*.safetensors")))
         remove_other_versions(target)
 
 

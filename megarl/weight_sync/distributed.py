@@ -8,7 +8,7 @@ all of them where one must.
 Memory beyond the parameters, all of it on owners: 2 * bucket_bytes (of which an eighth is for the
 messages that a bucket is put together from), or 2 buckets where the largest tensor is larger. A
 rank that sends pieces to an owner holds one message. To send changes alone also takes a copy of an
-owner's buckets (see `Acknowledged`) and up to two buckets of changes; to send FP8, two of it.
+owner's buckets (see `DeltaBase`) and up to two buckets of changes; to send FP8, two of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from functools import partial
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import BucketGatherer
 from megarl.weight_sync import plan as plans
-from megarl.weight_sync.acknowledged import Acknowledged
 from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.owners import split_budget, spread_owners
+from megarl.weight_sync.delta_base import DeltaBase
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan
+from megarl.weight_sync.senders import split_budget, spread_senders
 from megarl.weight_sync.servers import Servers
 from megarl.weight_sync.stream import Changes, Stream
 from megarl.weight_sync.transport import Transport
@@ -54,7 +54,7 @@ class DistributedTransport(Transport):
         self._channel: UpdateChannel | None = None
         self._buffers: dict[int, BucketBuffers] = {}
         self._met: _Target | None = None
-        self._acknowledged = Acknowledged()
+        self._acknowledged = DeltaBase()
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
         together = self.agreement.together
@@ -98,7 +98,7 @@ class DistributedTransport(Transport):
     def _plan(self, meta: WeightUpdateMeta) -> tuple[SyncPlan, BucketGatherer]:
         key = meta.bucket_bytes, meta.owners if meta.owners is not None else self.layout.pp
         if self._planned is None or self._planned[0] != key:
-            owners = spread_owners(self.layout, key[1], self.owner)
+            owners = spread_senders(self.layout, key[1], self.owner)
             bucket_bytes, staging = split_budget(meta.bucket_bytes)
             plan = plans.plan_sync(self.table, self.dtype, bucket_bytes, owners)
             gatherer = BucketGatherer(
@@ -261,7 +261,7 @@ class DistributedTransport(Transport):
             return verifier.check(deadline)
 
         verified = self.agreement.together(check if asks else lambda: False)
-        phases.figures["verified"] = float(any(self.agreement.gather(verified)))
+        phases.metrics["verified"] = float(any(self.agreement.gather(verified)))
 
 
 def check_plans(agreement: Agreement, plan: SyncPlan, digests: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._start = time.monotonic()
 
@@ -55,10 +55,10 @@ class Phases:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def stats(self) -> dict[str, float]:
-        """All figures and phases so far, `total_s` and `gb_per_s` (bytes over the whole sync)."""
+        """All metrics and phases so far, `total_s` and `gb_per_s` (bytes over the whole sync)."""
         total = time.monotonic() - self._start
-        figures = dict(self.figures)
-        if "bytes" in figures:
-            figures["gb_per_s"] = figures["bytes"] / total / 1e9
-        figures |= {f"{phase}_s": s for phase, s in self.collect().items()} | {"total_s": total}
-        return {PREFIX + name: value for name, value in figures.items()}
+        metrics = dict(self.metrics)
+        if "bytes" in metrics:
+            metrics["gb_per_s"] = metrics["bytes"] / total / 1e9
+        metrics |= {f"{phase}_s": s for phase, s in self.collect().items()} | {"total_s": total}
+        return {PREFIX + name: value for name, value in metrics.items()}

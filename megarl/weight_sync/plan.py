@@ -18,7 +18,7 @@ import torch
 
 from megarl.models.gather import Bucket, export_dtype, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
-from megarl.weight_sync.owners import assign, by_turns, first_bytes
+from megarl.weight_sync.senders import assign, by_turns, first_bytes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 

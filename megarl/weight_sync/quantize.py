@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megarl.models.gather import Bucket, Member
-from megarl.weight_sync import fp8
+from megarl.wire import block_fp8
 
 Spec = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -29,10 +29,10 @@ def quantize_bucket(bucket: Bucket, flat: torch.Tensor) -> tuple[Bucket, torch.T
     out = torch.empty(target.nbytes, dtype=torch.uint8, device=flat.device)
     views = dict(target.views(out))
     for name, tensor in bucket.views(flat):
-        if fp8.is_linear(name):
-            q, s = fp8.quantize(tensor)
+        if block_fp8.is_linear(name):
+            q, s = block_fp8.quantize(tensor)
             views[name].copy_(q)
-            views[name + fp8.SUFFIX].copy_(s)
+            views[name + block_fp8.SUFFIX].copy_(s)
         else:
             views[name].copy_(tensor)
     return target, out
@@ -40,8 +40,8 @@ def quantize_bucket(bucket: Bucket, flat: torch.Tensor) -> tuple[Bucket, torch.T
 
 def _specs(bucket: Bucket) -> Iterator[Spec]:
     for m in bucket.members:
-        if fp8.is_linear(m.name):
+        if block_fp8.is_linear(m.name):
             yield m.name, m.shape, torch.float8_e4m3fn
-            yield m.name + fp8.SUFFIX, fp8.scale_shape(m.shape), torch.float32
+            yield m.name + block_fp8.SUFFIX, block_fp8.scale_shape(m.shape), torch.float32
         else:
             yield m.name, m.shape, m.dtype

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.piece_table import PieceTable
-from megarl.weight_sync.planner import Side, Transfer, plan_rounds, plan_transfers
+from megarl.weight_sync.reallocation_plan import Side, Transfer, plan_rounds, plan_transfers
 
 BUCKET_BYTES = 512 << 20
 

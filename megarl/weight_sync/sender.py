@@ -19,7 +19,7 @@ from megarl.weight_sync.disk import DiskTransport
 from megarl.weight_sync.distributed import DistributedTransport
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, uniform_dtype
-from megarl.weight_sync.process_group import bounded
+from megarl.wire.process_group import bounded
 
 
 class WeightSender:
@@ -70,7 +70,7 @@ class WeightSender:
     def upload(self, meta: WeightUpdateMeta) -> dict[str, float]:
         """Collective over the engine's ranks; returns when every server serves `meta.version`.
 
-        The servers should be paused. Returns the owner's figures on every rank: bytes, buckets,
+        The servers should be paused. Returns the owner's metrics on every rank: bytes, buckets,
         broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any rank or
         server is an error on every rank, in at most `meta.timeout` plus half a minute; the servers
         may then hold a mixture, under their old version, and the next upload starts from scratch.
@@ -84,7 +84,7 @@ class WeightSender:
         self._agreement.set_timeout(meta.timeout)
         with bounded(self._group, meta.timeout + SLACK):  # gathers go through the engine's group
             transport.upload(meta, deadline, phases)
-        phases.figures["servers"] = float(len(meta.addresses))
+        phases.metrics["servers"] = float(len(meta.addresses))
         return self._agreement.gather(phases.stats())[0 if meta.type in files else self.owner]
 
     def close(self) -> None:

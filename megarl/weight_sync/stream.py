@@ -11,15 +11,15 @@ import torch
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.gather import Bucket, BucketGatherer
-from megarl.weight_sync import fp8
-from megarl.weight_sync.acknowledged import PAYS, Acknowledged
 from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import Exchange, UpdateChannel
+from megarl.weight_sync.delta_base import PAYS, DeltaBase
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.quantize import quantize_bucket
 from megarl.weight_sync.verify import Verifier
+from megarl.wire import block_fp8
 
 # of the same phase of several owners: these follow each other, the others are at the same time
 _IN_TURN = ("broadcast", "load_wait")
@@ -43,7 +43,7 @@ class Changes:
     will hold.
     """
 
-    remembered: Acknowledged
+    remembered: DeltaBase
     base: str | None
     id: str
 
@@ -109,7 +109,7 @@ class Stream:
         self._settle()
 
     def account(self, agreement: Agreement) -> None:
-        """Collective, at the end. The figures of all owners together, the same on every rank.
+        """Collective, at the end. The metrics of all owners together, the same on every rank.
 
         changed: the part of the numbers that differ from the version before, where versions were
         compared; then bytes_whole is what all of them would have been. peak_extra_bytes: the most
@@ -123,7 +123,7 @@ class Stream:
         for phase in {p for _, own, _ in ranks for p in own}:
             values = [own.get(phase, 0.0) for _, own, _ in ranks]
             self.phases.seconds[phase] = sum(values) if phase in _IN_TURN else max(values)
-        figures = {
+        metrics = {
             "bytes": total["bytes"],
             "buckets": len(self.plan.buckets),
             "broadcasts": total["broadcasts"],
@@ -131,9 +131,9 @@ class Stream:
             "peak_extra_bytes": max(extra for _, _, extra in ranks),
         }
         if total["compared"]:
-            figures["changed"] = total["changed"] / total["compared"]
-            figures["bytes_whole"] = self.plan.nbytes
-        self.phases.figures |= {name: float(value) for name, value in figures.items()}
+            metrics["changed"] = total["changed"] / total["compared"]
+            metrics["bytes_whole"] = self.plan.nbytes
+        self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def _gather(self, bucket: Bucket) -> None:
         index, device = bucket.index, self.gatherer.device
@@ -172,7 +172,9 @@ class Stream:
     def _encode(self, bucket: Bucket, flat: torch.Tensor) -> _Ready:
         if self.meta.quantization == "fp8_block":
             bucket, flat = quantize_bucket(bucket, flat)
-        whole = [flat] if self.meta.flattened else [fp8.as_sent(t) for _, t in bucket.views(flat)]
+        whole = (
+            [flat] if self.meta.flattened else [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
+        )
         ready = _Ready(bucket, flat, whole)
         if self.changes is None:
             return ready

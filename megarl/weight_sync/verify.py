@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import fp8
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.servers import ServerInfo, Servers
+from megarl.wire import block_fp8
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,11 @@ class Verifier:
             return
         wanted = (
             (n, t) for n, t in tensors
-            if self.names is None or n.removesuffix(fp8.SUFFIX) in self.names
+            if self.names is None or n.removesuffix(block_fp8.SUFFIX) in self.names
         )  # fmt: skip
         self.sent |= {
-            n: tensor_checksum(t.to(self.dtype or t.dtype)) for n, t in fp8.dequantized(wanted)
+            n: tensor_checksum(t.to(self.dtype or t.dtype))
+            for n, t in block_fp8.dequantized(wanted)
         }
 
     def check(self, deadline: Deadline) -> bool:

@@ -222,7 +222,7 @@ def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: An
 def gather_gradients(engine: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank its part of the reduced gradients:
     gathers the others' into the buffers."""
-    for chunk in engine.built.chunks:
+    for chunk in engine.state.chunks:
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:

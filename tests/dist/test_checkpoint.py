@@ -69,8 +69,8 @@ def train(engine: Any, steps: int) -> list[tuple[float, float, float]]:
 
 def local_tensors(engine: Any) -> dict[str, Any]:
     """This rank's weights, fp32 weights, moments and their progress."""
-    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.built.params.items()}
-    for part in engine.built.optimizer.chained_optimizers:
+    found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.state.params.items()}
+    for part in engine.state.optimizer.chained_optimizers:
         for g, group in enumerate(part.optimizer.param_groups):
             found[f"group {g}"] = {k: v for k, v in group.items() if k != "params"}
             for i, p in enumerate(group["params"]):
@@ -406,7 +406,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
     other = engine_for(path, dict(), dict(optimizer=dict(lr=4e-3, lr_scheduler_type="linear")))
     other.load(dist_meta(out))
     (_, lr, _) = train(other, 1)[0]
-    group = other.built.optimizer.param_groups[0]
+    group = other.state.optimizer.param_groups[0]
     other.destroy()
     return lr, group["max_lr"], group["step"]
 

@@ -125,7 +125,7 @@ def follow(path: str, root: str, actor_spec: dict[str, Any]) -> dict[str, Any]:
         stats = ref.copy_weights(actor)
     actor.save(SaveLoadMeta(path=root, weight_format="hf"))
     fresh = make_engine(root, dict(tp=2, pp=2), trained=False)
-    held = sum(p.untyped_storage().nbytes() for p in ref.built.params.values())
+    held = sum(p.untyped_storage().nbytes() for p in ref.state.params.values())
     result = dict(got=ref.forward(batch(), **OUT), want=fresh.forward(batch(), **OUT),
                   stats=stats, version=ref.get_version(), held=held)  # fmt: skip
     for engine in (actor, ref, fresh):
@@ -197,7 +197,7 @@ def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
     everything = engine.offload()
     figures.append(engine.onload() and train())
     errors["name"] = error_of(engine.offload, ("weights",))
-    weights = sum(p.numel() * p.element_size() for p in engine.built.params.values())
+    weights = sum(p.numel() * p.element_size() for p in engine.state.params.values())
     result = dict(figures=figures, moved=moved, everything=everything, errors=errors,
                   weights=weights, state=state(engine))  # fmt: skip
     engine.destroy()
@@ -251,9 +251,9 @@ def resting(path: str) -> dict[str, Any]:
     want = one.forward(batch(), **OUT)
     one.destroy()
     other = make_engine(path, dict(pp=2), trained=False, offload=True, forward_max_tokens=200)
-    held = [sum(p.untyped_storage().nbytes() for p in other.built.params.values())]
+    held = [sum(p.untyped_storage().nbytes() for p in other.state.params.values())]
     got = [other.forward(batch(), **OUT) for _ in range(2)]
-    held.append(sum(p.untyped_storage().nbytes() for p in other.built.params.values()))
+    held.append(sum(p.untyped_storage().nbytes() for p in other.state.params.values()))
     error = error_of(other.save, SaveLoadMeta(path="nowhere"))
     other.destroy()
     refused = error_of(make_engine, path, {}, offload=True)
@@ -265,7 +265,7 @@ def micro_batches(path: str, **over: Any) -> tuple[int, int]:
     from megarl.engine import passes
 
     engine = make_engine(path, dict(tp=4), max_tokens=24, **over)
-    counts = tuple(len(passes.plan(engine.built, batch(), backward=b)[0]) for b in (False, True))
+    counts = tuple(len(passes.plan(engine.state, batch(), backward=b)[0]) for b in (False, True))
     engine.destroy()
     return counts
 

@@ -13,7 +13,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_report import inspect, verify
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, weight_fn
-from tests.dist.models_util import built
+from tests.dist.models_util import state
 from tests.dist.world import World
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS
 
@@ -57,7 +57,7 @@ def train(path: str, root: Path, parallel: Parallel, with_optim: bool, dtype: st
 def load_and_save(path: str, root: Path, parallel: Parallel) -> None:
     """What the converter made goes through an engine whose own weights are others."""
     engine = make_engine(path, parallel, trained=False)
-    for p in engine.built.params.values():
+    for p in engine.state.params.values():
         p.data.fill_(7.0)
     meta = dict(path=str(root / "made"), weight_format="dist", with_optim=False)
     engine.load(SaveLoadMeta(**meta))
@@ -115,7 +115,7 @@ def megatron_loads(path: str, checkpoint: Path) -> dict[str, torch.Tensor]:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     metadata = {"non_homogeneous_layers": True}
-    with built(Path(path), dict(tp=2), load=False) as (model, groups):
+    with state(Path(path), dict(tp=2), load=False) as (model, groups):
         chunk = model.chunks[0]
         state = chunk.sharded_state_dict(metadata=metadata | {"dp_cp_group": groups.dp_cp})
         for name, sharded in state.items():

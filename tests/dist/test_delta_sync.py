@@ -22,7 +22,8 @@ import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import WeightSender, distributed, fp8
+from megarl.weight_sync import WeightSender, distributed
+from megarl.wire import block_fp8
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo
 from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
@@ -191,8 +192,8 @@ def test_fp8_weights_are_held_as_their_products(
         )
         assert part is None and nbytes < 0.7 * size(versions[i])
         for name, t in load_file(versions[i] / "model.safetensors").items():
-            if fp8.is_linear(name):
-                t = fp8.dequantize(*fp8.quantize(t)).bfloat16()
+            if block_fp8.is_linear(name):
+                t = block_fp8.dequantize(*block_fp8.quantize(t)).bfloat16()
             assert checksums(servers[0])[name] == tensor_checksum(t), name
 
 

@@ -30,7 +30,7 @@ def what_is_left(path: str, parallel: dict[str, Any], engines: int) -> list[tupl
         engine = make_engine(path, parallel)
         engine.forward(batch(), outputs=("logprobs",))
         engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
-        model = weakref.ref(engine.built.chunks[0])
+        model = weakref.ref(engine.state.chunks[0])
         engine.destroy()
         del engine
         gc.collect()
@@ -119,7 +119,7 @@ def two_engines(path: str) -> dict[str, Any]:
     stats = actor.train_batch(batch(), loss_fn, weight_fn, **OUT)
     r1, a1 = ref.forward(batch()), actor.forward(batch())
     assert not parallel_state.is_initialized(), "globals leaked out of the engines' scopes"
-    params = [p.requires_grad for p in ref.built.params.values()]
+    params = [p.requires_grad for p in ref.state.params.values()]
     actor.destroy()
     r2 = ref.forward(batch())
     ref.destroy()
@@ -343,7 +343,7 @@ def schedule_of(path: str, kind: str, steps: int, warmup: float) -> list[float]:
     )
     lrs = []
     for _ in range(steps + 2):
-        lrs.append(engine.built.optimizer.param_groups[0]["lr"])
+        lrs.append(engine.state.optimizer.param_groups[0]["lr"])
         engine.step_lr_scheduler()
     engine.destroy()
     return lrs

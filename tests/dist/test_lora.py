@@ -218,14 +218,14 @@ def counts(engine: Any) -> tuple[int, int, int, int]:
     optimizer state."""
     from megarl.engine.offload import gradient_tensors
 
-    adapters = sum(p.numel() for n, p in engine.built.params.items() if "_lora." in n)
-    grads = sum(t.numel() for t in gradient_tensors(engine.built.chunks))
+    adapters = sum(p.numel() for n, p in engine.state.params.items() if "_lora." in n)
+    grads = sum(t.numel() for t in gradient_tensors(engine.state.chunks))
     states = sum(
         len(part.optimizer.state)
-        for part in engine.built.optimizer.chained_optimizers
+        for part in engine.state.optimizer.chained_optimizers
         if part.optimizer is not None
     )
-    return adapters, grads, sum(p.numel() for p in engine.built.params.values()), states
+    return adapters, grads, sum(p.numel() for p in engine.state.params.values()), states
 
 
 def check_parity(case: Any, worlds: Any, models: Path, references: Any, tmp_path: Path) -> None:
@@ -314,8 +314,8 @@ def run_reference(path: str, cfg: LoRAConfig, parallel: Parallel) -> bool:
         ref.destroy()
         logp = actor.compute_logp(batch())
         assert not torch.equal(logp, want)
-        grads = [t.clone() for t in gradient_tensors(engine.built.chunks)]
-        adapters = [p.clone() for n, p in engine.built.params.items() if "_lora." in n]
+        grads = [t.clone() for t in gradient_tensors(engine.state.chunks)]
+        adapters = [p.clone() for n, p in engine.state.params.items() if "_lora." in n]
         results.append((logp, *grads, *adapters))
         engine.destroy()
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

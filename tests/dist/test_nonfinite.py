@@ -68,7 +68,7 @@ class Run:
         self.actor = MegatronActor(config, temperature=temperature)
         self.actor.initialize(None, SPEC)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        ctx: Any = SimpleNamespace(run_dir=Path(out), zero=RankZero(60.0), tokenizer=tokenizer)
+        ctx: Any = SimpleNamespace(run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer)
         self.check = SelfCheck(GRPOConfig(self_check=SelfCheckConfig(**check)), ctx)
         self.check.watch(self.actor, first_ratio_to="prox_logp")
         self.check.begin_step(3)
@@ -87,7 +87,7 @@ class Run:
         from megarl.engine.offload import optimizer_tensors
 
         engine = self.actor.engine
-        tensors = (*engine.built.params.values(), *optimizer_tensors(engine.built.optimizer))
+        tensors = (*engine.state.params.values(), *optimizer_tensors(engine.state.optimizer))
         return [t.detach().clone() for t in tensors]
 
     def error_of(self, fn: Callable[[], Any]) -> str:
@@ -198,7 +198,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
     said["temperature"] = run.error_of(lambda: run.actor.ppo_update(batch))
 
     batch = fresh().batch()
-    for chunk in run.actor.engine.built.chunks:
+    for chunk in run.actor.engine.state.chunks:
         for module in chunk.modules():
             if hasattr(module, "hidden_dropout"):
                 module.hidden_dropout = 0.1
@@ -207,7 +207,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
     fresh()
     if dist.get_rank() == 1:  # a shard of one rank only
         name, param = next(
-            (n, p) for n, p in run.actor.engine.built.params.items() if "linear_fc2" in n
+            (n, p) for n, p in run.actor.engine.state.params.items() if "linear_fc2" in n
         )
         param.data[3, 3] = math.nan
         said["param"] = name
@@ -216,7 +216,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
     batch, ref = fresh().batch(), make_ref(run)
     batch["ref_logp"] = ref.compute_logp(batch)
     said["equal"] = run.error_of(lambda: run.check.actor_equals_ref(batch, run.actor, ref))
-    next(p for n, p in ref.engine.built.params.items() if "linear_fc2" in n).data.mul_(1.02)
+    next(p for n, p in ref.engine.state.params.items() if "linear_fc2" in n).data.mul_(1.02)
     batch["ref_logp"] = ref.compute_logp(batch)
     said["other"] = run.error_of(lambda: run.check.actor_equals_ref(batch, run.actor, ref))
     ref.destroy()

@@ -283,7 +283,7 @@ def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str
         result = steps(path, {}, **over)
         engine = make_engine(path, {}, **over)
         engine.save(SaveLoadMeta(path=out, weight_format="dist", with_optim=True))
-        (part,) = engine.built.optimizer.chained_optimizers
+        (part,) = engine.state.optimizer.chained_optimizers
         result |= dict(saved=[set(state) for state in part.optimizer.state.values()])
         engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
         engine.load(SaveLoadMeta(path=other))
@@ -296,7 +296,7 @@ def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str
 
 
 def engine_optimizer_state(engine: Any) -> list[torch.Tensor]:
-    (part,) = engine.built.optimizer.chained_optimizers
+    (part,) = engine.state.optimizer.chained_optimizers
     return [v for per_param in part.optimizer.state.values() for v in per_param.values()]
 
 

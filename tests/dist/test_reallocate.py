@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.models import build_piece_table, fill_random, named_params, read_hf_config
+from megarl.models import build_piece_table, init_params, named_params, read_hf_config
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.planner import plan_transfers
-from megarl.weight_sync.planner_memory import layer_activations
+from megarl.weight_sync.reallocation_plan import plan_transfers
+from megarl.planning.memory import layer_activations
 from megarl.weight_sync.reallocate import Reallocator
-from tests.dist.models_util import built, positions, thd
+from tests.dist.models_util import state, positions, thd
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
@@ -48,8 +48,8 @@ def run_move(
     scrambled in its turn: (parameters that are not bit for bit as they were, figures) of both."""
     results = []
     with (
-        built(path, source, load=False, seed=3) as (a, groups),
-        built(path, target, load=False, seed=3) as (b, _),
+        state(path, source, load=False, seed=3) as (a, groups),
+        state(path, target, load=False, seed=3) as (b, _),
     ):
         before, after = named_params(a.chunks), named_params(b.chunks)
         there, back = (
@@ -109,7 +109,7 @@ def filled(table: PieceTable, rank: int, dtype: torch.dtype) -> Params:
         n: torch.zeros(p.shape, dtype=dtype)
         for n, p in table.local_params(table.layout.coords(rank)).items()
     }
-    fill_random(table, table.layout.coords(rank), params, seed=5)
+    init_params(table, table.layout.coords(rank), params, seed=5)
     return params
 
 
@@ -180,7 +180,7 @@ def run_saved(paths: list[Path], tokens: int) -> list[int]:
     """Bytes that backward needs of each model, parameters aside."""
     totals = []
     for path in paths:
-        with built(path, {}, dtype=torch.bfloat16) as (model, _):
+        with state(path, {}, dtype=torch.bfloat16) as (model, _):
             params = {p.untyped_storage().data_ptr() for p in named_params(model.chunks).values()}
             saved: dict[int, torch.Tensor] = {}  # by storage; kept, so that none is used again
 

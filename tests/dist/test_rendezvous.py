@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.utils.job_token import ENV
 from megarl.utils.rendezvous import meet
-from megarl.weight_sync.process_group import destroy_update_group, join_group
+from megarl.wire.process_group import destroy_update_group, join_group
 from tests.dist.world import World, free_port
 
 

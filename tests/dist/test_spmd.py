@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megarl.parallel.groups import waiting_for
 from megarl.trainer.spmd import RankZero
-from megarl.weight_sync.process_group import bounded
+from megarl.wire.process_group import bounded
 from tests.dist.world import World
 
 

@@ -35,9 +35,9 @@ from megarl.weight_sync import WeightSender, distributed
 from megarl.weight_sync import buffers as sync_buffers
 from megarl.weight_sync.agreement import Agreement
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.owners import split_budget
+from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.plan import plan_sync
-from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
@@ -249,7 +249,7 @@ def test_two_owners_send_by_turns(
     stats = world.run(job, source, saved, parallel, torch.float32, metas)
     assert stats[0] == stats[1]
     assert [s["weight_sync/verified"] for s in stats[0]] == [1, 1, 1]
-    assert [s["weight_sync/owners"] for s in stats[0]] == [2, 2, 1]
+    assert [s["weight_sync/senders"] for s in stats[0]] == [2, 2, 1]
     for phase in ("connect", "gather", "pack", "broadcast", "verify", "total"):
         assert all(s[f"weight_sync/{phase}_s"] > 0 for s in stats[0]), phase
     assert all(s["weight_sync/load_wait_s"] >= 0 for s in stats[0])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megarl.models.gather import Bucket, Member
-from megarl.weight_sync import delta, fp8
-from megarl.weight_sync.acknowledged import Acknowledged
+from megarl.weight_sync.delta_base import DeltaBase
+from megarl.wire import block_fp8, delta
 
 NAME, SHAPE = "model.layers.0.mlp.up_proj.weight", (3000, 3000)
 
@@ -19,7 +19,7 @@ def test_changes_against_what_was_kept(part: float, on_host: bool) -> None:
     old = torch.randn(SHAPE, dtype=torch.bfloat16, device="cuda")
     new = torch.where(torch.rand(SHAPE, device="cuda") < part, -old, old)
     bucket = Bucket(0, (Member(NAME, SHAPE, torch.bfloat16, 0, old.nbytes),), old.nbytes)
-    kept = Acknowledged()
+    kept = DeltaBase()
     kept.keep(bucket, old.flatten().view(torch.uint8), on_host=on_host)
     d = kept.changes(bucket, new.flatten().view(torch.uint8))
     on_cpu = delta.encode(
@@ -37,8 +37,8 @@ def test_changes_against_what_was_kept(part: float, on_host: bool) -> None:
 def test_blocks_are_a_hosts(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(SHAPE) * torch.logspace(-6, 3, SHAPE[1])).to(dtype)
-    q, s = fp8.quantize(weight)
-    on_gpu_q, on_gpu_s = fp8.quantize(weight.cuda())
+    q, s = block_fp8.quantize(weight)
+    on_gpu_q, on_gpu_s = block_fp8.quantize(weight.cuda())
     assert torch.equal(on_gpu_s.cpu(), s)
     assert torch.equal(on_gpu_q.cpu().view(torch.uint8), q.view(torch.uint8))
-    assert torch.equal(fp8.dequantize(on_gpu_q, on_gpu_s).cpu(), fp8.dequantize(q, s))
+    assert torch.equal(block_fp8.dequantize(on_gpu_q, on_gpu_s).cpu(), block_fp8.dequantize(q, s))

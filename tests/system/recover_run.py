@@ -118,7 +118,7 @@ def in_update(step: int) -> None:
     def make(real: Any) -> Any:
         def train_batch(self: Any, *args: Any, **kw: Any) -> Any:
             stats = real(self, *args, **kw)
-            if _last_rank() and self.built.schedule.num_steps == step:
+            if _last_rank() and self.state.schedule.num_steps == step:
                 die()
             return stats
 
@@ -202,7 +202,7 @@ def while_writing(step: int) -> None:
 
     def wait_for_it(real: Any) -> Any:
         def train_batch(self: Any, *args: Any, **kw: Any) -> Any:
-            if _last_rank() and self.built.schedule.num_steps == step + 1:
+            if _last_rank() and self.state.schedule.num_steps == step + 1:
                 assert begun.wait(60)
             return real(self, *args, **kw)
 

@@ -196,7 +196,7 @@ from megarl.utils.http import HttpError, call_json
 call_json("POST", address, "/flush_cache", timeout=60)
 token = os.environ.pop("MEGARL_JOB_TOKEN")
 commands = subprocess.run(["sh", "-c", "cat /proc/[0-9]*/cmdline"], capture_output=True).stdout
-assert len(token) == 32 and b"megarl.rollout.server" in commands and token.encode() not in commands
+assert len(token) == 32 and b"megarl.server" in commands and token.encode() not in commands
 try:
     call_json("POST", address, "/flush_cache", timeout=60)
     raise SystemExit("everybody may call")

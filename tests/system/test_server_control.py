@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync.process_group import destroy_update_group, init_update_group
+from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.world import free_port
 from tests.embedded_server import embedded_server
 from tests.tiny import save_tiny

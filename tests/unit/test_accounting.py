@@ -19,8 +19,8 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.data.dataset import RowDataset
 from megarl.data.loader import build_dataloader
+from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.ledger import AccountingError, Ledger
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
@@ -96,7 +96,7 @@ class Rig:
             self.failed.append(error.args[0])
             return
         ids = batch["episode_ids"]
-        self.ex.ledger.receive(ids)
+        self.ex.accounting.receive(ids)
         self.check()
         self.handed += row_ids(batch)[::2]
         self.ids += ids.tolist()[::2]
@@ -299,46 +299,48 @@ def ids(*episodes: int) -> torch.Tensor:
 
 
 def test_ledger_names_the_episode_at_fault():
-    ledger = Ledger()
-    ledger.receive(ids(0, 0, 2, 2))
-    ledger.train(ids(0, 0))
+    accounting = SampleAccounting()
+    accounting.receive(ids(0, 0, 2, 2))
+    accounting.train(ids(0, 0))
     with pytest.raises(AccountingError, match="episode 0 was trained twice"):
-        ledger.train(ids(0, 0))
+        accounting.train(ids(0, 0))
     with pytest.raises(AccountingError, match="episode 5 was trained, but never handed out"):
-        ledger.train(ids(5))
+        accounting.train(ids(5))
     with pytest.raises(AccountingError, match="episodes 2 were handed out, but never trained"):
-        ledger.check()
+        accounting.check()
     with pytest.raises(AccountingError, match="never trained"):
-        ledger.state_dict()
+        accounting.state_dict()
     with pytest.raises(AccountingError, match="episode 2: 1 samples trained, it has 2"):
-        ledger.train(ids(2))
+        accounting.train(ids(2))
     with pytest.raises(AccountingError, match="episode 1 was handed out twice"):
-        ledger.receive(ids(1, 1))
+        accounting.receive(ids(1, 1))
 
 
 def test_samples_whose_update_was_skipped_are_not_trained():
-    ledger = Ledger()
-    ledger.receive(ids(0, 0, 1, 1))
-    ledger.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
-    ledger.check()
-    assert (ledger.episodes, ledger.samples) == (1, 1)
-    assert (ledger.skipped_episodes, ledger.skipped_samples) == (1, 3)
-    again = Ledger()
-    again.load_state_dict(ledger.state_dict())
-    assert again.state_dict() == ledger.state_dict()
+    accounting = SampleAccounting()
+    accounting.receive(ids(0, 0, 1, 1))
+    accounting.train(ids(0, 0, 1, 1), torch.tensor([False, True, True, True]))
+    accounting.check()
+    assert (accounting.episodes, accounting.samples) == (1, 1)
+    assert (accounting.skipped_episodes, accounting.skipped_samples) == (1, 3)
+    again = SampleAccounting()
+    again.load_state_dict(accounting.state_dict())
+    assert again.state_dict() == accounting.state_dict()
     again.load_state_dict({"mark": 1, "episodes": 2, "samples": 4})  # from before they were counted
     assert again.skipped_samples == 0
 
 
 def test_ledger_stays_small_and_survives_a_resume():
-    ledger = Ledger()
+    accounting = SampleAccounting()
     for i in range(1000):
-        ledger.receive(ids(2 * i, 2 * i))
-        ledger.train(ids(2 * i, 2 * i))
-    state = ledger.state_dict()
+        accounting.receive(ids(2 * i, 2 * i))
+        accounting.train(ids(2 * i, 2 * i))
+    state = accounting.state_dict()
     want = {"mark": 1998, "episodes": 1000, "samples": 2000}
-    assert state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not ledger._untrained
-    again = Ledger()
+    assert (
+        state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not accounting._untrained
+    )
+    again = SampleAccounting()
     again.load_state_dict(state)
     with pytest.raises(AccountingError, match="episode 1998 was trained twice"):
         again.train(ids(1998, 1998))
@@ -350,7 +352,7 @@ def test_an_untrained_batch_is_an_error_at_the_next(rig):
     r.ex.prepare_batch(r.loader, r.flow)  # and its trainer forgets it
     r.bump()
     batch = r.ex.prepare_batch(r.loader, r.flow)
-    r.ex.ledger.receive(batch["episode_ids"])
+    r.ex.accounting.receive(batch["episode_ids"])
     with pytest.raises(AccountingError, match="8 episodes were handed out, but 4 trained"):
         r.ex.trained(batch["episode_ids"])
 

@@ -13,9 +13,9 @@ from megarl.ckpt.hf import load_hf
 from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.models.gather import Bucket, BucketGatherer, Member
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import fp8
 from megarl.weight_sync.plan import plan_sync, update_body
 from megarl.weight_sync.quantize import quantize_bucket, quantized
+from megarl.wire import block_fp8
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny
 
 E4M3 = torch.float8_e4m3fn
@@ -46,11 +46,11 @@ def test_blocks_are_those_of_the_definition(shape: tuple[int, int], dtype: torch
     weight = (torch.randn(shape) * torch.logspace(-6, 3, shape[1])).to(dtype)
     weight[: shape[0] // 2, : shape[1] // 2] = 0
     weight[0, 0] = -0.0
-    q, s = fp8.quantize(weight)
+    q, s = block_fp8.quantize(weight)
     want_q, want_s = reference(weight)
     assert q.dtype == E4M3 and torch.equal(bits(q), bits(want_q))
     assert s.shape == want_s.shape and torch.equal(bits(s), bits(want_s))
-    back = fp8.dequantize(q, s)
+    back = block_fp8.dequantize(q, s)
     blocks = torch.zeros(shape)
     for i in range(s.shape[0]):
         for j in range(s.shape[1]):
@@ -66,7 +66,7 @@ def test_blocks_are_those_of_the_definition(shape: tuple[int, int], dtype: torch
 
 def test_the_largest_number_of_a_block_is_kept() -> None:
     weight = torch.randn(256, 256, dtype=torch.bfloat16)
-    q, _ = fp8.quantize(weight)
+    q, _ = block_fp8.quantize(weight)
     for block in q.float().view(2, 128, 2, 128).transpose(1, 2).flatten(0, 1):
         assert block.abs().max() == 448 and bool(block.isfinite().all())
 
@@ -78,15 +78,15 @@ def test_what_is_a_linear_map_of_a_layer(tmp_path: Path) -> None:
         path = save_tiny(tmp_path / kind, kind, layers=2)
         for name, t in load_file(path / "model.safetensors").items():
             plain = rest.search(name) is not None
-            assert fp8.is_linear(name) == (not plain), name
+            assert block_fp8.is_linear(name) == (not plain), name
             assert t.ndim == 2 or plain, name
-    assert not fp8.is_linear("model.layers.61.eh_proj.weight")
+    assert not block_fp8.is_linear("model.layers.61.eh_proj.weight")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wider and higher than a block, by no multiple of one."""
-    folder = tmp_path_factory.mktemp("fp8")
+    folder = tmp_path_factory.mktemp("block_fp8")
     return save_tiny(
         folder / "m", "qwen3_moe", layers=2, dtype=torch.bfloat16, hidden_size=160,
         intermediate_size=304,
@@ -113,7 +113,7 @@ def buckets_of(saved: Path, bucket_bytes: int) -> list[tuple[Bucket, torch.Tenso
 def test_streamed_tensors_are_the_saved_ones_quantised(saved: Path, bucket_bytes: int) -> None:
     want = {}
     for name, t in load_file(saved / "model.safetensors").items():
-        if fp8.is_linear(name):
+        if block_fp8.is_linear(name):
             want[name], want[name + "_scale_inv"] = reference(t)
         else:
             want[name] = t
@@ -138,9 +138,9 @@ def test_a_stock_server_is_told_names_dtypes_and_shapes(saved: Path) -> None:
             end += torch.Size(shape).numel() * kind.itemsize
             specs[name] = tuple(shape), kind
         assert end == flat.numel() == bucket.nbytes
-        plain = fp8.plain_specs(specs)
+        plain = block_fp8.plain_specs(specs)
         assert all(n.removesuffix("_scale_inv") in plain for n in specs)
-        if any(fp8.is_linear(n) for n in specs):
+        if any(block_fp8.is_linear(n) for n in specs):
             assert {"float8_e4m3fn", "float32"} <= set(body["dtypes"])
 
 
@@ -155,9 +155,9 @@ def test_a_bucket_becomes_little_more_than_half() -> None:
 
 
 @pytest.mark.parametrize("scale", (None, ((2, 2), torch.bfloat16), ((1, 2), torch.float32)))
-def test_fp8_without_its_scales_is_refused(scale: fp8.Spec | None) -> None:
-    specs: dict[str, fp8.Spec] = {"a.weight": ((200, 200), E4M3)}
+def test_fp8_without_its_scales_is_refused(scale: block_fp8.Spec | None) -> None:
+    specs: dict[str, block_fp8.Spec] = {"a.weight": ((200, 200), E4M3)}
     if scale is not None:
         specs["a.weight_scale_inv"] = scale
     with pytest.raises(ValueError, match=r"a.weight: .* needs a.weight_scale_inv .* \[2, 2\]"):
-        fp8.plain_specs(specs)
+        block_fp8.plain_specs(specs)

@@ -13,20 +13,20 @@ import torch
 
 from megarl.models.gather import Bucket, Member
 from megarl.utils.env import is_here
-from megarl.weight_sync import handles
-from megarl.weight_sync.colocated import Spot, read_from
+from megarl.weight_sync.colocated import RankLocation, read_from
+from megarl.wire import handles
 
 HOST = torch.device("cpu")
 
 
-def spots(*gpus: str | None, near: int, machine: str = "m") -> list[Spot]:
-    return [Spot(machine, gpu, (True,) * near) for gpu in gpus]
+def spots(*gpus: str | None, near: int, machine: str = "m") -> list[RankLocation]:
+    return [RankLocation(machine, gpu, (True,) * near) for gpu in gpus]
 
 
 def test_on_hosts_one_rank_is_read_by_all() -> None:
     here = spots(None, None, near=2)
     assert read_from(here, {"a": 1, "b": 2}, owner=1) == {"a": (1,), "b": (1, 1)}
-    away = [Spot("other", None, (False, False)), *here]
+    away = [RankLocation("other", None, (False, False)), *here]
     assert read_from(away, {"a": 1, "b": 2}, owner=0) == {"a": (1,), "b": (1, 1)}
 
 
@@ -41,7 +41,7 @@ def test_on_gpus_each_worker_reads_the_rank_beside_it() -> None:
 
 def test_machines_are_counted_apart() -> None:
     near = {"m": (True, False, True), "n": (False, True, False)}
-    ranks = [Spot(m, f"{m}{i}", near[m]) for m in ("m", "n") for i in range(2)]
+    ranks = [RankLocation(m, f"{m}{i}", near[m]) for m in ("m", "n") for i in range(2)]
     servers = {"m:1": 1, "n:1": 2, "m:2": 1}
     assert read_from(ranks, servers, owner=0) == {"m:1": (0,), "n:1": (2, 3), "m:2": (1,)}
 
@@ -50,7 +50,7 @@ def test_machines_are_counted_apart() -> None:
     "near, where", (((False, False), "no machine"), ((True, True), "2 machines"))
 )
 def test_a_server_elsewhere_is_refused(near: tuple[bool, bool], where: str) -> None:
-    ranks = [Spot(m, None, (n,)) for m, n in zip("mn", near)]
+    ranks = [RankLocation(m, None, (n,)) for m, n in zip("mn", near)]
     with pytest.raises(RuntimeError, match=f"server a:1 is on {where} of the trainers"):
         read_from(ranks, {"a:1": 1}, owner=0)
 
@@ -76,7 +76,7 @@ def bucket_of(
 
 READER = """
 import sys, torch
-from megarl.weight_sync import handles
+from megarl.wire import handles
 text, flattened = sys.stdin.read(), sys.argv[1] == "True"
 for name, tensor in handles.unpack(text, flattened=flattened):
     print(name, list(tensor.shape), tensor.dtype, tensor.float().sum().item())

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.check_rollout import rollout_problems
 from megarl.config.loader import load_config
-from megarl.rollout.server.weights import WeightStore
-from megarl.weight_sync import delta
+from megarl.server.weights import WeightStore
+from megarl.wire import delta
 from tests.tiny import tiny_hf
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

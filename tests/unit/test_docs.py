@@ -310,7 +310,7 @@ def test_example_workflow_ends_a_turn_once(ended: bool) -> None:
 
 
 def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
-    from megarl.trainer.rl import Generation
+    from megarl.trainer.rl import RolloutSession
 
     cfg = load_config(
         None,
@@ -322,7 +322,7 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
         ],
     )
     assert isinstance(cfg, GRPOConfig)
-    generation = Generation(cfg, tokenizer)
+    generation = RolloutSession(cfg, tokenizer)
     try:
         assert type(generation.workflow) is TwoTurnWorkflow
         assert generation.workflow._reward_fn is close_reward
@@ -330,7 +330,7 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
         generation.close()
     cfg.rollout.workflow = "examples.two_turn:ThreeTurnWorkflow"
     with pytest.raises(ValueError, match=r"^rollout\.workflow 'examples\.two_turn:ThreeTurn"):
-        Generation(cfg, tokenizer)
+        RolloutSession(cfg, tokenizer)
 
 
 def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, wilson
 from megarl.observability.report import load_run
 from megarl.trainer.evaluation import Evaluator
-from megarl.trainer.figures import completions
+from megarl.trainer.rollout_metrics import completions
 
 SPECIAL = 99
 tokenizer = SimpleNamespace(

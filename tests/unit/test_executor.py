@@ -72,18 +72,18 @@ def test_results_come_in_order_of_submission(make):
 
 
 def test_workflow_builder_and_should_accept(make):
-    ex, built = make(), []
+    ex, state = make(), []
 
     def builder():
-        built.append(Scripted())
-        return built[-1]
+        state.append(Scripted())
+        return state[-1]
 
     for row in rows(4):
         ex.submit(
             row, workflow_builder=builder, should_accept=lambda b: int(b["input_ids"][0, 1]) != 1
         )
     assert row_ids(ex.wait(3, timeout=10)) == [0, 2, 3]
-    assert len(built) == 4
+    assert len(state) == 4
     assert ex.stats()["rejected"] == 1
     with pytest.raises(ValueError, match="workflow_builder"):
         ex.submit({"row_id": 0})

@@ -76,16 +76,16 @@ def test_marks_come_from_the_piece_table_and_not_from_the_layers(kind: str) -> N
     total = 0
     for rank in range(2):
         with rank_of(layout, rank):
-            built = build_model(model, layout, dtype=torch.float32)
-            params = named_params(built.chunks)
-            as_built = counted(built.table, params, rank)
+            state = build_model(model, layout, dtype=torch.float32)
+            params = named_params(state.chunks)
+            as_built = counted(state.table, params, rank)
             clear(params)
-            mark_params(built.table, layout.coords(rank), params)
-            assert counted(built.table, params, rank) == as_built
+            mark_params(state.table, layout.coords(rank), params)
+            assert counted(state.table, params, rank) == as_built
             total += sum(as_built.values())
             experts = {n for n, p in params.items() if not getattr(p, "allreduce", True)}
             assert experts == {n for n in params if ".experts." in n}
-    assert total == sum(t.numel for t in built.table.trained.tensors)
+    assert total == sum(t.numel for t in state.table.trained.tensors)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -95,8 +95,8 @@ def test_adapters_are_counted_once(kind: str) -> None:
     total = 0
     for rank in range(2):
         with rank_of(layout, rank):
-            built = build_model(model, layout, dtype=torch.float32)
+            state = build_model(model, layout, dtype=torch.float32)
             kw: Any = dict(dtype=torch.float32, device=torch.device("cpu"), seed=0)
-            adapters = Adapters(built.chunks, model, layout, LoRAConfig(r=2), **kw)
+            adapters = Adapters(state.chunks, model, layout, LoRAConfig(r=2), **kw)
             total += sum(counted(adapters.table, adapters.params, rank).values())
     assert total == sum(t.numel for t in adapters.table.tensors)

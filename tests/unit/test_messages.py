@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megarl.models.fill import local_view
 from megarl.models.messages import Part, length, make_messages, slots, split
+from megarl.models.param_loading import local_view
 from megarl.models.piece_table import Piece, Place, View
 
 HOME = Place(0, 0, tp=0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.config.parallel import ParallelConfig
-from megarl.models.fill import fill_params, local_view
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config, read_hf_config
+from megarl.models.param_loading import load_params, local_view
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from tests.tiny import MOE_KINDS, tiny_hf
@@ -79,7 +79,7 @@ def shards(table: PieceTable, hf: dict[str, torch.Tensor]) -> list[dict[str, tor
     out = []
     for c in table.layout.all_coords:
         params = {n: torch.full(p.shape, torch.nan) for n, p in table.local_params(c).items()}
-        fill_params(table, c, params, lambda t, box: hf[t.name][box])
+        load_params(table, c, params, lambda t, box: hf[t.name][box])
         out.append(params)
     return out
 

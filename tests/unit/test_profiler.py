@@ -14,7 +14,7 @@ from megarl.models import read_hf_config
 from megarl.observability.profiler import Profiler
 from megarl.observability.timers import Timers
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
-from megarl.trainer import figures
+from megarl.trainer import rollout_metrics
 from tests.tiny import save_tiny
 
 
@@ -92,11 +92,11 @@ def test_utilization():
 
 
 def test_update_speed_counts_real_tokens_of_all_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rollout_metrics.dist, "get_world_size", lambda: 2)
     model = read_hf_config(save_tiny(tmp_path / "m", "llama", layers=1))
     engine = SimpleNamespace(model_config=model, dtype=torch.float32)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    got = figures.update_speed(
+    got = rollout_metrics.update_speed(
         engine, {"attention_mask": mask, "input_ids": mask.long()}, seconds=0.5, peak_tflops=1e-6
     )
     # forward: 2 operations a multiply-add; queries and output 64x64, keys and values 64x32, three

@@ -209,7 +209,7 @@ class Start:
         resumed = newest_checkpoint(cfg, lambda fn, *args: fn(*args), find_damage)
         run = Path(cfg.fileroot) / "e" / "t"
         self.ctx: Any = SimpleNamespace(
-            cfg=cfg, run_dir=run, resumed=resumed, zero=lambda fn, *args: fn(*args),
+            cfg=cfg, run_dir=run, resumed=resumed, on_rank_zero=lambda fn, *args: fn(*args),
             clock=lambda: self.now, elapsed=lambda: self.now,
         )  # fmt: skip
         self.state = {"place": 0}

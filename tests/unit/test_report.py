@@ -16,9 +16,9 @@ import pytest
 
 from megarl.observability.intervals import bootstrap_ci, proportion_ci, wilson
 from megarl.observability.report import Run, load_run, write_report
-from megarl.observability.report.figures import smoothing_window
 from megarl.observability.report.formats import percent, plain
 from megarl.observability.report.held_out import ACCURACY, gain
+from megarl.observability.report.metrics import smoothing_window
 from megarl.observability.report.phases import step_phases, step_time
 from megarl.observability.report.runs import pair_samples
 from megarl.observability.report.scale import Scale, log_ticks, nice_ticks

@@ -52,7 +52,7 @@ class Zero:
 def a_check(tmp_path, cfg: GRPOConfig | None = None, **config: Any) -> Any:
     cfg = cfg or GRPOConfig(self_check=SelfCheckConfig(**config))
     tokenizer = SimpleNamespace(decode=decode)
-    ctx: Any = SimpleNamespace(run_dir=tmp_path, zero=Zero(), tokenizer=tokenizer)
+    ctx: Any = SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=tokenizer)
     check = SelfCheck(cfg, ctx)
     check.begin_step(12)
     return check
@@ -378,7 +378,7 @@ def test_saved_files_are_bounded(tmp_path, said, monkeypatch):
 
 def test_other_ranks_raise_alike_but_short(tmp_path):
     check = a_check(tmp_path, on_nonfinite="stop")
-    check._zero.is_zero = False
+    check._on_rank_zero.is_zero = False
     actor, batch = watched(check, Sick())
     with pytest.raises(SelfCheckError) as e:
         actor.ppo_update(batch)
@@ -417,7 +417,7 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
             update_weights=lambda meta: arrival,
         )  # fmt: skip
         cfg = GRPOConfig(weight_sync=WeightSyncConfig(verify=verify))
-        trainer: Any = RLTrainer(cfg, SimpleNamespace(run_dir=tmp_path, zero=Zero()))  # type: ignore[arg-type]
+        trainer: Any = RLTrainer(cfg, SimpleNamespace(run_dir=tmp_path, on_rank_zero=Zero()))  # type: ignore[arg-type]
         trainer.generation = SimpleNamespace(client=client)
         trainer.actor = SimpleNamespace(
             upload_weights=lambda meta: metas.append(meta) or {}, set_version=lambda v: None
@@ -472,7 +472,7 @@ def test_rewards_that_teach_nothing_warn_once_per_streak(tmp_path, said, steps, 
 def test_ties_mean_nothing_where_no_groups_are_compared(tmp_path, said):
     cfg = PPOConfig()  # one sample per prompt: every group is equal
     ctx: Any = SimpleNamespace(
-        run_dir=tmp_path, zero=Zero(), tokenizer=SimpleNamespace(decode=decode)
+        run_dir=tmp_path, on_rank_zero=Zero(), tokenizer=SimpleNamespace(decode=decode)
     )
     check = SelfCheck(cfg, ctx)
     for _ in range(5):

@@ -7,8 +7,8 @@ import socket
 import pytest
 from starlette.requests import Request
 
-from megarl.rollout.server.access import Access
-from megarl.rollout.server.errors import ServerError
+from megarl.server.access import Access
+from megarl.server.errors import ServerError
 
 MACHINE = socket.gethostname().partition(".")[0]
 TOKEN = "the-secret"

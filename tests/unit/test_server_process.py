@@ -113,7 +113,7 @@ def test_commands():
         *("--context-length", "512", "--max-running-requests", "8"),
     ]
     assert command(threads=2, extra_args=["--x"]) == [
-        sys.executable, "-m", "megarl.rollout.server", *common,
+        sys.executable, "-m", "megarl.server", *common,
         "--threads", "2", "--deterministic", "--x",
     ]  # fmt: skip
     assert command(type="sglang", tp=4, python="/opt/python") == [

@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
-from megarl.rollout.server import kv_cache
-from megarl.rollout.server.args import ServerArgs, parse_args
-from megarl.rollout.server.runner import ModelRunner
-from megarl.rollout.server.sampling_params import SamplingParams
-from megarl.rollout.server.sequence import Report, Sequence
-from megarl.rollout.server.weights import WeightStore
+from megarl.server import kv_cache
+from megarl.server.args import ServerArgs, parse_args
+from megarl.server.runner import ModelRunner
+from megarl.server.sampling_params import SamplingParams
+from megarl.server.sequence import Report, Sequence
+from megarl.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
 from tests.tiny import KINDS, MLA_KINDS, VOCAB, save_tiny, tiny_hf
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.rollout.server.errors import ServerError, UnknownFieldError
-from megarl.rollout.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
-from megarl.rollout.server.sampling_params import SamplingParams, parse_sampling_params
-from megarl.rollout.server.sequence import Report, Sequence
+from megarl.server.errors import ServerError, UnknownFieldError
+from megarl.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
+from megarl.server.sampling_params import SamplingParams, parse_sampling_params
+from megarl.server.sequence import Report, Sequence
 
 VOCAB = 40
 

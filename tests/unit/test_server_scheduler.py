@@ -8,10 +8,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from megarl.rollout.server.errors import ControlError, ServerError
-from megarl.rollout.server.sampling_params import SamplingParams
-from megarl.rollout.server.scheduler import Scheduler
-from megarl.rollout.server.sequence import Report, Sequence
+from megarl.server.errors import ControlError, ServerError
+from megarl.server.sampling_params import SamplingParams
+from megarl.server.scheduler import Scheduler
+from megarl.server.sequence import Report, Sequence
 
 VOCAB = 8
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from megarl.rollout.server.weights import Spec, WeightStore
+from megarl.server.weights import Spec, WeightStore
 from tests.tiny import tiny_hf
 
 

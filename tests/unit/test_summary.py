@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megarl.config.run import StatsLoggerConfig
 from megarl.observability.report import Run
-from megarl.observability.report.figures import end_window
+from megarl.observability.report.metrics import end_window
 from megarl.observability.report.summary import print_summary, summarize
 from megarl.observability.stats_logger import StatsLogger
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarl.config.run import FrequencyConfig, SaverConfig
-from megarl.trainer.figures import completions, rollout_figures
 from megarl.trainer.frequency import Frequency
+from megarl.trainer.rollout_metrics import completions, rollout_metrics
 from megarl.trainer.saver import Saved, Saver
 
 
@@ -47,7 +47,7 @@ def a_batch() -> dict[str, torch.Tensor]:
 
 
 def test_rollout_figures():
-    figures = rollout_figures(a_batch(), version=6)
+    figures = rollout_metrics(a_batch(), version=6)
     assert figures["reward/mean"] == 0.25
     assert figures["reward/pass_at_group"] == 0.5
     assert figures["reward/groups_all_equal"] == 0.5
@@ -78,7 +78,7 @@ def test_completions_are_the_first_sample_of_each_row():
 
 
 def test_figures_of_a_batch_without_a_trained_token_are_numbers():
-    figures = rollout_figures(a_batch() | {"loss_mask": torch.zeros(4, 3).bool()}, version=6)
+    figures = rollout_metrics(a_batch() | {"loss_mask": torch.zeros(4, 3).bool()}, version=6)
     assert all(math.isfinite(v) for v in figures.values())
     assert figures["tokens/trained"] == 0
 

@@ -12,7 +12,6 @@ from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender
-from megarl.weight_sync.owners import spread_owners
 from megarl.weight_sync.plan import (
     difference,
     first_difference,
@@ -21,6 +20,7 @@ from megarl.weight_sync.plan import (
     uniform_dtype,
     update_body,
 )
+from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.verify import compare_with_each_other, differences
 from tests.tiny import save_tiny
@@ -91,7 +91,7 @@ def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
 def test_an_owner_gathers_from_its_own_stage(table: PieceTable) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     cut = build_piece_table(table.model, layout)
-    owners = spread_owners(layout, 2)
+    owners = spread_senders(layout, 2)
     assert owners == (0, 4)  # the first rank of each stage
     plan = plan_sync(cut, torch.bfloat16, 20_000, owners)
     assert set(plan.owners) == set(owners)
@@ -155,10 +155,10 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
 
 
 def test_owners_are_ranks(table: PieceTable) -> None:
-    assert spread_owners(Layout(dp=8), 3, first=7) == (7, 1, 4)
+    assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
     for count in (0, 9):
         with pytest.raises(ValueError, match=rf"weight_sync.owners={count}: use 1 to 8"):
-            spread_owners(Layout(dp=8), count)
+            spread_senders(Layout(dp=8), count)
 
 
 def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -> None:

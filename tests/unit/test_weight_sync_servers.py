@@ -17,9 +17,9 @@ from megarl.utils.checksum import tensor_checksum
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.channel import Exchange
-from megarl.weight_sync.process_group import address_towards, is_loopback
 from megarl.weight_sync.servers import Answer, ServerInfo, Servers
 from megarl.weight_sync.verify import Verifier, sample
+from megarl.wire.process_group import address_towards, is_loopback
 
 SILENCE = "silence"  # an answer that never comes
 

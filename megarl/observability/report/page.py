@@ -1,4 +1,4 @@
-"""The page: headline, key figures, charts, runs side by side, summary, samples, configuration."""
+"""The page: headline, key metrics, charts, runs side by side, summary, samples, configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from megarl.config.secrets import masked_yaml
 from megarl.observability.console import duration, number
 from megarl.observability.report.assets import CSS, JS
-from megarl.observability.report.figures import GAP, all_charts, end_window
 from megarl.observability.report.formats import plain
 from megarl.observability.report.held_out import (
     ACCURACY,
@@ -24,6 +23,7 @@ from megarl.observability.report.held_out import (
     headline,
     last_interval,
 )
+from megarl.observability.report.metrics import GAP, all_charts, end_window
 from megarl.observability.report.runs import Run
 from megarl.observability.report.samples import samples_section
 from megarl.observability.report.summary import summary_lines

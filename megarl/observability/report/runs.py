@@ -1,4 +1,4 @@
-"""A run as the report reads it: figures by step, samples, configuration."""
+"""A run as the report reads it: metrics by step, samples, configuration."""
 
 from __future__ import annotations
 

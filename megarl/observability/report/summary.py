@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.observability.console import duration, number
-from megarl.observability.report.figures import end_window
 from megarl.observability.report.formats import plain
 from megarl.observability.report.held_out import ACCURACY, REWARD, Gain, Measure, gain, graded
+from megarl.observability.report.metrics import end_window
 from megarl.observability.report.phases import OUTSIDE_STEP, step_phases
 from megarl.observability.report.runs import Run
 
@@ -87,7 +87,7 @@ def _total(run: Run, figure: str) -> int:
 
 
 def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
-    """`samples` were trained and `skipped` were not, as the steps' figures have it: the books must
+    """`samples` were trained and `skipped` were not, as the steps' metrics have it: the books must
     agree."""
     counts = {name: int(last[f"rollout/{name}"]) for name in COUNTERS}
     prompts, handed_out = (int(last[f"rollout/{n}"]) for n in ("trained", "handed_out"))

@@ -1,0 +1,227 @@
+"""From a TrainEngineConfig to a model in memory: what the config means for this model, machine and
+world (`resolve`), then modules, weights, adapters, optimizer (`build`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.api.records import FinetuneSpec
+from megarl.ckpt.hf import load_hf
+from megarl.ckpt.peft import load_peft
+from megarl.config.engine import TrainEngineConfig
+from megarl.config.errors import raise_if_any
+from megarl.engine import optimizer
+from megarl.engine.lm_head import LMHead, output_widths
+from megarl.engine.routing import Routing
+from megarl.models import BuiltModel, build_model, check_layout, named_params, read_hf_config
+from megarl.models.adapters import Adapters, base_params
+from megarl.models.build import resolve_attention
+from megarl.models.context_parallel import resolve_cp_comm_type
+from megarl.models.fp8 import fp8_fields
+from megarl.models.hf_config import ModelConfig
+from megarl.models.lora import lora_fields
+from megarl.models.piece_table import PieceTable
+from megarl.models.recompute import recompute_fields
+from megarl.parallel import mcore
+from megarl.parallel.groups import ProcessGroups
+from megarl.parallel.layout import Layout
+from megarl.utils.env import attention_problems
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # isort: skip
+    RotaryEmbedding,
+)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # isort: skip
+    YarnRotaryEmbedding,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.transformer.module import Float16Module  # isort: skip
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Nothing is allocated yet. `fields`: of megatron-core's TransformerConfig."""
+
+    model: ModelConfig
+    layout: Layout
+    dtype: torch.dtype
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """All that an engine holds. Without an optimizer it is frozen, and has no schedule either.
+
+    table:    where every HF tensor lives.
+    chunks:   this rank's modules, one per virtual pipeline stage, in their wrappers.
+    params:   canonical name -> local parameter, adapters among them.
+    routing:  of a mixture-of-experts model.
+    adapters: of a model trained with LoRA.
+    """
+
+    config: TrainEngineConfig
+    seed: int
+    model: ModelConfig
+    dtype: torch.dtype
+    groups: ProcessGroups
+    table: PieceTable
+    chunks: list[torch.nn.Module]
+    params: dict[str, torch.Tensor]
+    routing: Routing | None
+    adapters: Adapters | None
+    optimizer: Any
+    schedule: Any
+
+    @property
+    def layout(self) -> Layout:
+        return self.groups.layout
+
+    def whole_weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's weights by name; adapters are merged in as they are asked for."""
+        return self.adapters.merged(self.params) if self.adapters else self.params
+
+
+# ---- what the config means ---------------------------------------------------------------------
+
+
+def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
+    """ValueError, naming value and fix, for what model, machine or world cannot do."""
+    raise_if_any(attention_problems(os.environ))
+    model = read_hf_config(cfg.path, head=cfg.head)
+    check_layout(model, cfg.parallel)
+    output_widths(model.vocab_size, cfg.lm_head_topk)
+    layout = Layout.from_config(cfg.parallel, world_size)
+    attention = resolve_attention(cfg.attention, mcore.device())
+    dtype = _dtype(cfg.dtype)
+    fields = {
+        "cp_comm_type": resolve_cp_comm_type(model, cfg.parallel, attention),
+        **recompute_fields(cfg, layout, model.num_layers),
+        **fp8_fields(cfg.fp8, model, layout, dtype=dtype, attention=attention),
+        **lora_fields(model, cfg.lora),
+    }
+    if cfg.optimizer is not None:
+        optimizer.check(cfg.optimizer, dtype)
+        if cfg.offload:
+            raise ValueError(
+                "offload=True is for frozen models, and this one has an optimizer; use "
+                "engine.offload() and onload(), or optimizer.cpu_offload"
+            )
+    return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if mcore.on_cuda() else "float32"
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r}: use 'auto' or one of {sorted(_DTYPES)}")
+    return _DTYPES[name]
+
+
+# ---- making it ---------------------------------------------------------------------------------
+
+
+def build(
+    cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int,
+    ft_spec: FinetuneSpec | None,
+) -> EngineState:  # fmt: skip
+    """Collective, in the scope of `groups`. Precision, weights, adapters, data parallelism, in this
+    order: what converts makes new buffers, and what is data-parallel moves the weights."""
+    made = _modules(cfg, what, seed)
+    # what follows looks at the bare modules, so before they are wrapped
+    routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
+    if cfg.head == "lm":
+        _put_heads(made, cfg, what, groups)
+    chunks: list[torch.nn.Module] = list(made.chunks)
+    if what.dtype != torch.float32:
+        chunks = [Float16Module(made.config, chunk) for chunk in chunks]
+    if not cfg.init_from_scratch:
+        load_base(cfg.path, made.table, groups, named_params(chunks), head_seed(cfg, seed))
+    adapters = _adapters(made, cfg, what, seed)
+    params = named_params(chunks)
+    trainer, schedule = None, None
+    if cfg.optimizer is None:
+        for param in params.values():
+            param.requires_grad_(False)
+    else:
+        chunks = optimizer.wrap_chunks(made.config, chunks, cfg.optimizer)
+        trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
+        schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
+    return EngineState(
+        config=cfg, seed=seed, model=what.model, dtype=what.dtype, groups=groups, table=made.table,
+        chunks=chunks, params=params, routing=routing, adapters=adapters, optimizer=trainer,
+        schedule=schedule,
+    )  # fmt: skip
+
+
+def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
+        model_parallel_cuda_manual_seed(seed)
+        return build_model(
+            what.model, what.layout, dtype=what.dtype, device=mcore.device(),
+            attention=cfg.attention, seed=seed if cfg.init_from_scratch else None, moe=cfg.moe,
+            **what.fields,
+        )  # fmt: skip
+
+
+def _put_heads(
+    made: BuiltModel, cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups
+) -> None:
+    for chunk in made.chunks:
+        if chunk.post_process:
+            chunk.output_layer = LMHead(
+                chunk.output_layer,
+                vocab_size=what.model.vocab_size,
+                tp_group=groups.tp,
+                sequence_parallel=what.layout.sequence_parallel,
+                chunk_tokens=cfg.lm_head_chunk_tokens,
+                keep_bytes=cfg.lm_head_keep_mb << 20,
+                topk=cfg.lm_head_topk,
+            )
+
+
+def _adapters(
+    made: BuiltModel, cfg: TrainEngineConfig, what: Resolved, seed: int
+) -> Adapters | None:
+    if cfg.lora is None:
+        return None
+    adapters = Adapters(
+        made.chunks, what.model, what.layout, cfg.lora, dtype=what.dtype, device=mcore.device(),
+        seed=seed,
+    )  # fmt: skip
+    if cfg.lora.adapter_path:
+        load_peft(cfg.lora.adapter_path, adapters)
+    return adapters
+
+
+def load_base(
+    path: str, table: PieceTable, groups: ProcessGroups, params: Mapping[str, torch.Tensor],
+    seed: int | None,
+) -> None:  # fmt: skip
+    """A Hugging Face directory into the weights below any adapters."""
+    load_hf(path, table, groups.layout, groups.rank, base_params(params), head_seed=seed)
+
+
+def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:
+    """For a value head that the files do not have; None if they must."""
+    return seed if cfg.value_head_init == "random" else None
+
+
+def release(state: EngineState) -> None:
+    """Makes the model collectable: megatron-core keeps, of the last pass, what holds on to it.
+
+    A token dispatcher has its probabilities with the graph behind them. That leads to the hooks of
+    data parallelism and through them to everything, on a way the garbage collector cannot see. And
+    the caches of rotary angles are the classes' own, with this model's groups among the keys.
+    """
+    for module in (m for chunk in state.chunks for m in chunk.modules()):
+        if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+            kept = vars(dispatcher)
+            kept |= {k: None for k, v in kept.items() if torch.is_tensor(v)}
+    for cached in (RotaryEmbedding, YarnRotaryEmbedding):
+        cached.forward.cache_clear()

@@ -1,0 +1,193 @@
+"""Which metrics of a run are drawn, and how: METRICS is the list, in reading order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.observability.report import held_out
+from megarl.observability.report.formats import percent, plain
+from megarl.observability.report.held_out import COLORS
+from megarl.observability.report.phases import step_time
+from megarl.observability.report.runs import Run
+from megarl.observability.report.svg import Format, Line, LineChart, line_chart
+
+GAP = "train_rollout_logprob_abs_diff"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A chart of one quantity: `series` are (name, key of stats.jsonl), the main one first. Drawn
+    only if `where`, another key, is above 0 somewhere.
+    """
+
+    title: str
+    note: str = ""
+    series: tuple[tuple[str, str], ...]
+    smooth: bool = False
+    log: bool = False
+    format: Format = plain
+    y_from: float | None = None
+    where: str | None = None
+
+
+STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
+
+METRICS = (
+    Metric(
+        title="Reward",
+        note="mean over the training batch",
+        series=(("", "reward/mean"),),
+        smooth=True,
+    ),
+    Metric(
+        title="Response length",
+        note="tokens written by the policy",
+        series=(("mean", "response_len/mean"), ("max", "response_len/max")),
+    ),
+    Metric(
+        title="KL to the behaviour policy",
+        note="during the update, k3, nats per token",
+        series=(("", "approx_kl"),),
+        smooth=True,
+    ),
+    Metric(
+        title="KL to the reference",
+        note="k3, nats per token",
+        series=(("", "kl_ref"),),
+    ),
+    Metric(
+        title="Entropy",
+        note="of the next-token distribution, nats",
+        series=(("", "entropy"),),
+        smooth=True,
+    ),
+    Metric(
+        title="Trainer / server logprob gap",
+        note="|difference| for the same tokens, nats",
+        series=(("max", f"{GAP}/max"), ("mean", f"{GAP}/mean")),
+        log=True,
+    ),
+    Metric(title="Loss", series=(("", "loss"),), smooth=True),
+    Metric(
+        title="Gradient norm",
+        note="before clipping",
+        series=(("", "grad_norm"),),
+        smooth=True,
+    ),
+    Metric(
+        title="Clipped tokens",
+        note="fraction whose gradient the clip removes",
+        series=(("", "clip_frac"),),
+        smooth=True,
+        format=percent,
+    ),
+    Metric(
+        title="Explained variance",
+        note="share of the returns' variance that the critic foresees: 1 is perfect, 0 is none",
+        series=(("", "critic/explained_variance"),),
+        smooth=True,
+    ),
+    Metric(
+        title="Value error",
+        note="mean |value - return| per token, during the critic's update",
+        series=(("", "critic/value_error"),),
+        smooth=True,
+        y_from=0.0,
+    ),
+    Metric(title="Critic loss", series=(("", "critic/loss"),), smooth=True),
+    Metric(
+        title="Staleness",
+        note="versions between the weights that wrote a token and those it trains",
+        series=(("mean", "staleness/mean"), ("max", STALE)),
+        where=STALE,
+    ),
+    Metric(
+        title="Effective sample size",
+        note="Kish: what the tokens are worth under their importance weights",
+        series=(("", "behav_ess"),),
+        smooth=True,
+        format=percent,
+        y_from=0.0,
+        where=STALE,
+    ),
+    Metric(
+        title="Dropped episodes",
+        note="too old to train on when they were done, since the start",
+        series=(("", "rollout/dropped"),),
+        y_from=0.0,
+        where=STALE,
+    ),
+)
+
+
+def smoothing_window(n: int) -> int:
+    """Points to average over: none for short runs, about a twentieth of long ones."""
+    return 0 if n < 24 else max(5, n // 20)
+
+
+def end_window(n: int) -> int:
+    """How many of n noisy values to average at either end; the two windows do not overlap."""
+    return max(1, min(5, n // 2))
+
+
+def all_charts(runs: list[Run]) -> str:
+    """Every chart that has data, in reading order.
+
+    Steps of RL and of supervised training are not the same thing: a run of the other kind than the
+    first one stands beside it by wall time only.
+    """
+    peers = [run for run in runs if _is_rl(run) == _is_rl(runs[0])]
+    main = held_out.headline(runs[0])
+    measures = [main] if main else []
+    if main is held_out.ACCURACY and held_out.graded(runs[0]):
+        measures.append(held_out.REWARD)
+    charts = [held_out.curve(runs, m, by_time=True) for m in measures[:1] if len(runs) > 1]
+    charts += [held_out.curve(peers, measure, by_time=False) for measure in measures]
+    charts += [_metric(peers, metric) for metric in METRICS]
+    charts += [step_time(run, several=len(runs) > 1) for run in peers]
+    return "".join(charts)
+
+
+def _is_rl(run: Run) -> bool:
+    return bool(run.values("reward/mean"))
+
+
+def _metric(runs: list[Run], metric: Metric) -> str:
+    """Colour tells runs apart, or series where there is one run; dashes tell series apart."""
+    if metric.where and not any(value > 0 for run in runs for value in run.values(metric.where)):
+        return ""
+    several, lines = len(runs) > 1, []
+    for r, run in enumerate(runs):
+        # beside other runs only the first shows its second series
+        for s, (name, key) in enumerate(metric.series if r == 0 else metric.series[:1]):
+            points = run.points(key)
+            if not points:
+                continue
+            label = " ".join(p for p in (run.label if several else "", name) if p)
+            lines.append(
+                Line(
+                    label=label or metric.title,
+                    points=points,
+                    color=(r if several else s) % COLORS,
+                    dashed=s > 0 and several,
+                    smooth=smoothing_window(len(points)) if metric.smooth else 0,
+                )
+            )
+    log = metric.log and _spans_decades(lines)
+    return line_chart(
+        LineChart(
+            title=metric.title,
+            note=metric.note,
+            lines=lines,
+            format=metric.format,
+            log=log,
+            y_from=metric.y_from,
+            named=several,
+        )
+    )
+
+
+def _spans_decades(lines: list[Line]) -> bool:
+    values = [y for line in lines for _, y in line.points if y > 0 and math.isfinite(y)]
+    return bool(values) and max(values) > 30 * min(values)

@@ -1,0 +1,258 @@
+"""What one weight sync moves over which links, and how long that takes, on a cluster on paper.
+
+The plan is that of the distributed transport: buckets of HF tensors, each gathered to an owner and
+broadcast to all servers. Its cost per HF tensor is constant: how an op's tensors are cut is worked
+out once, however many layers and experts have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from megarl.models.hf_config import ModelConfig
+from megarl.models.ops import Op
+from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
+from megarl.parallel.layout import Layout
+from megarl.planning.memory import BF16, FP32, server_weights
+from megarl.weight_sync.senders import assign, by_turns, first_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Links in bytes/s, one way: `nvlink` of a GPU, `nic` of the adapter each GPU has to itself.
+    What of them is reached (`link_efficiency`) and the rest of the times are assumptions to be
+    replaced by measurements."""
+
+    gpus_per_node: int = 8
+    gpu_bytes: int = 80 << 30
+    peak_flops: float = 989.4e12
+    nvlink: float = 450e9
+    nic: float = 50e9
+    link_efficiency: float = 0.8
+    compute_efficiency: float = 0.5
+    reserve: int = 6 << 30  # of a GPU: CUDA context, NCCL, workspaces, fragmentation
+    latency: float = 5e-6  # of a message, and of each hop of a broadcast's ring
+    request: float = 3e-3  # a server's HTTP round trip for one bucket
+    tensor_load: float = 20e-6  # a server's work per tensor, besides
+    load: float = 500e9  # its copying
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receivers:
+    """`gpus` that serve the model, `tp` to a server."""
+
+    gpus: int
+    tp: int
+
+    @property
+    def servers(self) -> int:
+        return self.gpus // self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """An HF tensor and how many of its numbers each owner of a piece has."""
+
+    name: str
+    numel: int
+    itemsize: int
+    parts: tuple[tuple[Place, int], ...]
+
+
+def holdings(
+    m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
+) -> Iterator[Holding]:
+    """In HF order: the piece table's owners, added up per place."""
+    vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
+    chunk_of = {
+        i: (pp, vpp)
+        for pp in range(layout.pp)
+        for vpp in range(layout.vpp)
+        for i in layout.layers(m.num_layers, pp, vpp)
+    }
+    ends = {"first": (0, 0), "last": (layout.pp - 1, layout.vpp - 1)}
+
+    @cache
+    def place(chunk: tuple[int, int], ep: int | None, rank: int) -> Place:
+        return Place(*chunk, tp=rank) if ep is None else Place(*chunk, ep=ep, etp=rank)
+
+    for param, layer in m.declaration.params(m):
+        chunk = ends[param.stage] if layer is None else chunk_of[layer]
+        ep = None
+        if param.expert is not None:
+            assert m.moe is not None
+            ep = param.expert * layout.ep // m.moe.num_experts
+        cuts = _cuts(m, param.op, layout.tp if ep is None else layout.etp, vocab)
+        for name, (numel, shares) in zip(param.hf, cuts, strict=True):
+            parts = tuple((place(chunk, ep, rank), n) for rank, n in shares)
+            yield Holding(name, numel, FP32 if param.buffer else BF16, parts)
+
+
+Cut = tuple[int, tuple[tuple[int, int], ...]]  # numbers of a tensor, and of each rank
+
+
+@lru_cache(maxsize=4096)
+def _cuts(m: ModelConfig, op: Op, tp: int, vocab: int) -> tuple[Cut, ...]:
+    """Of each of the op's HF tensors."""
+    shares: list[dict[int, int]] = [{} for _ in op.hf_shapes(m)]
+    for s in op.segments(m, tp, vocab):
+        if s.tp == 0 or not op.replicated:
+            share = shares[s.source]
+            share[s.tp] = share.get(s.tp, 0) + s.rows * s.cols
+    return tuple((sum(share.values()), tuple(share.items())) for share in shares)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTraffic:
+    """Bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, itself among them."""
+
+    index: int
+    owner: int
+    nbytes: int
+    tensors: int
+    sources: dict[int, int]
+
+
+def plan_gather(
+    held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, owners: Sequence[int] = (0,)
+) -> list[BucketTraffic]:
+    """The distributed transport's buckets (weight_sync.plan.plan_sync)."""
+    chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, owners)
+    mine: dict[int, list[Holding]] = {owner: [] for owner in owners}
+    for h, owner in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
+        mine[owner].append(h)
+    queues = {o: list(_buckets(own, layout, bucket_bytes, o)) for o, own in mine.items() if own}
+    turns = by_turns({owner: len(queue) for owner, queue in queues.items()})
+    return [replace(queues[owner].pop(0), index=i) for i, owner in enumerate(turns)]
+
+
+def _buckets(
+    held: Sequence[Holding], layout: Layout, bucket_bytes: int, owner: int
+) -> Iterator[BucketTraffic]:
+    """One owner's, as if it were alone."""
+    coords, sources = layout.coords(owner), dict[int, int]()
+    index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
+
+    @cache
+    def source(place: Place) -> int:
+        return owner if place.holds(coords) else place.rank(layout)
+
+    for h in held:
+        start = -(-end // h.itemsize) * h.itemsize
+        nbytes = h.numel * h.itemsize
+        if tensors and start + nbytes > limit:
+            yield BucketTraffic(index, owner, end, tensors, sources)
+            index, limit = index + 1, min(2 * limit, bucket_bytes)
+            sources, start, tensors = {}, 0, 0
+        for place, n in h.parts:
+            rank = source(place)
+            sources[rank] = sources.get(rank, 0) + n * h.itemsize
+        end, tensors = start + nbytes, tensors + 1
+    yield BucketTraffic(index, owner, end, tensors, sources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncEstimate:
+    """Bytes over all links of a kind in one sync, and seconds.
+
+    bound: links at their full speed and nothing else, for this transport; sharded_bound: the same
+    where each server GPU fetches no more than the slice it keeps, from all training GPUs at once.
+    """
+
+    nbytes: int
+    buckets: int
+    largest: int
+    gather_nvlink: int
+    gather_nic: int
+    broadcast_nvlink: int
+    broadcast_nic: int
+    gather_seconds: float
+    broadcast_seconds: float
+    load_seconds: float
+    seconds: float
+    bound: float
+    sharded_bound: float
+
+    @property
+    def bottleneck(self) -> str:
+        steps = {
+            "gather": self.gather_seconds,
+            "broadcast": self.broadcast_seconds,
+            "the servers' loading": self.load_seconds,
+        }
+        return max(steps, key=lambda name: steps[name])
+
+
+def estimate_sync(
+    m: ModelConfig,
+    layout: Layout,
+    receivers: Receivers,
+    cluster: Cluster,
+    buckets: Sequence[BucketTraffic],
+) -> SyncEstimate:
+    """Gathers overlap with the sending of earlier buckets as in the transport: an owner holds two
+    buckets, and bucket k+1 goes out after the servers' answer for k. gather_seconds and the like
+    are sums over buckets (for gathers, of the busiest owner)."""
+    owners = sorted({b.owner for b in buckets})
+    gathers = [_gather(b, cluster) for b in buckets]
+    rate = cluster.nic * cluster.link_efficiency
+    sends = [b.nbytes / rate + cluster.latency * receivers.gpus for b in buckets]
+    loads = [
+        cluster.request + b.tensors * cluster.tensor_load + b.nbytes / cluster.load for b in buckets
+    ]
+    nic, nvlink = ([_incoming(b, cluster)[i] for b in buckets] for i in (0, 1))
+    total = sum(b.nbytes for b in buckets)
+    nodes = math.ceil(receivers.gpus / cluster.gpus_per_node)
+
+    def busiest(values: Sequence[float]) -> float:
+        return max(
+            sum(v for b, v in zip(buckets, values, strict=True) if b.owner == o) for o in owners
+        )
+
+    slice_bytes = server_weights(m, receivers.tp)
+    return SyncEstimate(
+        nbytes=total,
+        buckets=len(buckets),
+        largest=max(b.nbytes for b in buckets),
+        gather_nvlink=sum(nvlink),
+        gather_nic=sum(nic),
+        broadcast_nvlink=total * (receivers.gpus - nodes),
+        broadcast_nic=total * nodes,
+        gather_seconds=busiest(gathers),
+        broadcast_seconds=sum(sends),
+        load_seconds=sum(loads),
+        seconds=_pipelined(gathers, [s + x for s, x in zip(sends, loads)], len(owners)),
+        bound=max(
+            total / cluster.nic, busiest(nic) / cluster.nic, busiest(nvlink) / cluster.nvlink
+        ),
+        sharded_bound=max(slice_bytes, slice_bytes * receivers.gpus / layout.world_size)
+        / cluster.nic,
+    )
+
+
+def _incoming(b: BucketTraffic, cluster: Cluster) -> tuple[int, int]:
+    """Bytes that reach the owner over the network, and from its node."""
+    node = b.owner // cluster.gpus_per_node
+    near = sum(n for r, n in b.sources.items() if r // cluster.gpus_per_node == node)
+    return sum(b.sources.values()) - near, near - b.sources.get(b.owner, 0)
+
+
+def _gather(b: BucketTraffic, cluster: Cluster) -> float:
+    nic, nvlink = _incoming(b, cluster)
+    seconds = max(nic / cluster.nic, nvlink / cluster.nvlink) / cluster.link_efficiency
+    return seconds + cluster.latency * len(b.sources)
+
+
+def _pipelined(gathers: Sequence[float], sends: Sequence[float], owners: int) -> float:
+    """When the last bucket is answered for."""
+    gathered: list[float] = []
+    answered: list[float] = []
+    for k, (gather, send) in enumerate(zip(gathers, sends, strict=True)):
+        idle = gathered[k - owners] if k >= owners else 0.0
+        free = answered[k - 2 * owners] if k >= 2 * owners else 0.0
+        gathered.append(max(idle, free) + gather)
+        answered.append(max(gathered[k], answered[-1] if answered else 0.0) + send)
+    return answered[-1]

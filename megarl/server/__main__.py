@@ -1,0 +1,26 @@
+"""python -m megarl.server --model-path DIR --port P"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from megarl.server.args import parse_args
+from megarl.utils.env import set_nccl_default
+
+
+def main() -> int:
+    args = parse_args()
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"
+    )
+    set_nccl_default(os.environ)  # as SGLang does
+    # torch and transformers take seconds to import: --help and a wrong flag need not wait for them
+    from megarl.server.app import serve
+
+    return serve(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Command line of the embedded server; flags are named as SGLang's where SGLang has them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megarl.config.bounds import TIMEOUT
+
+
+@dataclass(kw_only=True)
+class ServerArgs:
+    model_path: str
+    tokenizer_path: str | None = None
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 30000
+    dtype: str = "auto"
+    device: str | None = None
+    context_length: int | None = None
+    max_running_requests: int = 256
+    max_total_tokens: int | None = None
+    max_prefill_tokens: int = 16384
+    deterministic: bool = False
+    threads: int = 0
+    random_seed: int | None = None
+    dist_timeout: float = 600.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
+        if not TIMEOUT.allow(self.dist_timeout):
+            raise ValueError(
+                f"--dist-timeout={self.dist_timeout}: must be {TIMEOUT} ({TIMEOUT.note})"
+            )
+        if self.context_length is not None and self.context_length < 2:
+            raise ValueError(f"--context-length={self.context_length}: at least 2")
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m megarl.server", description=__doc__)
+    add = p.add_argument
+    add("--model-path", required=True, help="HF model directory")
+    add("--tokenizer-path", help="HF tokenizer directory (default: the model's)")
+    add("--served-model-name", help="name in /model_info (default: the model path)")
+    add("--host", help="address to bind")
+    add("--port", type=int)
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto is the checkpoint's",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--context-length", type=int, help="prompt plus response (default: the model's)")
+    add("--max-running-requests", type=int, help="sequences decoded at once")
+    add(
+        "--max-total-tokens",
+        type=int,
+        help="bound of the KV cache (default: by the memory there is)",
+    )
+    add("--max-prefill-tokens", type=int, help="padded prompt tokens in one prefill batch")
+    add(
+        "--deterministic",
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="batch-invariant: a request's bits do not depend on what else runs",
+    )
+    add("--threads", type=int, help="CPU threads; 0 leaves torch's default")
+    add("--random-seed", type=int, help="seeds requests that bring no sampling_seed")
+    add("--dist-timeout", type=float, help="seconds a weight-update collective may take")
+    add("--log-level", choices=("debug", "info", "warning", "error"))
+    return p
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """ServerArgs of a command line; what is not given keeps the dataclass's default."""
+    parser = _parser()
+    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    try:
+        return ServerArgs(**given)
+    except ValueError as e:
+        parser.error(str(e))
+
+
+def as_dict(args: ServerArgs) -> dict[str, object]:
+    return {f.name: getattr(args, f.name) for f in fields(args)}

@@ -1,0 +1,70 @@
+"""What a server is made of: the model, its scheduler, its text tools, its weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megarl.server.args import ServerArgs
+from megarl.server.errors import ServerError
+from megarl.server.generate import RequestParser
+from megarl.server.runner import ModelRunner
+from megarl.server.scheduler import Delivery, Scheduler
+from megarl.server.text import TextTools, eos_token_ids
+from megarl.server.updates import WeightUpdates
+from megarl.server.weights import WeightStore
+
+
+class ServerCore:
+    """`on_death` is called, in the scheduler's thread, when the generation loop fails."""
+
+    def __init__(self, args: ServerArgs, *, on_death: Callable[[], None]) -> None:
+        self.args = args
+        # OpenMP gives each thread that computes workers of its own, and lets them sleep between
+        # operations once there are more than cores. So the scheduler's thread alone has any.
+        threads = args.threads or torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.runner = ModelRunner(args)
+        self.text = TextTools(args.tokenizer_path or args.model_path)
+        self.model_path, self.name = args.model_path, args.served_model_name or args.model_path
+        self.updates = WeightUpdates(
+            WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
+        )
+        self.parser = RequestParser(
+            text=self.text,
+            context_length=self.runner.context_length,
+            vocab_size=self.runner.vocab_size,
+            eos=eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer)
+            & frozenset(range(self.runner.vocab_size)),
+            rng=np.random.default_rng(args.random_seed),
+        )
+        self.scheduler = Scheduler(
+            self.runner,
+            self.text,
+            notify=self._notify,
+            on_death=on_death,
+            unfit=self.updates.unfit,
+            threads=threads,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """In the event loop that serves requests."""
+        self._loop = asyncio.get_running_loop()
+        self.scheduler.start()
+
+    def check_alive(self) -> None:
+        if not self.scheduler.alive:
+            raise ServerError(self.scheduler.error or "the server is stopping", status=503)
+
+    def _notify(self, deliveries: list[Delivery]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, deliveries)
+
+
+def _deliver(deliveries: list[Delivery]) -> None:
+    for seq, length, finished in deliveries:
+        seq.call.deliver(seq, length, finished)

@@ -1,0 +1,183 @@
+"""State, generation, pause: every method is the route of its name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from megarl.server.args import as_dict
+from megarl.server.core import ServerCore
+from megarl.server.errors import ServerError
+from megarl.server.limits import MAX_FLUSH_WAIT
+from megarl.server.render import render
+from megarl.server.replies import answer, read_json, unexpected
+from megarl.server.scheduler import PAUSE_MODES
+from megarl.server.sequence import GenerateCall
+
+VERSION = "0.5.23+megarl"  # the SGLang release whose protocol this is
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. (When there are running or "
+    "waiting requests, the operation will not be performed.)\n"
+)
+_HEALTH_TIMEOUT = 20.0
+
+
+class Endpoints:
+    def __init__(self, core: ServerCore) -> None:
+        self.core = core
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.core.scheduler.alive else 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """Generates a token; a paused server is healthy without."""
+        if self.core.scheduler.paused or not self.core.scheduler.alive:
+            return await self.health(request)
+        call, _ = await self.core.parser.parse(
+            {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "HEALTH_CHECK"}
+        )
+        self.core.scheduler.submit(call.sequences)
+        done, _ = await asyncio.wait({call.done}, timeout=_HEALTH_TIMEOUT)
+        self.core.scheduler.abort_sequences(call.sequences)
+        well = done and self.core.scheduler.alive and not any(s.error for s in call.sequences)
+        return Response(status_code=200 if well else 503)
+
+    async def ready(self, request: Request) -> Response:
+        up = self.core.scheduler.alive and not self.core.scheduler.paused
+        return Response(status_code=200 if up else 503)
+
+    async def model_info(self, request: Request) -> Response:
+        config = self.core.runner.config
+        return answer(
+            {
+                "model_path": self.core.model_path,
+                "served_model_name": self.core.name,
+                "tokenizer_path": self.core.args.tokenizer_path or self.core.args.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self.core.scheduler.version,
+                "load_format": "auto",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": config.model_type,
+                "architectures": config.architectures,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        runner, scheduler = self.core.runner, self.core.scheduler
+        launch = as_dict(self.core.args) | {
+            "model_path": self.core.model_path,
+            "context_length": runner.context_length,
+            "dtype": str(runner.dtype).removeprefix("torch."),
+            "device": runner.device.type,
+            "tp_size": 1,
+        }
+        state = {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "paused": scheduler.paused,
+            "weight_version": scheduler.version,
+        }
+        return answer(
+            launch
+            | {
+                "status": "ready",
+                "version": VERSION,
+                "weight_version": scheduler.version,
+                "weights_id": self.core.updates.weights_id,
+                "max_total_num_tokens": runner.max_total_tokens,
+                "internal_states": [launch | state],
+            }
+        )
+
+    # ---- generation
+
+    async def generate(self, request: Request) -> Response:
+        self.core.check_alive()
+        body = await read_json(request)
+        call, batched = await self.core.parser.parse(body)
+        self.core.updates.adapters.check_named(body.get("lora_path"))
+        self.core.scheduler.submit(call.sequences)
+        if call.stream:
+            return StreamingResponse(self._stream(call, batched), media_type="text/event-stream")
+        gone = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait({call.done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not call.done.done():
+            self.core.scheduler.abort_sequences(call.sequences)
+            return Response(status_code=499)  # nobody reads it
+        for s in call.sequences:
+            if s.error:
+                raise ServerError(s.error, status=500)
+        answers = [render(s, len(s.output), True, self.core.text) for s in call.sequences]
+        return answer(answers if batched else answers[0])
+
+    async def _stream(self, call: GenerateCall, batched: bool) -> AsyncIterator[bytes]:
+        """Cumulative chunks; Starlette closes the generator when the client is gone."""
+        left = len(call.sequences)
+        try:
+            while left:
+                seq, length, finished = await call.updates.get()
+                left -= finished
+                if finished and seq.error:
+                    chunk: dict[str, Any] = ServerError(seq.error, status=500).body()
+                else:
+                    try:
+                        chunk = render(seq, length, finished, self.core.text)
+                    except Exception as e:
+                        chunk = unexpected(e).body()
+                if batched:
+                    chunk["index"] = seq.index
+                yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            if left:
+                self.core.scheduler.abort_sequences(call.sequences)
+
+    async def abort_request(self, request: Request) -> Response:
+        body = await read_json(request)
+        rid, everything = body.get("rid"), bool(body.get("abort_all"))
+        if not everything and (not isinstance(rid, str) or not rid):
+            raise ServerError("abort_request needs rid, or abort_all=true")
+        self.core.scheduler.abort(rid or "", abort_all=everything)
+        return Response(status_code=200)
+
+    async def pause_generation(self, request: Request) -> Response:
+        mode = (await read_json(request, required=False)).get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise ServerError(f"mode={mode!r}: use one of {', '.join(PAUSE_MODES)}")
+        await asyncio.wrap_future(self.core.scheduler.pause(mode))
+        return answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: Request) -> Response:
+        await read_json(request)  # SGLang requires a body; so does this server
+        await asyncio.wrap_future(self.core.scheduler.resume())
+        return answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, request: Request) -> Response:
+        try:
+            timeout = float(request.query_params.get("timeout", 0))
+        except ValueError:
+            timeout = math.nan
+        if not 0 <= timeout <= MAX_FLUSH_WAIT:
+            raise ServerError(f"timeout must be a number of seconds from 0 to {MAX_FLUSH_WAIT:g}")
+        deadline = asyncio.get_running_loop().time() + timeout
+        scheduler = self.core.scheduler
+        while not await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
+            if asyncio.get_running_loop().time() >= deadline:
+                return PlainTextResponse("Flush cache failed.\n", status_code=400)
+            await asyncio.sleep(0.05)
+        return PlainTextResponse(_FLUSHED)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection (its body is read already)."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,38 @@
+"""What the server refuses, each with the status and the body SGLang's clients expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.server.limits import MAX_MESSAGE
+
+
+class ServerError(Exception):
+    """Answered as `status` with SGLang's {"error": {"message": ...}}."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} ..."
+        super().__init__(message)
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self)}}
+
+
+class UnknownFieldError(ServerError):
+    """An unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
+
+    def body(self) -> dict[str, Any]:
+        return {"error": str(self)}
+
+
+class ControlError(ServerError):
+    """A control call that failed: {"success": false, "message": ...}."""
+
+    def __init__(self, message: str, *, status: int = 400, **extra: Any) -> None:
+        super().__init__(message, status=status)
+        self.extra = extra
+
+    def body(self) -> dict[str, Any]:
+        return {"success": False, "message": str(self), **self.extra}

@@ -1,0 +1,72 @@
+"""Bodies in and out, as JSON by orjson; refusals as their status and body."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from megarl.server.errors import ServerError
+from megarl.server.limits import MAX_BODY
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+async def read_json(request: Request, *, required: bool = True) -> Any:
+    raw = await _body(request)
+    if not raw and not required:
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise ServerError(f"the body is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise ServerError("the body must be a JSON object")
+    return body
+
+
+async def _body(request: Request) -> bytearray:
+    said, raw = request.headers.get("content-length", ""), bytearray()
+    if not (said.isdigit() and int(said) > MAX_BODY):
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > MAX_BODY:
+                break
+        else:
+            return raw
+    raise ServerError(f"the body has more than {MAX_BODY >> 20} MiB; send less at once", status=413)
+
+
+def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
+    """Answers refusals, those of `check` first, with their status and body, and every other error
+    with 500: one request's failure is no other's.
+    """
+
+    @functools.wraps(handler)
+    async def run(request: Request) -> Response:
+        try:
+            check(request)
+            return await handler(request)
+        except ServerError as e:
+            return answer(e.body(), e.status)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as e:
+            logger.exception("%s failed", request.url.path)
+            return answer(unexpected(e).body(), 500)
+
+    return run
+
+
+def unexpected(e: BaseException) -> ServerError:
+    return ServerError(f"{type(e).__name__}: {e}", status=500)

@@ -1,0 +1,231 @@
+"""The model behind the server: batched prefill and decode over a slot KV cache.
+
+Any transformers causal LM with full attention and a plain LM head runs here; `ModelRunner` checks
+itself against the model's own attention when it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megarl.server.args import ServerArgs
+from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
+from megarl.server.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+_HEAD_CHUNK = 512  # prompt positions whose logits exist at once
+_LONGEST_PROMPT_RATIO = 2  # prompts in one prefill batch differ at most so much in length
+
+
+class ModelRunner:
+    def __init__(self, args: ServerArgs) -> None:
+        self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.deterministic = args.deterministic
+        dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            args.model_path, dtype=dtype, attn_implementation="sdpa"
+        )
+        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        _use_torch_norms(self.model)
+        self.config: Any = self.model.config
+        self.dtype: torch.dtype = self.model.dtype
+        self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
+        self.context_length = self._context_length(args)
+        self.max_rows = args.max_running_requests
+        self.max_prefill_tokens = args.max_prefill_tokens
+        self.max_total_tokens = args.max_total_tokens or self._fitting_tokens()
+        if self.max_total_tokens < self.context_length:
+            raise ValueError(
+                f"--max-total-tokens={self.max_total_tokens} holds not even one sequence of "
+                f"--context-length={self.context_length}; raise one or lower the other"
+            )
+        self.cache = self._new_cache(
+            rows=self.max_rows, positions=self.context_length, tokens=self.max_total_tokens
+        )
+        self._self_check()
+
+    def _new_cache(self, *, rows: int, positions: int, tokens: int) -> KVCache:
+        return KVCache(
+            self.config,
+            dtype=self.dtype,
+            device=self.device,
+            max_rows=rows,
+            max_positions=positions,
+            max_tokens=tokens,
+        )
+
+    def _context_length(self, args: ServerArgs) -> int:
+        longest = int(self.config.max_position_embeddings)
+        if args.context_length is not None and args.context_length > longest:
+            logger.warning(
+                "--context-length=%d is beyond the %d positions the model is made for",
+                args.context_length,
+                longest,
+            )
+        return args.context_length or longest
+
+    def _fitting_tokens(self) -> int:
+        """KV positions the memory set aside for them holds, at most what could ever be used."""
+        layers, heads, *dims = kv_shape(self.config)
+        per_token = layers * heads * sum(dims) * self.dtype.itemsize
+        fitting = _cache_memory(self.device) // per_token
+        return max(self.context_length, min(self.max_rows * self.context_length, fitting))
+
+    @torch.inference_mode()
+    def _self_check(self) -> None:
+        """Our attention and head must give the model's own logits: 4 prompt tokens, 1 decoded."""
+        ids = torch.arange(5, device=self.device)[None] % self.vocab_size
+        want = self.model(ids, use_cache=False).logits[0, 3:].float()
+        self.model.set_attn_implementation(ATTENTION)
+        self.cache.reserve(1, 5, used=0)
+        first = self._head(self._forward(ids[:, :4], 0, Prefill(self.cache, 0))[:, -1])
+        plan = Decode(self.cache, 0, [4], exact=self.deterministic)
+        second = self._head(self._forward(ids[:, 4:], 4, plan)[:, -1])
+        got = torch.cat([first, second]).float()
+        bound = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not bool(((got - want).abs() <= bound * (1 + want.abs().max())).all()):
+            raise ValueError(
+                f"{type(self.model).__name__}: the embedded server does not reproduce this model's "
+                f"logits (off by {(got - want).abs().max():.2g}); it supports plain full attention "
+                "and an LM head without post-processing"
+            )
+        self.cache.clear()
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor | int, plan: Any) -> torch.Tensor:
+        """Hidden states [B,S,H] of ids [B,S]; an int is the position of the first column."""
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + ids.shape[1], device=ids.device)[None]
+        return self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, plan=plan
+        ).last_hidden_state
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    @torch.inference_mode()
+    def prefill(self, seqs: Seq[Sequence], first_row: int) -> tuple[list[Sequence], torch.Tensor]:
+        """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
+
+        `make_room` comes first. Returns the sequences in the order of the rows they got, and
+        logits [n,V] behind the last token of each. Prompt logprobs go to those who want them.
+        """
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        for s in seqs:
+            groups.setdefault(tuple(s.tokens), []).append(s)
+        prompts = sorted(groups, key=len)
+        logits, row = [], first_row
+        for chunk in self._chunks(prompts):
+            hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
+            last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
+            logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
+            for i, p in enumerate(chunk):
+                for s in groups[p]:
+                    if s.wants_prompt_logprobs:
+                        self._prompt_logprobs(s, hidden[i])
+            row += len(chunk)
+        order, source = self._share(prompts, groups, first_row)
+        return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
+
+    def _share(
+        self,
+        prompts: list[tuple[int, ...]],
+        groups: dict[tuple[int, ...], list[Sequence]],
+        row: int,
+    ) -> tuple[list[Sequence], list[int]]:
+        """Gives the other sequences of each group copies of its first one's row.
+
+        Returns all sequences in the order of their rows and the prompt each has.
+        """
+        order, source = [groups[p][0] for p in prompts], list(range(len(prompts)))
+        for i, p in enumerate(prompts):
+            for s in groups[p][1:]:
+                s.cached_tokens = len(p) - 1
+                order.append(s)
+                source.append(i)
+        copies = range(len(prompts), len(order))
+        self.cache.copy_rows(
+            [row + source[i] for i in copies], [row + i for i in copies], len(prompts[-1])
+        )
+        return order, source
+
+    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Cuts prompts sorted by length so that padding and activations stay bounded."""
+        chunk: list[tuple[int, ...]] = []
+        for p in prompts:
+            if chunk and (
+                self.deterministic
+                or len(p) > _LONGEST_PROMPT_RATIO * len(chunk[0])
+                or len(p) * (len(chunk) + 1) > self.max_prefill_tokens
+            ):
+                yield chunk
+                chunk = []
+            chunk.append(p)
+        yield chunk
+
+    def _padded(self, prompts: list[tuple[int, ...]]) -> torch.Tensor:
+        width = len(prompts[-1])
+        rows = [p + (0,) * (width - len(p)) for p in prompts]
+        return torch.tensor(rows, device=self.device)
+
+    def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> None:
+        """Logprobs of prompt tokens after `logprob_start`, at temperature 1; hidden [S,H]."""
+        start, stop = seq.report.start, len(seq.prompt)
+        found: list[float | None] = [None]
+        tops: list[list[tuple[float, int]] | None] = [None]
+        for i in range(start, stop - 1, _HEAD_CHUNK):
+            j = min(i + _HEAD_CHUNK, stop - 1)
+            logprobs = torch.log_softmax(self._head(hidden[i:j]).float(), dim=-1)
+            targets = torch.tensor(seq.prompt[i + 1 : j + 1], device=self.device)
+            found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            if seq.report.top:
+                values, ids = logprobs.topk(min(seq.report.top, self.vocab_size))
+                tops += [list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())]
+        seq.input_logprobs, seq.input_top_logprobs = found, tops
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """Raises where the model can compute nothing any more, as after the loss of a GPU."""
+        cache = self._new_cache(rows=1, positions=1, tokens=1)
+        cache.reserve(1, 1, used=0)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._head(self._forward(ids, 0, Prefill(cache, 0))).sum().item()
+
+    def make_room(self, seqs: Seq[Sequence], *, used: int) -> None:
+        """A cache for all tokens of `seqs`, who own the rows from 0 on, `used` of them already."""
+        self.cache.reserve(len(seqs), max(s.length for s in seqs), used=used)
+
+    @torch.inference_mode()
+    def decode(self, seqs: Seq[Sequence], first_row: int = 0) -> torch.Tensor:
+        """Logits [n,V] behind the last token of `seqs`, which own the rows from `first_row` on."""
+        lengths = [s.length - 1 for s in seqs]
+        plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
+        ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
+        return self._head(self._forward(ids, plan.positions[:, None], plan)[:, -1])
+
+
+def _use_torch_norms(model: torch.nn.Module) -> None:
+    """torch's RMSNorm for transformers', which takes six calls: a tenth of a small decode step. In
+    float32 they give the same bits; in other dtypes transformers rounds once more in between.
+    """
+    norm: Any
+    for norm in model.modules():
+        plain = type(norm).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+        if plain and norm.weight.dtype == torch.float32:
+            shape, eps = norm.weight.shape, norm.variance_epsilon
+            norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)
+
+
+def _cache_memory(device: torch.device) -> int:
+    """Bytes: most of what the model leaves free on a GPU, a quarter of a machine's main memory."""
+    if device.type == "cuda":
+        return int(0.6 * torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -1,0 +1,400 @@
+"""Weight updates: sessions, process groups, and what arrives through them.
+
+Everything here runs in the scheduler's thread except joining a group, which waits for its other
+members and must not stop generation meanwhile.
+
+A refused broadcast is received all the same wherever it can be: a tensor left in the pipe would be
+taken for the next one. What is not refused is received where it stays, if it can be: a copy less,
+and no fresh memory, which on a host takes longer to get than what goes into it to receive. Tensors
+whose sender is lost half way are then torn. The server generates nothing until a load, of them or
+of everything, has made them whole again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.server.adapters import Adapters
+from megarl.server.errors import ControlError
+from megarl.server.limits import MAX_GROUP_SIZE, MAX_JOINS
+from megarl.server.weights import Spec, WeightStore
+from megarl.wire import block_fp8, delta, handles
+from megarl.wire.process_group import (
+    abort_collectives,
+    destroy_update_group,
+    init_update_group,
+)
+
+logger = logging.getLogger(__name__)
+DEFAULT_GROUP = "weight_update_group"
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
+}
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """What a broadcast brings: names in order, with shape and dtype."""
+
+    specs: dict[str, Spec]
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> TensorList:
+        """From `names`, `dtypes` ("float32"), `shapes`; ControlError names the field."""
+        lists: dict[str, Any] = {}
+        for key in ("names", "dtypes", "shapes"):
+            lists[key] = body.get(key)
+            if not isinstance(lists[key], list):
+                raise ControlError(f"{key} must be a list")
+        names, dtypes, shapes = lists["names"], lists["dtypes"], lists["shapes"]
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ControlError(
+                f"names ({len(names)}), dtypes ({len(dtypes)}) and shapes ({len(shapes)}) "
+                "differ in length"
+            )
+        specs: dict[str, Spec] = {}
+        for name, dtype, shape in zip(names, dtypes, shapes):
+            kind = _DTYPES.get(str(dtype).removeprefix("torch."))
+            if not isinstance(name, str):
+                raise ControlError(f"names holds {name!r}, which is no name")
+            if kind is None:
+                raise ControlError(f"{name}: dtype {dtype!r}, use one of {sorted(_DTYPES)}")
+            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+                raise ControlError(f"{name}: shape {shape!r} is not a list of sizes")
+            if name in specs:
+                raise ControlError(f"{name}: named twice")
+            specs[name] = (tuple(shape), kind)
+        return cls(specs)
+
+    def receive(
+        self, group: dist.ProcessGroup, place: Callable[[str, Spec], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """One broadcast for each tensor, in order, into what `place` gives for it."""
+        out = {name: place(name, spec) for name, spec in self.specs.items()}
+        wires = [block_fp8.as_sent(t) for t in out.values()]
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in wires]
+        for work in works:
+            work.wait()
+        return out
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(s) * d.itemsize for s, d in self.specs.values()]
+
+    def receive_flat(self, group: dist.ProcessGroup, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One uint8 broadcast of all tensors' bytes into `flat`, cut into views."""
+        dist.broadcast(flat, src=0, group=group)
+        out, offset = {}, 0
+        for (name, (shape, dtype)), size in zip(self.specs.items(), self.sizes):
+            if offset % dtype.itemsize:
+                raise ControlError(
+                    f"{name}: offset {offset} in the flattened bucket is no multiple of the "
+                    f"itemsize of {dtype}; sort the tensors by itemsize, largest first"
+                )
+            out[name] = flat[offset : offset + size].view(dtype).view(shape)
+            offset += size
+        return out
+
+
+@dataclass(frozen=True)
+class Changes:
+    """A bucket of which only what changed since the update `base` is sent (`delta` has how)."""
+
+    base: str
+    chunks: tuple[delta.Chunk, ...]
+
+    @classmethod
+    def parse(cls, body: Any, tensors: TensorList) -> Changes:
+        if not isinstance(body, dict) or not isinstance(body.get("base"), str):
+            raise ControlError("load_format='delta' needs delta={'base': id, 'chunks': [...]}")
+        try:
+            return cls(body["base"], delta.parse(body.get("chunks"), sum(tensors.sizes)))
+        except ValueError as e:
+            raise ControlError(f"delta: {e}") from e
+
+
+class WeightUpdates:
+    """weights_id: the sender's id of the update whose weights these are; None where they came
+    another way, or are torn. `_base` is what it was when the session began.
+    """
+
+    def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
+        self.store, self.device, self._timeout = store, device, timeout
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._receiving: dist.ProcessGroup | None = None
+        self._session = False
+        self.adapters = Adapters(store)
+        self.weights_id: str | None = None
+        self._base: str | None = None
+        self._room: torch.Tensor | None = None
+        self._lock = threading.Lock()
+        self.joins = 0  # under way
+
+    def begin(self) -> None:
+        """Opens a session. Opening one that a dead trainer left open is no error."""
+        self.adapters.forget()
+        self._session, self._room, self._base = True, None, self.weights_id
+
+    def end(self) -> None:
+        if not self._session:
+            raise ControlError("end_weight_update() without begin_weight_update()")
+        self._session, self._room = False, None
+
+    def init_group(self, body: dict[str, Any]) -> None:
+        """Joins the group as rank `rank_offset`; waits for the others (not the model's thread)."""
+        name = group_name(body)
+        if name in self._groups:
+            raise ControlError(f"group {name!r} exists; destroy_weights_update_group first")
+        backend = body.get("backend") or "nccl"
+        if backend == "nccl" and self.device.type != "cuda":
+            raise ControlError(f"backend 'nccl' needs a GPU, this server is on {self.device}")
+        if backend not in ("nccl", "gloo"):
+            raise ControlError(f"backend={backend!r}: use 'nccl' or 'gloo'")
+        if not isinstance(address := body.get("master_address"), str) or not address:
+            raise ControlError(f"master_address={address!r}: must be a string")
+        port = _number(body, "master_port", 1, 65535)
+        world = _number(body, "world_size", 2, MAX_GROUP_SIZE)
+        rank = _number(body, "rank_offset", 1, world - 1)  # rank 0 is the sender's
+        with self._joining(name):
+            try:
+                self._groups[name] = init_update_group(
+                    master_address=address, master_port=port, rank=rank, world_size=world,
+                    group_name=name, backend=backend, timeout=self._timeout,
+                )  # fmt: skip
+            except (RuntimeError, ValueError, TypeError) as e:
+                raise ControlError(f"Failed to initialize custom process group: {e}.") from e
+
+    @contextlib.contextmanager
+    def _joining(self, name: str) -> Iterator[None]:
+        with self._lock:
+            if self.joins >= MAX_JOINS:
+                raise ControlError(
+                    f"group {name!r}: {self.joins} groups wait for their other members already, "
+                    f"each for up to {self._timeout:g} s (--dist-timeout); try again later",
+                    status=503,
+                )
+            self.joins += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.joins -= 1
+
+    def unfit(self) -> str:
+        """Says why nothing may be generated with these weights, "" where they are whole."""
+        if not self.store.torn:
+            return ""
+        return (
+            f"a weight update failed while it wrote {min(self.store.torn)}"
+            f"{f' and {n} more' if (n := len(self.store.torn) - 1) else ''}, which now hold "
+            "neither the old nor the new version; update the weights again"
+        )
+
+    def interrupt(self, name: str) -> None:
+        """Ends the wait for tensors of this group, which may never come: another of its members is
+        gone. In any thread, before `destroy_group`.
+        """
+        group = self._groups.get(name)
+        if group is not None and group is self._receiving:
+            abort_collectives(group)
+
+    def destroy_group(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is None:
+            raise ControlError(f"there is no group {name!r}")
+        try:
+            destroy_update_group(group)
+        except RuntimeError as e:  # its other members may be gone already; it is out of use anyway
+            logger.warning("group %r did not close cleanly: %s", name, e)
+
+    def from_distributed(self, body: dict[str, Any], check: Callable[[], None]) -> None:
+        """Receives the tensors of `body` and loads them all, or none and a ControlError.
+
+        `check` may refuse them, too.
+        """
+        if not self._session:
+            raise ControlError(
+                "update_weights_from_distributed must run between begin_weight_update() and "
+                "end_weight_update()"
+            )
+        name = group_name(body)
+        group = self._groups.get(name)
+        if group is None:
+            raise ControlError(f"there is no group {name!r}: init_weights_update_group first")
+        tensors = TensorList.parse(body)
+        load_format = body.get("load_format")
+        if load_format not in (None, "flattened_bucket", "delta"):
+            raise ControlError(
+                f"load_format={load_format!r}: use null, 'flattened_bucket' or 'delta'"
+            )
+        changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
+        refusal = self._refusal(tensors, changes, check)
+        if refusal is None:
+            self.weights_id = None  # of no version until the last bucket is in
+        with self._failures(tensors, group):
+            if changes is not None:
+                self._patch(tensors, changes, group, accepted=refusal is None)
+            else:
+                receive = self._flattened if load_format else self._one_by_one
+                received = receive(tensors, group, accepted=refusal is None)
+        if refusal is not None:
+            raise refusal
+        if changes is None:
+            with self.store.writing(block_fp8.plain_specs(tensors.specs)):
+                self.store.load(block_fp8.dequantized(received.items()))
+        self.weights_id = body.get("weights_id")
+
+    def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
+        """Loads what lies in the sender's memory, whose whereabouts `body` has, or nothing."""
+        if not self._session:
+            raise ControlError(
+                "update_weights_from_tensor must run between begin_weight_update() and "
+                "end_weight_update()"
+            )
+        texts, load_format = body.get("serialized_named_tensors"), body.get("load_format")
+        if not isinstance(texts, list) or len(texts) != 1 or not isinstance(texts[0], str):
+            raise ControlError("serialized_named_tensors must be a list of one base64 string")
+        if load_format not in (None, "flattened_bucket"):
+            raise ControlError(f"load_format={load_format!r}: use null or 'flattened_bucket'")
+        check()
+        try:
+            tensors = handles.unpack(texts[0], flattened=load_format is not None)
+            self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
+        except ControlError:
+            raise
+        except Exception as e:  # what a text that is no such pickle may come to, nobody can list
+            raise ControlError(f"serialized_named_tensors: {e}") from e
+        self.weights_id = None
+        with self.store.writing([name for name, _ in tensors]):
+            self.store.load(tensors)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
+
+    def from_disk(self, path: str, check: Callable[[], None]) -> None:
+        """Loads an HF directory, or nothing where `check` refuses."""
+        check()
+        self.weights_id = None
+        self.adapters.forget()
+        self.store.load_directory(path)
+
+    def load_adapter(self, name: str, path: str, check: Callable[[], None]) -> None:
+        check()
+        self.weights_id = None
+        self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
+        if name == self.adapters.merged:
+            check()
+            self.weights_id = None
+        self.adapters.unload(name)
+
+    def _refusal(
+        self, tensors: TensorList, changes: Changes | None, check: Callable[[], None]
+    ) -> ControlError | None:
+        try:
+            check()
+            plain = block_fp8.plain_specs(tensors.specs)
+            self.store.check(plain)
+            if changes is not None and len(plain) < len(tensors.specs):
+                raise ControlError(
+                    "changes of FP8 weights: this server keeps none, send them whole"
+                )
+            if changes is not None and changes.base != self._base:
+                raise ControlError(
+                    f"changes since update {changes.base!r}, but this server holds "
+                    + (f"update {self._base!r}" if self._base else "weights of another origin")
+                )
+        except ControlError as e:
+            return e
+        except ValueError as e:
+            return ControlError(str(e))
+        return None
+
+    def _patch(
+        self, tensors: TensorList, changes: Changes, group: dist.ProcessGroup, *, accepted: bool
+    ) -> None:
+        payload = self._bucket(delta.payload_bytes(changes.chunks))
+        dist.broadcast(payload, src=0, group=group)
+        specs = list(tensors.specs.items())
+        patches = delta.patches(changes.chunks, payload, tensors.sizes) if accepted else ()
+        with self.store.writing(tensors.specs if accepted else ()):
+            for i, positions, bits in patches:
+                name, (_, dtype) = specs[i]
+                self.store.patch(name, dtype, positions, bits)
+
+    def _one_by_one(
+        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
+    ) -> dict[str, torch.Tensor]:
+        def place(name: str, spec: Spec) -> torch.Tensor:
+            own = self.store.place(name, spec) if accepted else None
+            return torch.empty(spec[0], dtype=spec[1], device=self.device) if own is None else own
+
+        with self.store.writing(block_fp8.plain_specs(tensors.specs) if accepted else ()):
+            return tensors.receive(group, place)
+
+    def _flattened(
+        self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
+    ) -> dict[str, torch.Tensor]:
+        """Into the parameters, into memory that becomes theirs, or into room from which their
+        values can be copied.
+        """
+        nbytes, store = sum(tensors.sizes), self.store
+        if not accepted:
+            return tensors.receive_flat(group, self._bucket(nbytes))
+        span = store.span(tensors.specs)
+        if span is None and store.can_adopt(tensors.specs):
+            received = tensors.receive_flat(
+                group, torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            )
+            store.adopt(received)
+            return received
+        if span is None:
+            return tensors.receive_flat(group, self._bucket(nbytes))
+        with store.writing(tensors.specs):
+            return tensors.receive_flat(group, span)
+
+    def _bucket(self, nbytes: int) -> torch.Tensor:
+        """Room for a flattened bucket, the same memory throughout a session."""
+        if self._room is None or self._room.numel() < nbytes:
+            self._room = None  # freed before its successor is allocated
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._room[:nbytes]
+
+    @contextlib.contextmanager
+    def _failures(self, tensors: TensorList, group: dist.ProcessGroup) -> Iterator[None]:
+        """A lost sender is the trainer's trouble, not the end of this server."""
+        self._receiving = group
+        try:
+            yield
+        except (RuntimeError, ValueError) as e:
+            first = next(iter(tensors.specs), "(no tensors)")
+            raise ControlError(
+                f"Failed to receive {first} and {max(0, len(tensors.specs) - 1)} more: {e}"
+            ) from e
+        finally:
+            self._receiving = None
+
+
+def group_name(body: dict[str, Any]) -> str:
+    name = body.get("group_name") or DEFAULT_GROUP
+    if not isinstance(name, str):
+        raise ControlError(f"group_name={name!r}: must be a string")
+    return name
+
+
+def _number(body: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = body.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise ControlError(f"{key}={value!r}: must be an integer from {low} to {high}")
+    return value

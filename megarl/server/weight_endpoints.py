@@ -1,0 +1,192 @@
+"""Weight updates and their verification: every method is the route of its name."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megarl.server.core import ServerCore
+from megarl.server.errors import ControlError, ServerError
+from megarl.server.limits import MAX_VERSION_LENGTH, MAX_WEIGHT_ROWS
+from megarl.server.replies import answer, read_json
+from megarl.server.updates import group_name
+from megarl.utils.http import in_thread
+
+
+class WeightEndpoints:
+    def __init__(self, core: ServerCore) -> None:
+        self.core = core
+
+    async def begin_weight_update(self, request: Request) -> Response:
+        body = await read_json(request, required=False)
+        if body.get("selector", "all") != "all":
+            raise ControlError(f"selector={body['selector']!r}: only 'all' is supported")
+        await asyncio.wrap_future(self.core.scheduler.call(self.core.updates.begin))
+        return answer(_success("Success"))
+
+    async def end_weight_update(self, request: Request) -> Response:
+        await asyncio.wrap_future(self.core.scheduler.call(self.core.updates.end))
+        return answer(_success("Success"))
+
+    async def init_weights_update_group(self, request: Request) -> Response:
+        body = await read_json(request)
+        # a thread of its own: such a wait fills no pool, and holds up no exit
+        await asyncio.wrap_future(in_thread(self.core.updates.init_group, body))
+        return answer(_success("Succeeded to initialize custom process group."))
+
+    async def destroy_weights_update_group(self, request: Request) -> Response:
+        name = group_name(await read_json(request, required=False))
+        await asyncio.wrap_future(in_thread(self.core.updates.interrupt, name))
+        job = self.core.scheduler.call(functools.partial(self.core.updates.destroy_group, name))
+        await asyncio.wrap_future(job)
+        return answer(_success("Succeeded to destroy custom process group."))
+
+    async def update_weights_from_distributed(self, request: Request) -> Response:
+        body = await read_json(request)
+        updates = self.core.updates
+        suffix = await self._update(body, lambda check: updates.from_distributed(body, check))
+        return answer(_success("Succeeded to update parameter online." + suffix))
+
+    async def update_weights_from_tensor(self, request: Request) -> Response:
+        body = await read_json(request)
+        updates = self.core.updates
+        suffix = await self._update(body, lambda check: updates.from_tensor(body, check))
+        return answer(_success("Success" + suffix))
+
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        body = await read_json(request)
+        updates = self.core.updates
+        try:
+            path = _disk_path(body)
+            suffix = await self._update(body, lambda check: updates.from_disk(path, check))
+        except ControlError as e:
+            e.extra.setdefault("num_paused_requests", 0)
+            raise
+        self.core.model_path = self.core.name = path  # SGLang renames itself, too
+        done = _success("Succeeded to update model weights." + suffix)
+        return answer(done | {"num_paused_requests": 0})
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        body = await read_json(request)
+        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        updates = self.core.updates
+        await self._update({}, lambda check: updates.load_adapter(name, path, check))
+        return answer(self._loaded_adapters())
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        name = _text(await read_json(request), "lora_name")
+        updates = self.core.updates
+        await self._update({}, lambda check: updates.unload_adapter(name, check))
+        return answer(self._loaded_adapters())
+
+    def _loaded_adapters(self) -> dict[str, Any]:
+        paths = dict(self.core.updates.adapters.paths)
+        return {"success": True, "error_message": None, "loaded_adapters": paths}
+
+    async def _update(
+        self, body: dict[str, Any], load: Callable[[Callable[[], None]], None]
+    ) -> str:
+        """Runs `load` between requests and sets the version; what the answer says about it.
+
+        `load` gets a check to call before it changes anything.
+        """
+        scheduler = self.core.scheduler
+        version, flush = _version(body, "weight_version"), body.get("flush_cache", True)
+
+        def check() -> None:
+            if flush and scheduler.running:
+                raise ControlError(
+                    "the cache cannot be flushed while requests hold it: pause with mode 'abort' "
+                    "or 'retract', or send flush_cache=false"
+                )
+
+        def run() -> None:
+            load(check)
+            if version is not None:
+                scheduler.set_version(version)
+            if flush:
+                scheduler.drop_cache()
+
+        job = scheduler.call_exclusive(run, abort_all=bool(body.get("abort_all_requests")))
+        await asyncio.wrap_future(job)
+        return "" if version is None else f" Weight version updated to {version}."
+
+    async def update_weight_version(self, request: Request) -> Response:
+        body = await read_json(request)
+        version = _version(body, "new_version")
+        if version is None:
+            raise ControlError("new_version is missing")
+        if body.get("abort_all_requests", True):
+            self.core.scheduler.abort("", abort_all=True)
+        set_version = functools.partial(self.core.scheduler.set_version, version)
+        job = self.core.scheduler.call(set_version)
+        await asyncio.wrap_future(job)
+        done = _success(f"Weight version updated to {version}")
+        return answer(done | {"new_version": body["new_version"]})
+
+    async def weights_checker(self, request: Request) -> Response:
+        body = await read_json(request, required=False)
+        action, names = body.get("action", "checksum"), body.get("names")
+        if action != "checksum":
+            raise ControlError(f"action={action!r}: only 'checksum' is supported")
+        if not (names is None or isinstance(names, list)) or not all(
+            isinstance(name, str) for name in names or ()
+        ):
+            raise ControlError("names must be a list of strings")
+        checksums = functools.partial(self.core.updates.store.checksums, names)
+        job = self.core.scheduler.call(checksums)
+        sums = await asyncio.wrap_future(job)
+        return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
+
+    async def get_weights_by_name(self, request: Request) -> Response:
+        body = await read_json(request, required=False) or dict(request.query_params)
+        tensor = self.core.updates.store.get(str(body.get("name")))
+        if tensor is None:
+            raise ServerError(f"Get parameter by name failed: no parameter {body.get('name')!r}")
+        try:
+            rows = int(body.get("truncate_size", 100))
+        except (TypeError, ValueError, OverflowError):
+            rows = -1
+        if not 0 <= rows <= MAX_WEIGHT_ROWS:
+            raise ServerError(f"truncate_size must be an integer from 0 to {MAX_WEIGHT_ROWS}")
+        job = self.core.scheduler.call(lambda: tensor[:rows].float().cpu().tolist())
+        return answer(await asyncio.wrap_future(job))
+
+
+def _success(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}
+
+
+def _version(body: dict[str, Any], key: str) -> str | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ControlError(f"{key}={value!r}: must be a string")
+    if len(str(value)) > MAX_VERSION_LENGTH:
+        raise ControlError(f"{key} has more than {MAX_VERSION_LENGTH} characters")
+    return str(value)
+
+
+def _text(body: dict[str, Any], key: str) -> str:
+    if not isinstance(body.get(key), str) or not body[key]:
+        raise ControlError(f"{key} must be a string")
+    return str(body[key])
+
+
+def _disk_path(body: dict[str, Any]) -> str:
+    """`model_path` of a request that asks for nothing this server does not do."""
+    path = body.get("model_path")
+    if not isinstance(path, str):
+        raise ControlError("model_path must be a string")
+    if body.get("load_format") not in (None, "auto", "safetensors"):
+        raise ControlError(f"load_format={body['load_format']!r}: use null")
+    for flag in ("is_async", "keep_pause"):
+        if body.get(flag):
+            raise ControlError(f"{flag}=true is not supported by the embedded server")
+    return path

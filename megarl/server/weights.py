@@ -1,0 +1,202 @@
+"""The model's tensors under their HF checkpoint names: checked loads, checksums.
+
+A load is all or nothing: every name, shape and dtype is checked before the first tensor changes.
+
+Streamed weights are received where they stay. The first flattened bucket becomes the memory of the
+parameters it brings, which from then on lie in the order the trainer sends them, so the next one
+can be received straight into them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from megarl.server.errors import ControlError
+from megarl.utils.checksum import tensor_checksum
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+ALIGNMENT = 64  # bytes, that of torch's host allocator
+# safetensors' names of the dtypes weights come in
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class WeightStore:
+    """tensors: HF name -> tensor of the model, or a view of one. tied: HF name of a head that is no
+    tensor of its own -> that of its embedding; HF checkpoints may or may not hold it. torn: names
+    of tensors in which a load failed: they hold something between two versions.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tensors, self.dtype = dict(_hf_tensors(model)), model.dtype
+        self._parameters = dict(model.named_parameters())
+        self.torn: set[str] = set()
+        self.tied: dict[str, str] = {}
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        if head.weight.data_ptr() == embedding.weight.data_ptr():
+            names = {m: f"{n}.weight" for n, m in model.named_modules()}
+            self.tied[names[head]] = names[embedding]
+            self.tensors.pop(names[head], None)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.tensors.get(self.tied.get(name, name))
+
+    def check(self, specs: Mapping[str, Spec]) -> None:
+        """ControlError naming the first tensor that does not fit the model."""
+        for name, (shape, _) in specs.items():
+            own = self.get(name)
+            if own is None:
+                raise ControlError(f"{name}: the model has no such parameter")
+            if tuple(shape) != tuple(own.shape):
+                raise ControlError(f"{name}: shape {list(shape)}, the model has {list(own.shape)}")
+
+    @contextmanager
+    def writing(self, names: Collection[str]) -> Iterator[None]:
+        """Inside, the tensors of `names` are written; they are torn where that fails, and whole
+        again, whatever they were before, where it does not.
+        """
+        own = {self.tied.get(name, name) for name in names}
+        self.torn |= own
+        yield
+        self.torn -= own
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies checked tensors in, cast to the server's dtype, but for those received in place. A
+        tied head follows its embedding, so its own copy is left out (as SGLang does).
+        """
+        for name, tensor in tensors:
+            if name not in self.tied and self.tensors[name].data_ptr() != tensor.data_ptr():
+                self.tensors[name].copy_(tensor)
+
+    def patch(
+        self, name: str, dtype: torch.dtype, positions: torch.Tensor, bits: torch.Tensor
+    ) -> None:
+        """Puts `bits`, which are numbers of `dtype`, at `positions` of a checked tensor, as `load`
+        would have.
+        """
+        if name not in self.tied:
+            own = self.tensors[name]
+            own.put_(positions, bits.view(dtype).to(own.dtype))
+
+    def place(self, name: str, spec: Spec) -> torch.Tensor | None:
+        """The tensor itself, where a checked one of `spec` can be received straight into it."""
+        own = self.tensors.get(name)
+        fits = own is not None and own.is_contiguous() and own.dtype == spec[1]
+        return own if fits else None
+
+    def span(self, specs: Mapping[str, Spec]) -> torch.Tensor | None:
+        """The bytes of checked tensors, uint8, where they lie one after another in one storage."""
+        owns = [self.place(name, spec) for name, spec in specs.items()]
+        tensors = [own for own in owns if own is not None]
+        if not tensors or len(tensors) < len(owns):
+            return None
+        storage = tensors[0].untyped_storage()
+        start = end = tensors[0].data_ptr()
+        for own in tensors:
+            if own.untyped_storage().data_ptr() != storage.data_ptr() or own.data_ptr() != end:
+                return None
+            end += own.nbytes
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
+
+    def can_adopt(self, specs: Mapping[str, Spec]) -> bool:
+        """Whether checked tensors, flattened, may become parameters as they are: whole ones of the
+        server's dtype (experts are fused), and aligned as torch's own, on which kernels may depend.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
+        return all(size % ALIGNMENT == 0 for size in sizes) and all(
+            name in self._parameters and self.place(name, spec) is not None
+            for name, spec in specs.items()
+        )
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes `tensors` the parameters' own memory."""
+        for name, tensor in tensors.items():
+            self._parameters[name].data = self.tensors[name] = tensor
+
+    def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """{HF name: tensor_checksum in the server's dtype}, of all or of `names`; no entry for a
+        tied head. What transformers keeps in float32 is cast as well: it is what can be said of
+        every tensor.
+        """
+        wanted = self.tensors.keys() if names is None else self.tensors.keys() & set(names)
+        return {name: tensor_checksum(self.tensors[name].to(self.dtype)) for name in wanted}
+
+    def load_directory(self, path: str) -> None:
+        """Loads a whole HF safetensors directory; ControlError names what is missing or wrong."""
+        try:
+            files = [safe_open(f, framework="pt") for f in _safetensors(path)]
+            owner = {name: f for f in files for name in f.keys()}  # noqa: SIM118
+            self.check({name: _spec(f, name) for name, f in owner.items()})
+            if missing := sorted(self.tensors.keys() - owner.keys()):
+                raise ControlError(
+                    f"{path} lacks {missing[0]}"
+                    + (f" and {len(missing) - 1} more of the model's tensors" * (len(missing) > 1))
+                )
+            with self.writing(owner):
+                self.load((name, f.get_tensor(name)) for name, f in owner.items())
+        except (OSError, SafetensorError, ValueError) as e:
+            raise ControlError(f"{path}: cannot read the weights: {e}") from e
+
+
+def _spec(file: Any, name: str) -> Spec:
+    part = file.get_slice(name)
+    dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
+    if dtype is None:
+        raise ControlError(f"{name}: dtype {part.get_dtype()} is not supported")
+    return tuple(part.get_shape()), dtype
+
+
+def _safetensors(path: str) -> list[Path]:
+    """The safetensors files of an HF directory, by its index where there is one."""
+    root = Path(path)
+    if not root.is_dir():
+        raise ControlError(f"{path} is not a directory")
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ControlError(f"{index} has no weight_map of tensors to files: {e!r}") from e
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (root / name).is_file():
+            raise ControlError(f"{path} has no {name}")
+    return [root / name for name in names]
+
+
+def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF checkpoint name, tensor of the model or a view of it).
+
+    transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
+    alone, and those of Mixtral under names of its own.
+    """
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for full_name, tensor in model.state_dict().items():
+        name = full_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else full_name
+        block, _, leaf = name.rpartition(".")
+        if tensor.ndim != 3 or leaf not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for e, expert in enumerate(tensor.unbind(0)):
+            if leaf == "down_proj":
+                yield f"{block}.{e}.{down}.weight", expert
+            else:
+                for part, view in zip((gate, up), expert.chunk(2)):
+                    yield f"{block}.{e}.{part}.weight", view

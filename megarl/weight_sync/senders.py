@@ -1,0 +1,65 @@
+"""Who gathers and sends which tensors, and how much at once. Pure, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+from megarl.models.piece_table import Place
+from megarl.parallel.layout import Layout
+
+Parts = tuple[tuple[Place, int], ...]  # where the pieces of a tensor are, and numbers in each
+
+
+def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...]:
+    """Ranks evenly apart, so that they sit on different stages and nodes."""
+    size = layout.world_size
+    if not 1 <= count <= size:
+        raise ValueError(f"weight_sync.owners={count}: use 1 to {size}, the trainer's ranks")
+    return tuple((first + i * size // count) % size for i in range(count))
+
+
+def assign(
+    tensors: Iterable[tuple[Parts, int]], layout: Layout, owners: Sequence[int]
+) -> list[int]:
+    """The owner of each tensor, given as its parts and bytes: that for which least comes from other
+    stages, then from other ranks, then the one that has least to send.
+    """
+    coords = {owner: layout.coords(owner) for owner in owners}
+    load = dict.fromkeys(owners, 0)
+
+    @cache
+    def absent(parts: Parts, owner: int) -> tuple[int, int]:
+        """Numbers that come from another stage, and from any other rank."""
+        c = coords[owner]
+        far = sum(n for place, n in parts if place.pp != c.pp)
+        return far, sum(n for place, n in parts if not place.holds(c))
+
+    chosen = []
+    for parts, nbytes in tensors:
+        best = min(owners, key=lambda o: (*absent(parts, o), load[o])) if owners[1:] else owners[0]
+        load[best] += nbytes
+        chosen.append(best)
+    return chosen
+
+
+def by_turns(counts: Mapping[int, int]) -> list[int]:
+    """Owners in the order in which they send, each as often as it has buckets, evenly spread."""
+    turns = [((i + 0.5) / n, owner) for owner, n in counts.items() for i in range(n)]
+    return [owner for _, owner in sorted(turns)]
+
+
+def split_budget(bucket_bytes: int) -> tuple[int, int]:
+    """Bytes of a bucket, and of the messages on their way into one: an owner has two of the first
+    and one of the second, 2 * `bucket_bytes` in all.
+    """
+    staging = bucket_bytes // 8
+    return bucket_bytes - staging // 2, staging
+
+
+def first_bytes(bucket_bytes: int) -> int:
+    """Of an owner's first bucket; each of the next has twice as much as the one before, up to
+    `bucket_bytes`. Nothing is sent while the first is gathered, so it is a small one; and to gather
+    twice as much takes less than to send what was gathered before.
+    """
+    return -(-bucket_bytes // 16)

@@ -1,0 +1,300 @@
+"""Memory, traffic and advice of the planner, beside the piece table and published figures."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megarl.models.hf_config import ModelConfig
+from megarl.models.piece_table import build_piece_table
+from megarl.parallel.layout import Layout
+from megarl.planning import traffic
+from megarl.planning.advice import best, candidates, estimate_step, even_split
+from megarl.planning.memory import (
+    Workload,
+    chunks_in_flight,
+    kv_bytes_per_token,
+    layer_activations,
+    parameters,
+    server_weights,
+    stage_activations,
+    stage_numel,
+    training_memory,
+)
+from megarl.planning.traffic import (
+    BucketTraffic,
+    Cluster,
+    Receivers,
+    estimate_sync,
+    holdings,
+    plan_gather,
+)
+from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.senders import spread_senders
+from tests.unit.test_reallocation_plan import FAMILIES, config
+from tools import plan as tool
+
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, pp=2, dp=2, sequence_parallel=True),
+    Layout(tp=4, pp=2, vpp=2),
+    Layout(tp=2, pp=4, ep=2, dp=2),
+    Layout(tp=2, pp=2, dp=2, ep=4, split=(1, 3)),
+    Layout(tp=4, ep=2, etp=2),
+)
+
+
+@pytest.mark.parametrize(
+    "name, total, active",
+    # Llama 3.1's own count of its safetensors; DeepSeek-V3 and Qwen3: model cards
+    (
+        ("llama-3.1-405b", 405_853_388_800, 405_853_388_800),
+        ("deepseek-v3", 671e9, 37e9),
+        ("qwen3-235b-a22b", 235e9, 22e9),
+    ),
+)
+def test_published_parameter_counts(name: str, total: float, active: float) -> None:
+    have = parameters(tool.read_model(name))
+    if isinstance(total, int):
+        assert have == (total, active)
+    assert have[0] == pytest.approx(total, rel=1e-3)
+    assert have[1] == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tie", (False, True))
+def test_weights_and_holdings_are_the_piece_tables(architecture: str, tie: bool) -> None:
+    m = config(architecture, tie_word_embeddings=tie)
+    for layout in LAYOUTS:
+        if m.moe is None and layout.ep * layout.etp > 1:
+            continue
+        table = build_piece_table(m, layout)
+        stages = stage_numel(m, layout)
+        for c in layout.all_coords:
+            local = table.local_params(c).values()
+            dense = sum(math.prod(p.shape) for p in local if p.place.tp is not None)
+            expert = sum(math.prod(p.shape) for p in local if p.place.tp is None)
+            assert (stages[c.pp].dense, stages[c.pp].expert) == (dense, expert)
+        for h, t in zip(holdings(m, layout), table.tensors, strict=True):
+            owners: dict[Any, int] = {}
+            for p in t.pieces:
+                owners[p.place] = owners.get(p.place, 0) + p.numel
+            assert (h.name, h.numel, dict(h.parts)) == (t.name, t.numel, owners)
+            assert h.itemsize == (4 if t.buffer else 2)
+
+
+@pytest.mark.parametrize("owners", ((0,), (3,), (0, 5)))
+def test_the_planned_buckets_are_those_that_are_sent(owners: tuple[int, ...]) -> None:
+    m, layout = config("DeepseekV3ForCausalLM"), Layout(tp=2, pp=2, dp=2, ep=4)
+    table = build_piece_table(m, layout)
+    plan = plan_sync(table, torch.bfloat16, 700, owners)
+    want = plan.buckets
+    have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, owners=owners)
+    assert [(b.nbytes, b.tensors) for b in have] == [(b.nbytes, len(b.members)) for b in want]
+    for b, bucket, owner in zip(have, want, plan.owners, strict=True):
+        assert (b.index, b.owner) == (bucket.index, owner)
+        coords, sources = layout.coords(b.owner), dict[int, int]()
+        for member in bucket.members:
+            for p in table.by_name[member.name].pieces:
+                src = b.owner if p.place.holds(coords) else p.place.rank(layout)
+                sources[src] = sources.get(src, 0) + p.numel * member.dtype.itemsize
+        assert b.sources == sources
+
+
+def plain(layers: int = 8) -> ModelConfig:
+    """A layer as in Korthikanti et al.: as many key/value heads as heads, 4 H wide."""
+    return config(
+        "Qwen2ForCausalLM", num_hidden_layers=layers, hidden_size=64, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=8, intermediate_size=256,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4, 8))
+def test_activations_are_korthikantis(tp: int) -> None:
+    """s b h (10 + 24/t), and (34)/t with sequence parallelism (their table 2, attention's scores
+    not kept). Here no dropout masks (1 + 1 of the 10), 8/t for the gate, 4/t for rotated queries
+    and keys, and the kernel's log-sum of 4 bytes per head."""
+    m, tokens = plain(), 1000
+    h, log_sums = m.hidden_size, 4 * m.num_attention_heads / tp
+    for parallel, whole in ((False, 10 - 2), (True, (10 - 2) / tp)):
+        have = layer_activations(m, Layout(tp=tp, sequence_parallel=parallel), 0, tokens)
+        assert have == tokens * (h * (whole + (24 + 8 + 4) / tp) + log_sums)
+
+
+def test_pipelines_keep_what_the_paper_says() -> None:
+    """L layers on the first stage whatever pp, L (1 + (p - 1) / (p m)) when interleaved; with full
+    recomputation 2 s b h of each, and the layer at work."""
+    m, tokens = plain(16), 1 << 10
+    work = Workload(batch_tokens=1 << 20, micro_batch_tokens=tokens)
+    one = layer_activations(m, Layout(), 0, tokens)
+    for pp in (1, 2, 4):
+        first = stage_activations(m, Layout(pp=pp), work, 0)
+        assert first == 16 * one
+        assert stage_activations(m, Layout(pp=pp), work, pp - 1) == 16 * one // pp
+    interleaved = stage_activations(m, Layout(pp=4, vpp=2), work, 0)
+    assert interleaved == 16 * one * (1 + 3 / (4 * 2))
+    full = Workload(batch_tokens=1 << 20, micro_batch_tokens=tokens, recompute="full")
+    assert stage_activations(m, Layout(pp=2), full, 0) == 16 * 2 * tokens * m.hidden_size + one
+    assert chunks_in_flight(Layout(pp=4), 0, micro_batches=2) == 2
+
+
+@pytest.mark.parametrize("dp", (1, 4))
+def test_bytes_per_parameter_are_megatron_cores(dp: int) -> None:
+    """Its manual: 18 with bf16 weights and fp32 gradients, 6 + 12/d when distributed."""
+    m = plain()
+    for distributed, per in ((False, 18.0), (True, 6 + 12 / dp)):
+        (stage,) = training_memory(m, Layout(dp=dp), Workload(distributed_optimizer=distributed))
+        states = stage.weights + stage.grads + stage.optimizer
+        assert states == pytest.approx(per * stage_numel(m, Layout())[0].total, rel=1e-5)
+        assert stage.head > 0 == stage.reference
+
+
+def test_servers_repeat_kv_heads_and_cache_what_they_keep() -> None:
+    qwen, deepseek = (tool.read_model(n) for n in ("qwen3-235b-a22b", "deepseek-v3"))
+    # the model card's 94 layers, 4 heads of 128 for keys and values
+    assert kv_bytes_per_token(qwen, 4) == kv_bytes_per_token(qwen, 8) == 2 * 94 * 2 * 128
+    assert kv_bytes_per_token(qwen, 1) == 2 * 94 * 2 * 128 * 4
+    # DeepSeek-V3's report: a latent of 512 and a key of 64 per token and layer
+    assert kv_bytes_per_token(deepseek, 8) == 2 * 61 * 576
+    whole = 2 * parameters(qwen)[0]
+    assert whole / 8 < server_weights(qwen, 8) < whole / 8 * 1.01
+    assert server_weights(qwen, 1) == pytest.approx(whole, rel=1e-3)
+
+
+def test_one_buckets_links() -> None:
+    """Owner 1 on a node of 2 with rank 0; ranks 2 and 3 come over the network."""
+    bucket = BucketTraffic(0, 1, 10_000, 1, {0: 1000, 1: 2000, 2: 3000, 3: 4000})
+    cluster = Cluster(
+        gpus_per_node=2, nvlink=1e4, nic=1e3, link_efficiency=0.5, latency=0.0, request=1.0,
+        tensor_load=2.0, load=1e4,
+    )  # fmt: skip
+    receivers = Receivers(gpus=4, tp=2)
+    e = estimate_sync(config(), Layout(dp=4), receivers, cluster, [bucket])
+    assert (e.gather_nvlink, e.gather_nic) == (1000, 7000)
+    assert (e.broadcast_nvlink, e.broadcast_nic) == (20_000, 20_000)
+    assert e.gather_seconds == 7000 / 500 and e.broadcast_seconds == 10_000 / 500
+    assert e.load_seconds == 1.0 + 2.0 + 1.0
+    assert e.seconds == pytest.approx(14 + 20 + 4) and e.bound == 10.0
+    assert e.bottleneck == "broadcast"
+    # a second bucket is gathered meanwhile; a third waits for the first one's answer
+    three = [BucketTraffic(i, 1, 10_000, 1, bucket.sources) for i in range(3)]
+    assert estimate_sync(config(), Layout(dp=4), receivers, cluster, three).seconds == (
+        pytest.approx(14 + 3 * 24)
+    )
+
+
+def test_an_estimate_is_no_better_than_its_bound() -> None:
+    m, layout = tool.read_model("llama-3.1-405b"), Layout(tp=8, pp=2, dp=4)
+    for senders in (1, 4):
+        owners = spread_senders(layout, senders)
+        assert len(set(owners)) == senders
+        buckets = plan_gather(
+            list(holdings(m, layout)), layout, bucket_bytes=1 << 29, owners=owners
+        )
+        e = estimate_sync(m, layout, Receivers(gpus=32, tp=16), Cluster(), buckets)
+        assert e.seconds > e.bound > e.sharded_bound > 0
+        assert e.nbytes == 2 * parameters(m)[0]
+
+
+def test_the_work_does_not_grow_with_ranks_layers_or_experts() -> None:
+    """How a tensor is cut is worked out once per op, not per layer, expert or rank."""
+    m = tool.read_model("deepseek-v3")
+    ops: list[Any] = []
+    real = traffic._cuts.__wrapped__
+
+    def count(model: ModelConfig, op: Any, tp: int, vocab: int) -> Any:
+        ops.append(op)
+        return real(model, op, tp, vocab)
+
+    split = even_split(m.num_layers, 16)
+    layout = Layout(tp=8, pp=16, dp=8, ep=64, split=split)
+    with mock.patch.object(traffic, "_cuts", lru_cache(None)(count)):
+        held = list(holdings(m, layout))
+    assert len(held) > 40_000 and len(ops) == len(set(ops)) < 30
+    assert sum(len(h.parts) for h in held) < 52_000  # what the gather's plan looks at once each
+    buckets = plan_gather(held, layout, bucket_bytes=1 << 29)
+    assert sum(b.tensors for b in buckets) == len(held)
+
+
+def test_advice_fits_and_is_sorted() -> None:
+    m = tool.read_model("qwen3-235b-a22b")
+    cluster, work = Cluster(), Workload()
+    found = list(candidates(m, 128, cluster, work))
+    fit = best(found, cluster)
+    assert fit and len(fit) < len(found)
+    assert all(c.bytes <= cluster.gpu_bytes for c in fit)
+    times = [c.step.seconds for c in fit]
+    assert times == sorted(times) and times[0] > 0
+    assert all(c.layout.world_size == 128 for c in found)
+    assert not best(list(candidates(m, 8, cluster, work)), cluster)
+
+
+def test_what_costs_time() -> None:
+    m, cluster, work = tool.read_model("qwen3-235b-a22b"), Cluster(), Workload()
+
+    def step(**degrees: Any) -> Any:
+        return estimate_step(m, Layout(**degrees), cluster, work)
+
+    base = step(tp=4, pp=2, dp=16, ep=8, sequence_parallel=True)
+    assert step(tp=8, pp=2, dp=8, ep=8, sequence_parallel=True).tp > base.tp > 0
+    assert step(tp=4, pp=2, dp=16, ep=64, sequence_parallel=True).ep > 2 * base.ep  # leaves a node
+    assert step(tp=4, pp=2, vpp=47, dp=16, ep=8, sequence_parallel=True).bubble < base.bubble
+    assert base.cp == 0.0 and step(tp=4, cp=2, pp=2, dp=8, ep=8, sequence_parallel=True).cp > 0
+    assert even_split(61, 16) == (3,) + (4,) * 13 + (3, 3) and even_split(8, 4) is None
+
+
+def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = "qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8 --server-tp 8"
+    tool.main(command.split())
+    said = capsys.readouterr().out
+    for words in (
+        "235.1B parameters, 22.2B of them per token", "dp32 tp4 pp4 ep8", "does NOT fit 80 GiB",
+        "KV cache", "one weight sync: 470.2 GB in 944 buckets", "bound by", "advice: of",
+        "planned in",
+    ):  # fmt: skip
+        assert words in said
+    for words, wrong in (
+        ("no config.json at", f"{tmp_path}/absent"),
+        ("--train 8: give nodes", "deepseek-v3 --train 8"),
+        ("choose tp from", "deepseek-v3 --tp 3"),
+        ("--server-tp 3 does not divide", "llama-3.1-405b --tp 8 --serve 1x8 --server-tp 3"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            tool.main(wrong.split())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *((f"deepseek-v3 --{name} {value}", f"--{name}: '{value}': must be a whole number > 0")
+          for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "server-tp", "batch-tokens",
+                       "micro-batch-tokens", "sequence", "bucket-mb", "senders", "top")
+          for value in ("0", "two")),
+        ("deepseek-v3 --nic-gbps nan", "--nic-gbps: 'nan': must be a number > 0"),
+        ("deepseek-v3 --nic-gbps 0", "--nic-gbps: '0': must be a number > 0"),
+        ("deepseek-v3 --server-memory 5", "'5': must be a fraction above 0, at most 1"),
+        ("deepseek-v3 --train 0x8", "--train 0x8: give nodes and GPUs of a node"),
+        ("deepseek-v3 --train 8x8 --pp 3", "3 does not divide the world size 64"),
+        ("deepseek-v4", "no config.json at 'deepseek-v4'; give a directory, a file or one of"),
+        ("EMPTY", "no config.json at"),
+        ("EMPTY/bad.json", "bad.json is not a JSON file: Expecting"),
+        ("EMPTY/latin.json", "latin.json is not a JSON file: 'utf-8' codec"),
+        ("EMPTY/list.json", "list.json is not a model's config.json: it holds a list"),
+    ],
+)  # fmt: skip
+def test_the_tool_refuses_nonsense_in_words(
+    wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text("{no")
+    (tmp_path / "latin.json").write_bytes('{"a": "ß"}'.encode("latin-1"))
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(SystemExit) as caught:
+        tool.main(wrong.replace("EMPTY", str(tmp_path)).split())
+    said = capsys.readouterr().err if caught.value.code == 2 else str(caught.value.code)
+    assert words in said

@@ -1,0 +1,256 @@
+"""Transfers between two layouts, and parameters moved by them within one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megarl.models.hf_config import ModelConfig, parse_hf_config
+from megarl.models.param_loading import load_params
+from megarl.models.piece_table import (
+    HfTensor,
+    LocalParam,
+    Piece,
+    PieceTable,
+    Place,
+    View,
+    build_piece_table,
+    check_coverage,
+)
+from megarl.parallel.layout import Layout
+from megarl.weight_sync import reallocation_plan
+from megarl.weight_sync.reallocate import copy_views
+from megarl.weight_sync.reallocation_plan import Transfer, plan_rounds, plan_transfers
+
+Params = list[dict[str, torch.Tensor]]  # by rank
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3MoeForCausalLM": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+                                mlp_only_layers=[1]),
+    "DeepseekV3ForCausalLM": dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=6, q_lora_rank=None,
+        qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, num_key_value_heads=4,
+    ),
+}  # fmt: skip
+
+
+def config(architecture: str = "Qwen2ForCausalLM", **over: Any) -> ModelConfig:
+    raw: dict[str, Any] = dict(
+        architectures=[architecture], vocab_size=21, hidden_size=8, intermediate_size=16,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
+    )  # fmt: skip
+    return parse_hf_config(raw | FAMILIES[architecture] | over)
+
+
+@st.composite
+def layouts(draw: Any, m: ModelConfig) -> Layout:
+    tp, pp, dp = (draw(st.sampled_from(x)) for x in ((1, 2, 4), (1, 2, 4), (1, 2)))
+    vpp = draw(st.sampled_from((1, 2))) if pp == 2 else 1
+    ep, etp = (draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2)))) if m.moe else (1, 1)
+    assume(tp * dp % (ep * etp) == 0)
+    split = draw(st.sampled_from((None, (1, 3)))) if pp == 2 and vpp == 1 else None
+    return Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep, etp=etp, split=split)
+
+
+@st.composite
+def moves(draw: Any) -> tuple[PieceTable, PieceTable]:
+    m = config(
+        draw(st.sampled_from(sorted(FAMILIES))),
+        vocab_size=draw(st.integers(5, 40)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    if m.mla is None:
+        m = config(
+            f"{m.declaration.architecture}", vocab_size=m.vocab_size,
+            num_key_value_heads=draw(st.sampled_from((1, 2, 4))),
+            tie_word_embeddings=m.tie_word_embeddings,
+        )  # fmt: skip
+    a, b = (
+        build_piece_table(m, draw(layouts(m)), vocab_divisible_by=draw(st.sampled_from((1, 2, 8))))
+        for _ in range(2)
+    )
+    return a, b
+
+
+def empty(table: PieceTable, value: float = 0.0) -> Params:
+    """By rank, so that data-parallel replicas are memory of their own."""
+    return [
+        {n: torch.full(p.shape, value) for n, p in table.local_params(c).items()}
+        for c in table.layout.all_coords
+    ]
+
+
+def numbered(table: PieceTable) -> Params:
+    """Every element of every HF tensor has a number of its own; padding is 0."""
+    starts, end = {}, 1
+    for t in table.tensors:
+        starts[t.name], end = end, end + t.numel
+
+    def read(t: HfTensor, box: tuple[slice, ...]) -> torch.Tensor:
+        return (starts[t.name] + torch.arange(float(t.numel))).view(t.shape)[box]
+
+    params = empty(table)
+    for c, local in zip(table.layout.all_coords, params, strict=True):
+        load_params(table, c, local, read)
+    return params
+
+
+def move(transfers: list[Transfer], source: Params, target: Params) -> None:
+    for t in transfers:
+        flat = torch.empty(t.numel)
+        copy_views(source[t.source.rank], t.source, flat, out=True)
+        copy_views(target[t.target.rank], t.target, flat, out=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves())
+def test_each_element_once_and_there_and_back_is_the_identity(
+    tables: tuple[PieceTable, PieceTable],
+) -> None:
+    a, b = tables
+    there, back = list(plan_transfers(a, b)), list(plan_transfers(b, a))
+    written = empty(b)
+    for t in there:
+        for v in t.target.views:
+            param = written[t.target.rank][t.target.param]
+            param.as_strided(v.shape, v.strides, v.offset).add_(1)
+    for c, local in zip(b.layout.all_coords, written, strict=True):
+        for name, p in b.local_params(c).items():
+            expected = torch.ones(p.shape)
+            expected[slice(*p.padding)] = 0
+            assert torch.equal(local[name], expected), (c, name)
+    source, middle, end = numbered(a), empty(b), empty(a)
+    move(there, source, middle)
+    assert_equal(middle, numbered(b))
+    move(back, middle, end)
+    assert_equal(end, source)
+
+
+@st.composite
+def mixed_cuts(draw: Any) -> tuple[PieceTable, PieceTable]:
+    """One matrix cut twice into boxes of any kind: each box along rows or columns, again and
+    again. Every box is a parameter of its own."""
+    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+
+    def boxes(box: reallocation_plan.Box, depth: int) -> list[reallocation_plan.Box]:
+        (start, stop), axis = box, draw(st.sampled_from((0, 1, None)))
+        if depth == 0 or axis is None or stop[axis] - start[axis] < 2:
+            return [box]
+        at = draw(st.integers(start[axis] + 1, stop[axis] - 1))
+        upper = tuple(at if i == axis else x for i, x in enumerate(stop))
+        lower = tuple(at if i == axis else x for i, x in enumerate(start))
+        return boxes((start, upper), depth - 1) + boxes((lower, stop), depth - 1)
+
+    return matrix(shape, boxes(((0, 0), shape), 3)), matrix(shape, boxes(((0, 0), shape), 3))
+
+
+def matrix(shape: tuple[int, int], boxes: list[reallocation_plan.Box]) -> PieceTable:
+    """A table of one matrix whose boxes lie on two tensor-parallel ranks in turn."""
+    layout, pieces, params = Layout(tp=2), [], []
+    for i, (start, stop) in enumerate(boxes):
+        rows, columns = (b - a for a, b in zip(start, stop, strict=True))
+        place = Place(0, 0, tp=i % 2)
+        pieces.append(Piece(place, f"p{i}", View(0, (rows, columns), (columns, 1)), start, stop))
+        params.append(LocalParam(place, f"p{i}", (rows, columns), (rows, rows), False))
+    table = PieceTable(config(), layout, 21, (HfTensor("w", shape, tuple(pieces)),), tuple(params))
+    check_coverage(table)
+    return table
+
+
+@settings(max_examples=200, deadline=None)
+@given(mixed_cuts())
+def test_every_piece_of_mixed_cuts_is_found(tables: tuple[PieceTable, PieceTable]) -> None:
+    a, b = tables
+    target = empty(b, float("nan"))
+    move(list(plan_transfers(a, b)), numbered(a), target)
+    assert_equal(target, numbered(b))
+
+
+def test_rows_out_of_columns() -> None:
+    """Source in two by columns, target in two by rows: each row block needs both columns."""
+    columns = [((0, 0), (8, 4)), ((0, 4), (8, 8))]
+    rows = [((0, 0), (4, 8)), ((4, 0), (8, 8))]
+    transfers = list(plan_transfers(matrix((8, 8), columns), matrix((8, 8), rows)))
+    assert [(t.source.param, t.target.param, t.numel) for t in transfers] == [
+        ("p0", "p0", 16), ("p1", "p0", 16), ("p0", "p1", 16), ("p1", "p1", 16),
+    ]  # fmt: skip
+
+
+def test_a_source_with_a_hole_is_refused() -> None:
+    whole = matrix((4, 4), [((0, 0), (4, 4))])
+    (tensor,) = matrix((4, 4), [((0, 0), (2, 4)), ((2, 0), (4, 4))]).tensors
+    hole = replace(whole, tensors=(replace(tensor, pieces=tensor.pieces[:1]),))
+    with pytest.raises(AssertionError, match="w: 8 elements found of those of"):
+        list(plan_transfers(hole, whole))
+
+
+def assert_equal(a: Params, b: Params) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+
+
+def test_the_same_layout_moves_nothing() -> None:
+    for layout in (Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=2)):
+        table = build_piece_table(config(tie_word_embeddings=True), layout)
+        assert all(t.source.rank == t.target.rank for t in plan_transfers(table, table))
+
+
+def test_the_nearest_replica_sends_and_replicas_take_turns() -> None:
+    m = config(vocab_size=32)
+    a, b = build_piece_table(m, Layout(tp=2, dp=4)), build_piece_table(m, Layout(tp=4, dp=2))
+    for t in plan_transfers(a, b, node_size=2):  # a node holds everything
+        assert t.source.rank // 2 == t.target.rank // 2
+    pairs = {
+        (t.source.rank, t.target.rank)
+        for t in plan_transfers(a, b, target_ranks=range(8, 16), node_size=8)
+    }
+    assert {s for s, _ in pairs} == set(range(8))
+    # rank 1 of the world is rank 0 of the target: what it has it takes from itself
+    one = build_piece_table(m, Layout())
+    own = [t for t in plan_transfers(a, one, target_ranks=[1]) if t.source.rank == 1]
+    assert sum(t.numel for t in own) > sum(t.numel for t in one.tensors) / 2
+
+
+@pytest.mark.parametrize("limit", (1, 500, 1 << 20))
+def test_rounds_are_bounded_on_every_rank(limit: int) -> None:
+    m = config("Qwen3MoeForCausalLM")
+    a, b = build_piece_table(m, Layout(tp=2, pp=2, ep=2)), build_piece_table(m, Layout(tp=4))
+    transfers = list(plan_transfers(a, b))
+    rounds = plan_rounds(transfers, [2] * len(transfers), limit)
+    assert [i for r in rounds for i in r] == list(range(len(transfers)))
+    for r in rounds:
+        load: dict[int, int] = {}
+        for t in (transfers[i] for i in r):
+            for rank in {t.source.rank, t.target.rank}:
+                load[rank] = load.get(rank, 0) + 2 * t.numel
+        assert len(r) == 1 or max(load.values()) <= limit
+    assert (len(rounds) == 1) == (limit == 1 << 20)
+
+
+def test_the_work_is_linear_in_transfers_and_pieces() -> None:
+    """Twice the layers cost twice the intersections, and more tensor ranks no more than pieces."""
+
+    def calls(layers: int, tp: int) -> tuple[int, int]:
+        m = config(num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=16,
+                   intermediate_size=32, vocab_size=256)  # fmt: skip
+        a, b = (build_piece_table(m, Layout(tp=n)) for n in (tp, 2 * tp))
+        pieces = sum(len(t.pieces) + len(t.replicas) for x in (a, b) for t in x.tensors)
+        with mock.patch.object(
+            reallocation_plan, "intersection", wraps=reallocation_plan.intersection
+        ) as spy:
+            list(plan_transfers(a, b))
+        return spy.call_count, pieces
+
+    per_layer = calls(4, 4)[0] - calls(2, 4)[0]
+    assert calls(6, 4)[0] - calls(4, 4)[0] == per_layer
+    for tp in (2, 4, 8):
+        count, pieces = calls(2, tp)
+        assert count <= 2 * pieces
