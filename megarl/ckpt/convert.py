@@ -42,11 +42,12 @@ from megarl.ckpt.dist import complete, describe_model
 from megarl.ckpt.hf import MAX_SHARD_BYTES
 from megarl.ckpt.hf_dir import write_config, write_sidecars
 from megarl.ckpt.safetensors_files import plan_shards, shard_header, write_index
-from megarl.models.gather import Member, export_dtype
+from megarl.models.gather import export_dtype
 from megarl.models.names import checkpoint_keys
 from megarl.models.piece_table import LocalParam
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
+from megarl.wire.buckets import Member
 
 import megatron.core  # isort: skip
 

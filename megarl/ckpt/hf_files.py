@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megarl.ckpt.safetensors_files import ShardWriter, plan_shards
-from megarl.models.gather import Bucket, BucketGatherer, Member, plan_buckets
+from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
+from megarl.wire.buckets import Bucket, Member
 
 
 @dataclass(frozen=True, kw_only=True)

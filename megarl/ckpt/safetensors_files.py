@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megarl.models.gather import Member
 from megarl.models.hf_config import adapter_given
+from megarl.wire.buckets import Member
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.models.build import BuiltModel, build_model
-    from megarl.models.gather import Bucket, BucketGatherer, Member, plan_buckets
+    from megarl.models.gather import BucketGatherer, plan_buckets
     from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
     from megarl.models.names import named_params
     from megarl.models.param_loading import init_params, load_params, local_view
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOME = {
     "build": ("BuiltModel", "build_model"),
     "param_loading": ("load_params", "init_params", "local_view"),
-    "gather": ("Bucket", "BucketGatherer", "Member", "plan_buckets"),
+    "gather": ("BucketGatherer", "plan_buckets"),
     "hf_config": ("ModelConfig", "check_layout", "read_hf_config"),
     "names": ("named_params",),
     "piece_table": ("PieceTable", "build_piece_table", "padded_vocab_size"),
@@ -28,7 +28,7 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "Bucket", "BucketGatherer", "BuiltModel", "Member", "ModelConfig", "PieceTable", "build_model",
+    "BucketGatherer", "BuiltModel", "ModelConfig", "PieceTable", "build_model",
     "build_piece_table", "check_layout", "load_params", "init_params", "local_view", "named_params",
     "padded_vocab_size", "plan_buckets", "read_hf_config",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -26,30 +25,7 @@ from megarl.models.messages import Message, Part, length, make_messages, slots
 from megarl.models.param_loading import local_view
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel.layout import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """An HF tensor at bytes [offset, offset + nbytes) of its bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    index: int
-    members: tuple[Member, ...]
-    nbytes: int
-
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, view) of the flat uint8 bucket, in HF order; no copies."""
-        for m in self.members:
-            data = flat[m.offset : m.offset + m.nbytes]
-            yield m.name, data.view(m.dtype).view(m.shape)
+from megarl.wire.buckets import Bucket, Member
 
 
 def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:

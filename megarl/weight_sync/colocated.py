@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models.gather import Bucket, BucketGatherer
+from megarl.models.gather import BucketGatherer
 from megarl.utils.env import is_here
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.channel import GRACE, Exchange
@@ -35,6 +35,7 @@ from megarl.weight_sync.servers import ServerInfo, Servers, failures
 from megarl.weight_sync.transport import Transport
 from megarl.weight_sync.verify import Verifier, sample
 from megarl.wire import handles
+from megarl.wire.buckets import Bucket
 from megarl.wire.shared_memory import machine
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.models.gather import Bucket
+from megarl.wire.buckets import Bucket
 from megarl.wire.delta import Delta, encode
 
 # A delta longer than this part of its bucket does not pay: whole buckets are received in place.

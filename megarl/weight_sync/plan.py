@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from megarl.models.gather import Bucket, export_dtype, plan_buckets
+from megarl.models.gather import export_dtype, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.weight_sync.senders import assign, by_turns, first_bytes
+from megarl.wire.buckets import Bucket
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megarl.models.gather import Bucket, Member
 from megarl.wire import block_fp8
+from megarl.wire.buckets import Bucket, Member
 
 Spec = tuple[str, tuple[int, ...], torch.dtype]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models.gather import Bucket, BucketGatherer
+from megarl.models.gather import BucketGatherer
 from megarl.weight_sync.agreement import Agreement, Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.channel import Exchange, UpdateChannel
@@ -20,6 +20,7 @@ from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.quantize import quantize_bucket
 from megarl.weight_sync.verify import Verifier
 from megarl.wire import block_fp8
+from megarl.wire.buckets import Bucket
 
 # of the same phase of several owners: these follow each other, the others are at the same time
 _IN_TURN = ("broadcast", "load_wait")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from megarl.models.gather import Bucket
+from megarl.wire.buckets import Bucket
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
 _DTYPES = {str(d).removeprefix("torch.") for d in (

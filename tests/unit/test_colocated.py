@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from megarl.models.gather import Bucket, Member
 from megarl.utils.env import is_here
 from megarl.weight_sync.colocated import RankLocation, read_from
 from megarl.wire import handles
+from megarl.wire.buckets import Bucket, Member
 
 HOST = torch.device("cpu")
 

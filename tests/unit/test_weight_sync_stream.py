@@ -13,13 +13,13 @@ import torch
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models import build_piece_table, read_hf_config
-from megarl.models.gather import Bucket
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, plan_sync
 from megarl.weight_sync.stream import Stream
+from megarl.wire.buckets import Bucket
 from tests.tiny import save_tiny
 
 CPU = torch.device("cpu")

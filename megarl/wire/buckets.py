@@ -1,0 +1,35 @@
+"""Flat buckets: HF tensors one after another in one buffer of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An HF tensor at bytes [offset, offset + nbytes) of its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """`members` lie in HF order, without overlaps, in `nbytes` bytes."""
+
+    index: int
+    members: tuple[Member, ...]
+    nbytes: int
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, view) of the flat uint8 bucket, in HF order; no copies."""
+        for m in self.members:
+            data = flat[m.offset : m.offset + m.nbytes]
+            yield m.name, data.view(m.dtype).view(m.shape)
