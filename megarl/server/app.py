@@ -35,7 +35,7 @@ _STOP_TIMEOUT = 2.0
 _SWITCH_INTERVAL = 5e-4
 
 _ROUTES: dict[str, tuple[str, ...]] = {
-    "health": ("GET",), "health_generate": ("GET",), "ready": ("GET",), "model_info": ("GET",),
+    "health": ("GET",), "ready": ("GET",), "model_info": ("GET",),
     "server_info": ("GET",), "generate": ("POST", "PUT"), "abort_request": ("POST",),
     "pause_generation": ("POST",), "continue_generation": ("POST",),
     "flush_cache": ("GET", "POST"), "begin_weight_update": ("POST",),
@@ -44,11 +44,10 @@ _ROUTES: dict[str, tuple[str, ...]] = {
     "update_weights_from_tensor": ("POST",), "update_weights_from_disk": ("POST",),
     "update_weight_version": ("POST",), "load_lora_adapter": ("POST",),
     "unload_lora_adapter": ("POST",),
-    "weights_checker": ("GET", "POST"), "get_weights_by_name": ("GET", "POST"),
+    "weights_checker": ("GET", "POST"),
 }  # fmt: skip
 # what shows no weights and changes nothing but by computing
-_OPEN = {"health", "health_generate", "ready", "model_info", "server_info", "generate"}
-_ALIASES = {"model_info": ("get_model_info",), "server_info": ("get_server_info",)}
+_OPEN = {"health", "ready", "model_info", "server_info", "generate"}
 
 
 def build_app(core: ServerCore, access: Access) -> FastAPI:
@@ -57,8 +56,7 @@ def build_app(core: ServerCore, access: Access) -> FastAPI:
     for path, methods in _ROUTES.items():
         handler = next(getattr(p, path) for p in parts if hasattr(p, path))
         check = functools.partial(access.check, control=path not in _OPEN)
-        for name in (path, *_ALIASES.get(path, ())):
-            app.add_route(f"/{name}", guarded(handler, check), methods=list(methods))
+        app.add_route(f"/{path}", guarded(handler, check), methods=list(methods))
 
     async def unknown(request: Request) -> Response:
         have = ", ".join(f"/{p}" for p in _ROUTES)

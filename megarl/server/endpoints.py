@@ -1,4 +1,4 @@
-"""State, generation, pause: every method is the route of its name."""
+"""Routes for state, generation and pause: every method is the route of its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or "
     "waiting requests, the operation will not be performed.)\n"
 )
-_HEALTH_TIMEOUT = 20.0
 
 
 class Endpoints:
@@ -34,19 +33,6 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.core.scheduler.alive else 503)
-
-    async def health_generate(self, request: Request) -> Response:
-        """Generates a token; a paused server is healthy without."""
-        if self.core.scheduler.paused or not self.core.scheduler.alive:
-            return await self.health(request)
-        call, _ = await self.core.parser.parse(
-            {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "HEALTH_CHECK"}
-        )
-        self.core.scheduler.submit(call.sequences)
-        done, _ = await asyncio.wait({call.done}, timeout=_HEALTH_TIMEOUT)
-        self.core.scheduler.abort_sequences(call.sequences)
-        well = done and self.core.scheduler.alive and not any(s.error for s in call.sequences)
-        return Response(status_code=200 if well else 503)
 
     async def ready(self, request: Request) -> Response:
         up = self.core.scheduler.alive and not self.core.scheduler.paused
@@ -57,7 +43,7 @@ class Endpoints:
         return answer(
             {
                 "model_path": self.core.model_path,
-                "served_model_name": self.core.name,
+                "served_model_name": self.core.model_path,
                 "tokenizer_path": self.core.args.tokenizer_path or self.core.args.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
@@ -102,7 +88,7 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         self.core.check_alive()
         body = await read_json(request)
-        call, batched = await self.core.parser.parse(body)
+        call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
         if call.stream:
@@ -120,7 +106,7 @@ class Endpoints:
         return answer(answers if batched else answers[0])
 
     async def _stream(self, call: GenerateCall, batched: bool) -> AsyncIterator[bytes]:
-        """Cumulative chunks; Starlette closes the generator when the client is gone."""
+        """Yields cumulative chunks; Starlette closes the generator when the client is gone."""
         left = len(call.sequences)
         try:
             while left:

@@ -1,4 +1,4 @@
-"""What the server refuses, each with the status and the body SGLang's clients expect."""
+"""Refusals, each with the status and the body that SGLang's clients expect."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 from megarl.server.limits import MAX_MESSAGE
 
 
+def described(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"
+
+
 class ServerError(Exception):
-    """Answered as `status` with SGLang's {"error": {"message": ...}}."""
+    """Is answered as `status` with SGLang's {"error": {"message": ...}}."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         if len(message) > MAX_MESSAGE:
@@ -21,14 +25,14 @@ class ServerError(Exception):
 
 
 class UnknownFieldError(ServerError):
-    """An unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
+    """Is an unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
 
     def body(self) -> dict[str, Any]:
         return {"error": str(self)}
 
 
 class ControlError(ServerError):
-    """A control call that failed: {"success": false, "message": ...}."""
+    """Is a control call that failed: {"success": false, "message": ...}."""
 
     def __init__(self, message: str, *, status: int = 400, **extra: Any) -> None:
         super().__init__(message, status=status)

@@ -1,4 +1,4 @@
-"""Weight updates and their verification: every method is the route of its name."""
+"""Routes for weight updates and their verification: every method is the route of its name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megarl.server.core import ServerCore
-from megarl.server.errors import ControlError, ServerError
-from megarl.server.limits import MAX_VERSION_LENGTH, MAX_WEIGHT_ROWS
+from megarl.server.errors import ControlError
+from megarl.server.limits import MAX_VERSION_LENGTH
 from megarl.server.replies import answer, read_json
 from megarl.server.updates import group_name
 from megarl.utils.http import in_thread
@@ -67,7 +67,7 @@ class WeightEndpoints:
         except ControlError as e:
             e.extra.setdefault("num_paused_requests", 0)
             raise
-        self.core.model_path = self.core.name = path  # SGLang renames itself, too
+        self.core.model_path = path  # SGLang renames itself, too
         done = _success("Succeeded to update model weights." + suffix)
         return answer(done | {"num_paused_requests": 0})
 
@@ -142,20 +142,6 @@ class WeightEndpoints:
         job = self.core.scheduler.call(checksums)
         sums = await asyncio.wrap_future(job)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
-
-    async def get_weights_by_name(self, request: Request) -> Response:
-        body = await read_json(request, required=False) or dict(request.query_params)
-        tensor = self.core.updates.store.get(str(body.get("name")))
-        if tensor is None:
-            raise ServerError(f"Get parameter by name failed: no parameter {body.get('name')!r}")
-        try:
-            rows = int(body.get("truncate_size", 100))
-        except (TypeError, ValueError, OverflowError):
-            rows = -1
-        if not 0 <= rows <= MAX_WEIGHT_ROWS:
-            raise ServerError(f"truncate_size must be an integer from 0 to {MAX_WEIGHT_ROWS}")
-        job = self.core.scheduler.call(lambda: tensor[:rows].float().cpu().tolist())
-        return answer(await asyncio.wrap_future(job))
 
 
 def _success(message: str) -> dict[str, Any]:
