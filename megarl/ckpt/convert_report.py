@@ -19,8 +19,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Is a tensor that differs. `worst` is the largest |a - b|; it is inf where the shapes differ,
-    one side lacks the tensor, or a number is nan."""
+    """Describes a tensor that differs. `worst` is the largest |a - b|; it is inf where the shapes
+    differ, one side lacks the tensor, or a number is nan."""
 
     name: str
     what: str

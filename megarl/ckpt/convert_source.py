@@ -8,7 +8,6 @@ of one side which row of the other it is; nothing else is known about names or s
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +69,7 @@ def row_runs(table: PieceTable) -> list[Run]:
 
 
 class Source(ABC):
-    """Is a model's weights in a directory; threads may share it.
+    """Gives the weights in a directory by their HF names; threads may share it.
 
     `dtypes` are those of the HF tensors as they are stored, by name; `companions` is the directory
     that has the tokenizer.
@@ -100,7 +99,8 @@ class Source(ABC):
 
 
 class HfSource(Source):
-    """Is a Hugging Face model directory; a token or sequence classifier is a value model."""
+    """Reads a Hugging Face model directory; a token or sequence classifier is a value model. Raises
+    ValueError if it is not whole or does not fit its config."""
 
     kind = HF
 
@@ -115,6 +115,7 @@ class HfSource(Source):
         self.dtypes = {n: b.dtype for n, b in self._blocks.items()}
 
     def read(self, name: str, row: int, out: Tensor) -> None:
+        """Reads rows as `Source.read` says."""
         read_rows((self._blocks[name],), row, out)
 
 
@@ -128,9 +129,10 @@ def _head(path: Path) -> str:
 
 
 class DistSource(Source):
-    """Is a whole dist checkpoint, of any layout, with or without optimizer state.
+    """Reads a whole dist checkpoint, of any layout, with or without optimizer state.
 
     base: the model directory it was trained from, for a checkpoint that does not hold its config.
+    Raises ValueError if it is not whole, or is of another model than its config.
     """
 
     kind = DIST
@@ -148,6 +150,7 @@ class DistSource(Source):
             self.dtypes[run.name] = self._blocks[run.param][0].dtype
 
     def read(self, name: str, row: int, out: Tensor) -> None:
+        """Reads rows as `Source.read` says, put together from the parts that ranks wrote."""
         for run in self._runs[name]:
             low, high = max(row, run.hf_row), min(row + len(out), run.hf_row + run.rows)
             if low < high:
@@ -232,6 +235,8 @@ def _check_shape(
 
 
 def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelConfig:
+    """Returns the model that a checkpoint is of, by its info or by `base`. Raises ValueError where
+    neither has a config, where they differ, or for adapters."""
     if info.get("lora"):
         raise ValueError(
             f"{path} holds adapters, without the weights below them: load it into an engine with "
@@ -265,10 +270,6 @@ def open_source(path: str | Path, base: Path | None = None) -> Source:
     if (path / ".metadata").exists() or (path / MARKER).exists():
         return DistSource(path, base)
     return HfSource(path)
-
-
-def nbytes(source: Source, dtypes: Mapping[str, torch.dtype]) -> int:
-    return sum(math.prod(t.shape) * dtypes[t.name].itemsize for t in source.table.tensors)
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], source: Source) -> torch.dtype:

@@ -87,7 +87,7 @@ class Progress:
 
 
 class Buffer:
-    """Is a worker's memory of `nbytes`, over which it makes one tensor at a time.
+    """Lends a worker's memory of `nbytes` to one tensor at a time.
 
     A tensor is a storage of its own, so that torch.save writes it and no more.
     """

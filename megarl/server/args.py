@@ -11,6 +11,9 @@ from megarl.config.bounds import TIMEOUT
 
 @dataclass(kw_only=True)
 class ServerArgs:
+    """Holds the flags of the command line. Lengths are in tokens, `dist_timeout` is in seconds.
+    Raises ValueError for a number out of its bounds."""
+
     model_path: str
     tokenizer_path: str | None = None
     host: str = "127.0.0.1"
@@ -85,4 +88,5 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
 
 
 def as_dict(args: ServerArgs) -> dict[str, object]:
+    """Returns the flags as /server_info shows them."""
     return {f.name: getattr(args, f.name) for f in fields(args)}

@@ -20,8 +20,8 @@ from megarl.server.weights import WeightStore
 
 
 class ServerCore:
-    """Is a server without its HTTP face. `on_death` is called, in the scheduler's thread, when the
-    generation loop fails."""
+    """Holds the parts of a server below its HTTP face. `on_death` is called, in the scheduler's
+    thread, when the generation loop fails."""
 
     def __init__(self, args: ServerArgs, *, on_death: Callable[[], None]) -> None:
         self.args = args

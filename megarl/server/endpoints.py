@@ -28,17 +28,22 @@ _FLUSHED = (
 
 
 class Endpoints:
+    """Answers the calls that ask for state or tokens, or that pause generation."""
+
     def __init__(self, core: ServerCore) -> None:
         self.core = core
 
     async def health(self, request: Request) -> Response:
+        """Answers 200 while the generation loop runs, else 503."""
         return Response(status_code=200 if self.core.scheduler.alive else 503)
 
     async def ready(self, request: Request) -> Response:
+        """Answers 200 while requests would be generated, 503 while paused or dead."""
         up = self.core.scheduler.alive and not self.core.scheduler.paused
         return Response(status_code=200 if up else 503)
 
     async def model_info(self, request: Request) -> Response:
+        """Answers which model is served, with which version of its weights."""
         config = self.core.runner.config
         return answer(
             {
@@ -57,6 +62,7 @@ class Endpoints:
         )
 
     async def server_info(self, request: Request) -> Response:
+        """Answers with the flags, the cache's size and what is running now."""
         runner, scheduler = self.core.runner, self.core.scheduler
         launch = as_dict(self.core.args) | {
             "model_path": self.core.model_path,
@@ -86,6 +92,8 @@ class Endpoints:
     # ---- generation
 
     async def generate(self, request: Request) -> Response:
+        """Answers with what was generated: one object, or a list for a list of prompts. A client
+        that goes away aborts its sequences."""
         self.core.check_alive()
         body = await read_json(request)
         call, batched = self.core.parser.parse(body)
@@ -128,6 +136,7 @@ class Endpoints:
                 self.core.scheduler.abort_sequences(call.sequences)
 
     async def abort_request(self, request: Request) -> Response:
+        """Aborts the sequences whose rid begins with `rid`, or all."""
         body = await read_json(request)
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not everything and (not isinstance(rid, str) or not rid):
@@ -136,6 +145,7 @@ class Endpoints:
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request) -> Response:
+        """Stops generation in one of PAUSE_MODES; answers when it has stopped."""
         mode = (await read_json(request, required=False)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise ServerError(f"mode={mode!r}: use one of {', '.join(PAUSE_MODES)}")
@@ -143,11 +153,13 @@ class Endpoints:
         return answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
+        """Goes on after a pause."""
         await read_json(request)  # SGLang requires a body; so does this server
         await asyncio.wrap_future(self.core.scheduler.resume())
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
+        """Gives the KV memory back; waits up to `timeout` seconds until no sequence holds it."""
         try:
             timeout = float(request.query_params.get("timeout", 0))
         except ValueError:

@@ -19,6 +19,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answer(content: Any, status: int = 200) -> Response:
+    """Returns `content` as a JSON response."""
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
@@ -71,4 +72,5 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
 
 
 def unexpected(e: BaseException) -> ServerError:
+    """Turns an error that nobody foresaw into a refusal with status 500."""
     return ServerError(described(e), status=500)

@@ -34,8 +34,8 @@ _MAX_SEED = 2**63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Says how tokens are drawn and when they end. `max_new_tokens` None is 128, cut to what the
-    context leaves. Raises ServerError, naming the parameter that is out of its bounds."""
+    """Holds how tokens are drawn and when they end. `max_new_tokens` None is 128, cut to the room
+    in the context. Raises ServerError, naming the parameter that is out of its bounds."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -73,8 +73,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Is true below a temperature of 1e-6, which SGLang takes as 0: the argmax is written, and
-        logprobs are those at temperature 1."""
+        """Tells whether the likeliest token is written: SGLang takes a temperature below 1e-6 as 0,
+        and reports logprobs at temperature 1 there."""
         return self.temperature < 1e-6
 
 

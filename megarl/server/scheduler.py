@@ -41,7 +41,8 @@ _BURST_GAP, _BURST = 0.001, 0.02
 
 @dataclass
 class Exclusive:
-    """Is a job that must not overlap with generation."""
+    """Holds a job that must not overlap with generation, and the future that its caller
+    waits for."""
 
     run: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
@@ -98,13 +99,16 @@ class Scheduler:
 
     @property
     def running(self) -> list[ServedSequence]:
+        """Returns the sequences that are being written, in the order of their rows."""
         return self._rows.sequences
 
     @property
     def alive(self) -> bool:
+        """Tells whether the generation loop runs."""
         return self._thread.is_alive() and self.error is None
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
@@ -123,6 +127,7 @@ class Scheduler:
         return not self._thread.is_alive()
 
     def submit(self, seqs: list[ServedSequence]) -> None:
+        """Puts sequences at the end of the queue."""
         self._inbox.put(lambda: self.waiting.extend(seqs))
 
     def call(self, fn: Callable[[], Any]) -> Future[Any]:
@@ -148,6 +153,7 @@ class Scheduler:
         self._inbox.put(lambda: self._abort(lambda s: abort_all or s.rid.startswith(rid)))
 
     def abort_sequences(self, seqs: Iterable[ServedSequence]) -> None:
+        """Aborts these sequences, where they are not finished."""
         gone = set(seqs)
         self._inbox.put(lambda: self._abort(lambda s: s in gone))
 
@@ -157,6 +163,7 @@ class Scheduler:
         return self.call(lambda: self._pause(mode))
 
     def resume(self) -> Future[Any]:
+        """Ends a pause."""
         return self.call(lambda: setattr(self, "paused", False))
 
     # ---- the scheduler's thread only
@@ -172,7 +179,7 @@ class Scheduler:
         return not self.running
 
     def set_version(self, version: str) -> None:
-        """Names the weights that write the tokens from here on."""
+        """Sets the version of the weights that write the tokens from here on."""
         self.version = version
         for s in (*self.running, *self._queued()):
             if s.output:

@@ -20,7 +20,8 @@ Delivery = tuple["ServedSequence", int, bool]  # (sequence, output tokens, finis
 
 
 class GenerateCall:
-    """Is one HTTP request for one or more sequences: it counts down, or queues what to stream."""
+    """Waits for the sequences of one HTTP request: it counts them down, or queues what to
+    stream."""
 
     def __init__(self, *, stream: bool) -> None:
         self.sequences: list[ServedSequence] = []
@@ -40,7 +41,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Says what an answer tells about logprobs: whether it has any, those of prompt tokens from
+    """Chooses what an answer tells about logprobs: whether it has any, those of prompt tokens from
     `start` on (none if negative), and the `top` likeliest tokens at each position."""
 
     logprobs: bool = False
@@ -50,11 +51,11 @@ class Report:
 
 @dataclass(kw_only=True, eq=False)
 class ServedSequence:
-    """Is a prompt and what was written to it so far.
+    """Holds a prompt and what was written to it so far.
 
     index: its place among the sequences of its call. spans: (weight version, the first output token
-    written under it). Logprobs are of output tokens, in nats; those of the prompt are None until
-    its prefill, and the first token's is None. Times are those of time.monotonic().
+    written under it). Logprobs are in nats; `input_logprobs` is None until the prefill, and so is
+    its first element, for the token that nothing comes before. Times are those of time.monotonic().
     """
 
     rid: str
@@ -82,19 +83,22 @@ class ServedSequence:
 
     @property
     def length(self) -> int:
+        """Returns how many tokens it has, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
     def reserved(self) -> int:
-        """The positions that it may come to hold in the KV cache."""
+        """Returns how many positions it may come to hold in the KV cache."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def tokens(self) -> list[int]:
+        """Returns the token ids of prompt and output."""
         return self.prompt + self.output
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Tells whether its prefill must report logprobs of the prompt."""
         return (
             self.report.logprobs
             and self.input_logprobs is None
