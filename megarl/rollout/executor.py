@@ -151,8 +151,8 @@ class RolloutExecutor:
         return {k: float(v) for k, v in counters.items()} | self._batch_stats
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Reports to the accounting that the samples [B] of these episodes were trained on, but those
-        under `skipped` [B] bool; then all that was ever handed out must have been one or the other.
+        """Reports that the samples [B] of these episodes were trained on, but those under `skipped`
+        [B] bool; then all that was ever handed out must have been one or the other.
         """
         self.accounting.train(episode_ids, skipped)
         self.accounting.check()
