@@ -19,7 +19,7 @@ PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
+.PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system install-sglang test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
@@ -74,6 +74,9 @@ lint: install  ## ruff, mypy, import-linter
 format: install  ## let ruff fix and format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+house: install  ## lines, functions and docstrings by package (ARGS="--rev REV --markdown")
+	$(BIN)/python tools/house.py $(ARGS)
 
 docs: install  ## build the site into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

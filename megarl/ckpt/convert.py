@@ -68,7 +68,10 @@ def hf2dist(
 ) -> None:
     """Writes the dist checkpoint `out` of the model directory `hf`, without optimizer state.
 
-    dtype: None keeps each tensor's own. The tokenizer and its like go along.
+    dtype: that of the weights; None keeps each tensor's own. workers: threads. max_memory: bytes of
+    the whole process. part_bytes: size of a file, at least one parameter each. Tokenizer and chat
+    template go along. Raises ValueError if `hf` is not whole or does not fit its config, if `out`
+    is there already, or if max_memory is too little.
     """
     source = HfSource(Path(hf))
     dtypes = _param_dtypes(source, dtype)
@@ -114,10 +117,12 @@ def dist2hf(
     max_memory: int = MAX_MEMORY,
     quiet: bool = False,
 ) -> None:
-    """Writes the model directory `out` of the dist checkpoint `dist`: its weights, on any layout.
+    """Writes the weights of the dist checkpoint `dist`, of any layout, as model directory `out`.
 
-    base: where config and tokenizer come from if not from the checkpoint; a checkpoint of training
-    has the config alone.
+    base: the model directory that config and tokenizer come from; None takes the checkpoint's own
+    (a checkpoint of training has the config alone). The other arguments are as in `hf2dist`.
+    Raises ValueError if `dist` is not whole, is of another model than `base` or holds adapters, if
+    `out` is there already, or if max_memory is too little.
     """
     source = DistSource(Path(dist), None if base is None else Path(base))
     dtypes = _all(source, dtype)
@@ -152,7 +157,8 @@ def dist2hf(
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """torch.load never looks at the checksums that torch.save spends half its time on."""
+    """Lets torch.save leave out its checksums: they cost half its time, and torch.load never looks
+    at them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -168,7 +174,7 @@ def _input(kind: str, source: Source, dtype: torch.dtype | None, size: int) -> d
 
 
 def _all(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """HF name -> dtype to write: `dtype`, or the stored one; buffers always fp32."""
+    """Returns the dtype to write for each HF name: `dtype`, or the stored one; fp32 for buffers."""
     return {
         t.name: export_dtype(t, source.dtypes if dtype is None else dtype)
         for t in source.table.tensors
@@ -176,7 +182,7 @@ def _all(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
 
 
 def _param_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Parameter -> its dtype. ValueError if the tensors it is made of differ."""
+    """Returns the dtype of each parameter. Raises ValueError if its tensors differ in it."""
     wanted = _all(source, dtype)
     found: dict[str, torch.dtype] = {}
     for run in row_runs(source.table):
@@ -216,7 +222,8 @@ def _write_part(
     buffer: Buffer,
     add: Add,
 ) -> list[tuple[str, int, int, int, int]]:
-    """A file of torch.save'd chunks; each as (parameter, row, rows, offset, length)."""
+    """Writes a file of chunks, each by torch.save; returns for each (parameter, row, rows, offset,
+    length), the last two in bytes."""
     chunks = []
     with path.open("wb") as f:
         for p in params:
@@ -235,7 +242,7 @@ def _write_part(
 
 
 def _fill(source: Source, runs: Sequence[Run], row: int, out: torch.Tensor) -> None:
-    """Rows [row, row + n) of a parameter; the padding of the vocabulary is zero."""
+    """Fills `out` with rows [row, row + n) of a parameter; padding of the vocabulary is zero."""
     filled = 0
     for run in runs:
         low, high = max(row, run.row), min(row + len(out), run.row + run.rows)
@@ -251,7 +258,7 @@ def _write_metadata(
     dtypes: Mapping[str, torch.dtype],
     results: Mapping[str, Sequence[Sequence[Any]]],
 ) -> None:
-    """.metadata and common.pt: what torch's writer leaves after one rank has saved."""
+    """Writes .metadata and common.pt as torch's writer leaves them after one rank has saved."""
     by_param = {p.name: p for p in source.table.params}
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -282,7 +289,7 @@ def _write_metadata(
 
 
 def _leading_counts(params: Sequence[LocalParam]) -> dict[str, tuple[int, ...]]:
-    """Key -> how many parameters its leading dimensions hold."""
+    """Returns for each key how many parameters its leading dimensions hold."""
     found: dict[str, tuple[int, ...]] = {}
     for p in params:
         keys, lead = checkpoint_keys(p.name)
@@ -293,7 +300,7 @@ def _leading_counts(params: Sequence[LocalParam]) -> dict[str, tuple[int, ...]]:
 
 
 def _info(source: Source, dtype: torch.dtype) -> dict[str, Any]:
-    """As an engine writes it, of weights that were never trained."""
+    """Returns the info that an engine writes, for weights that were never trained."""
     return {
         **describe_model(source.model),
         "dtype": str(dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""The last proof of a conversion: both models, in fp32, say the same of a prompt."""
+"""Proves a conversion: both models, in fp32, give the same logits for a prompt."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ TOLERANCE = 1e-3  # of the largest logit; fp32 rounding is 100 times less
 
 
 def check_logits(hf: str | Path, checkpoint: str | Path, prompt: str | None = None) -> float:
-    """Largest difference of the logits, as a part of the largest logit, over a prompt (32 random
-    tokens if None). ValueError if it is more than TOLERANCE. Makes a process group of its own."""
+    """Returns the largest difference of the logits, as a part of the largest logit.
+
+    prompt: text, or None for 32 random tokens. It makes a process group of its own. Raises
+    ValueError if the difference is more than TOLERANCE, or for a value model.
+    """
     from transformers import AutoModelForCausalLM
 
     model = DistSource(Path(checkpoint)).model
@@ -51,7 +54,7 @@ def check_logits(hf: str | Path, checkpoint: str | Path, prompt: str | None = No
 
 
 def _prompt_ids(hf: str | Path, prompt: str | None, vocab: int) -> Tensor:
-    """[1, S]."""
+    """Returns the ids [1, S] of `prompt`, or 32 random ones."""
     if prompt is None:
         return torch.randint(vocab, (1, 32), generator=torch.Generator().manual_seed(0))
     from transformers import AutoTokenizer
@@ -61,7 +64,7 @@ def _prompt_ids(hf: str | Path, prompt: str | None, vocab: int) -> Tensor:
 
 
 def _megatron_logits(model: ModelConfig, checkpoint: Path, ids: Tensor) -> Tensor:
-    """[S, V]: megatron-core's own load, then its forward pass, on one rank."""
+    """Returns the logits [S, V] after megatron-core's own load, on one rank."""
     dist.init_process_group(mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = ProcessGroups(Layout())

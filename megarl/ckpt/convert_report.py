@@ -1,4 +1,4 @@
-"""What a directory of weights is, and whether two of them hold the same bits."""
+"""Says what a directory of weights is, and whether two of them hold the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """`worst`: the largest |a - b|; inf where shape or name differ, or one is no number."""
+    """Describes a tensor that differs. `worst` is the largest |a - b|; it is inf where the shapes
+    differ, one side lacks the tensor, or a number is nan."""
 
     name: str
     what: str
@@ -37,8 +38,11 @@ def verify(
     max_memory: int = 4 << 30,
     quiet: bool = False,
 ) -> list[Difference]:
-    """Every HF tensor that is not the same bits in `a` and `b`, the worst first. Either may be a
-    model directory or a dist checkpoint of any layout."""
+    """Returns every HF tensor that is not the same bits in `a` and `b`, the worst first.
+
+    Either may be a model directory or a dist checkpoint of any layout; `base` is the model
+    directory of an `a` without its config. Raises ValueError if one of them is not whole.
+    """
     size = chunk_bytes(max_memory, workers=3)  # two buffers, and what a comparison makes of them
     first, second = open_source(a, base), open_source(b, base)
     shapes = [{t.name: t.shape for t in s.table.tensors} for s in (first, second)]
@@ -50,11 +54,10 @@ def verify(
         else:
             both.append(name)
     total = sum(shapes[0][n][0] * matrix(shapes[0][n])[1] for n in both)
-    progress = Progress(total * main_dtype(first.dtypes, first).itemsize, quiet)
     buffers = Buffer(size), Buffer(size)
-    for name in both:
-        found += _compare(first, second, name, shapes[0][name], buffers, progress)
-    progress.finish()
+    with Progress(total * main_dtype(first.dtypes, first).itemsize, quiet=quiet) as progress:
+        for name in both:
+            found += _compare(first, second, name, shapes[0][name], buffers, progress)
     return sorted(found, key=lambda d: -d.worst)
 
 
@@ -96,7 +99,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
-    """What `path` is, as lines of a table. ValueError if it is nothing known."""
+    """Returns what `path` is, as lines of a table. Raises ValueError if it is no directory."""
     path = Path(path)
     work = path.absolute().with_name(f".{path.absolute().name}.converting")
     if not path.exists() and work.is_dir():
@@ -126,7 +129,7 @@ def _whole(source: Source) -> dict[str, Any]:
 
 
 def _training(info: Any) -> dict[str, Any]:
-    """Of a dist checkpoint's info, what is known."""
+    """Returns what the info of a dist checkpoint says of the training that wrote it."""
     if not info:
         return {}
     layout = {k: v for k, v in info["layout"].items() if v not in (1, False, None)}
@@ -141,7 +144,7 @@ def _training(info: Any) -> dict[str, Any]:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    """Of a directory that cannot be read as a model."""
+    """Returns what is known of a directory that cannot be read as a model."""
     if (path / ".metadata").exists() or (path / MARKER).exists():
         try:
             info = read_info(path)

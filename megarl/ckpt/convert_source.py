@@ -1,4 +1,4 @@
-"""Weights on disk under their Hugging Face names, from either kind of directory.
+"""Reads weights on disk by their Hugging Face names, from either kind of directory.
 
 On one rank every fused parameter is a permutation of rows of its HF tensors, and the tensors of a
 dist checkpoint are the parameters of one rank. So the piece table of `Layout()` says for every row
@@ -8,22 +8,23 @@ of one side which row of the other it is; nothing else is known about names or s
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megarl.ckpt.convert_files import (
     Block,
     matrix,
     read_rows,
     safetensors_blocks,
-    saved_tensor,
+    stored_block,
 )
 from megarl.ckpt.dist import describe_model
 from megarl.ckpt.hf import check_tensors
@@ -42,7 +43,8 @@ COMPANIONS = "hf"  # folder of a dist checkpoint: tokenizer, chat template, gene
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows [row, row + rows) of `param` are rows [hf_row, hf_row + rows) of HF tensor `name`."""
+    """Says that rows [row, row + rows) of `param` are rows [hf_row, hf_row + rows) of the HF tensor
+    `name`."""
 
     name: str
     hf_row: int
@@ -52,7 +54,7 @@ class Run:
 
 
 def row_runs(table: PieceTable) -> list[Run]:
-    """Every row of every HF tensor, in HF order. The table is of one rank."""
+    """Returns every row of every HF tensor, in HF order, of the table of one rank."""
     assert table.layout.world_size == 1
     runs = []
     for t in table.tensors:
@@ -67,9 +69,10 @@ def row_runs(table: PieceTable) -> list[Run]:
 
 
 class Source(ABC):
-    """A model's weights in a directory; threads may share it.
+    """Gives the weights in a directory by their HF names; threads may share it.
 
-    `dtypes`: of every HF tensor as it is stored. `companions`: where the tokenizer is.
+    `dtypes` are those of the HF tensors as they are stored, by name; `companions` is the directory
+    that has the tokenizer.
     """
 
     kind: str
@@ -83,10 +86,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, row: int, out: Tensor) -> None:
-        """Rows [row, row + n) of an HF tensor into `out` [n, columns], cast to its dtype."""
+        """Reads rows [row, row + n) of the HF tensor `name` into `out` [n, columns], cast to its
+        dtype."""
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Sizes and times of its files: the same while the directory is."""
+        """Returns size and time (ns) of every file; they stay the same while the directory does."""
         files = sorted(f for f in self.path.rglob("*") if f.is_file())
         return {
             f.relative_to(self.path).as_posix(): [f.stat().st_size, f.stat().st_mtime_ns]
@@ -95,7 +99,8 @@ class Source(ABC):
 
 
 class HfSource(Source):
-    """A Hugging Face model directory; a token or sequence classifier is a value model."""
+    """Reads a Hugging Face model directory; a token or sequence classifier is a value model. Raises
+    ValueError if it is not whole or does not fit its config."""
 
     kind = HF
 
@@ -110,11 +115,12 @@ class HfSource(Source):
         self.dtypes = {n: b.dtype for n, b in self._blocks.items()}
 
     def read(self, name: str, row: int, out: Tensor) -> None:
+        """Reads rows as `Source.read` says."""
         read_rows((self._blocks[name],), row, out)
 
 
 def _head(path: Path) -> str:
-    """ "value" for a classifier; read_hf_config says what is wrong with other files."""
+    """Returns "value" for a classifier, else "lm"; read_hf_config says what a file lacks."""
     try:
         names = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
         return "value" if names[0].endswith((TOKEN, SEQUENCE)) else "lm"
@@ -123,9 +129,10 @@ def _head(path: Path) -> str:
 
 
 class DistSource(Source):
-    """A whole dist checkpoint, of any layout, with or without optimizer state.
+    """Reads a whole dist checkpoint, of any layout, with or without optimizer state.
 
-    `base`: the model directory it was trained from, for one that does not hold its config.
+    base: the model directory it was trained from, for a checkpoint that does not hold its config.
+    Raises ValueError if it is not whole, or is of another model than its config.
     """
 
     kind = DIST
@@ -143,6 +150,7 @@ class DistSource(Source):
             self.dtypes[run.name] = self._blocks[run.param][0].dtype
 
     def read(self, name: str, row: int, out: Tensor) -> None:
+        """Reads rows as `Source.read` says, put together from the parts that ranks wrote."""
         for run in self._runs[name]:
             low, high = max(row, run.hf_row), min(row + len(out), run.hf_row + run.rows)
             if low < high:
@@ -150,33 +158,31 @@ class DistSource(Source):
                 read_rows(self._blocks[run.param], start, out[low - row : high - row])
 
     def _find_blocks(self) -> dict[str, list[Block]]:
-        """Parameter -> where its rows are. ValueError if the checkpoint is of another shape."""
+        """Returns for each parameter where its rows are. Raises ValueError if the checkpoint holds
+        tensors of other names or shapes than the model's."""
         metadata: Any = read_metadata(self.path)
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        stored = metadata.state_dict_metadata
         wanted = {p.name: checkpoint_keys(p.name) for p in self.table.params}
-        stored = {
-            name: next((k for k in keys if k in metadata.state_dict_metadata), keys[0])
-            for name, (keys, _) in wanted.items()
-        }
         self._check_keys(metadata, {k for keys, _ in wanted.values() for k in keys})
-        by_key: dict[str, dict[tuple[int, ...], list[Any]]] = {}
-        index = {(i.fqn, tuple(i.offset)): s for i, s in metadata.storage_data.items() if i.offset}
+        chunks: dict[str, dict[tuple[int, ...], list[Any]]] = {}  # by key, then by leading index
         blocks = {}
         for p in self.table.params:
-            key, (_, lead) = stored[p.name], wanted[p.name]
-            entry = metadata.state_dict_metadata.get(key)
+            keys, lead = wanted[p.name]
+            key = next((k for k in keys if k in stored), keys[0])
+            entry = stored.get(key)
             _check_shape(self.path, key, entry, p, len(lead), self.table)
-            if key not in by_key:
-                by_key[key] = _group(entry.chunks, len(lead))
-            if lead not in by_key[key]:
+            if key not in chunks:
+                chunks[key] = _group(entry.chunks, len(lead))
+            if lead not in chunks[key]:
                 raise ValueError(f"{self.path}: {key} has no part {list(lead)}; save it again")
-            blocks[p.name] = [
-                _locate(self.path, key, entry, c, index[key, tuple(c.offsets)], len(lead))
-                for c in by_key[key][lead]
-            ]
+            blocks[p.name] = [_locate(reader, key, entry, c, len(lead)) for c in chunks[key][lead]]
         return blocks
 
     def _check_keys(self, metadata: Any, known: set[str]) -> None:
-        """Optimizer state, random states and Transformer Engine's extra state are no weights."""
+        """Raises ValueError if there are weights that the model does not have. Optimizer state,
+        random states and Transformer Engine's extra state are no weights."""
         rest = [
             k
             for k in metadata.state_dict_metadata
@@ -190,7 +196,7 @@ class DistSource(Source):
 
 
 def _group(chunks: Sequence[Any], leading: int) -> dict[tuple[int, ...], list[Any]]:
-    """Chunks by their index into the leading dimensions, where each has one."""
+    """Returns chunks by their index into the leading dimensions, of which each has one."""
     grouped: dict[tuple[int, ...], list[Any]] = {}
     for c in chunks:
         assert all(n == 1 for n in c.sizes[:leading]), c
@@ -198,23 +204,23 @@ def _group(chunks: Sequence[Any], leading: int) -> dict[tuple[int, ...], list[An
     return grouped
 
 
-def _locate(path: Path, key: str, entry: Any, chunk: Any, stored: Any, leading: int) -> Block:
-    """Where the bytes of a chunk are; `stored` is torch's note of it."""
-    if getattr(stored, "transform_descriptors", None):
-        raise ValueError(f"{path}: {key} is compressed, which is not supported")
-    file = path / stored.relative_path
-    with file.open("rb") as f:
-        at = saved_tensor(f, stored.offset, stored.length, chunk.sizes)
+def _locate(reader: FileSystemReader, key: str, entry: Any, chunk: Any, leading: int) -> Block:
+    """Finds where the numbers of one chunk of the tensor `key` lie in the checkpoint's files."""
+    place = reader.storage_data[MetadataIndex(key, chunk.offsets)]
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(f"{reader.path}: {key} is compressed, which is not supported")
+    block = stored_block(reader, place, entry.properties.dtype, chunk.sizes)
     offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
     rows, cols = matrix(sizes)
     col = offsets[1] if len(sizes) > 1 else 0
-    return Block(file, at, entry.properties.dtype, offsets[0], rows, col, cols)
+    return replace(block, row=offsets[0], rows=rows, col=col, cols=cols)
 
 
 def _check_shape(
     path: Path, key: str, entry: Any, p: LocalParam, leading: int, table: PieceTable
 ) -> None:
-    """The vocabulary may be padded to another size; rows beyond it are not read."""
+    """Raises ValueError if a parameter is missing or has another shape. The vocabulary may be
+    padded to another size; rows beyond it are not read."""
     found = None if entry is None else tuple(entry.size)[leading:]
     if found == p.shape:
         return
@@ -229,6 +235,8 @@ def _check_shape(
 
 
 def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelConfig:
+    """Returns the model that a checkpoint is of, by its info or by `base`. Raises ValueError where
+    neither has a config, where they differ, or for adapters."""
     if info.get("lora"):
         raise ValueError(
             f"{path} holds adapters, without the weights below them: load it into an engine with "
@@ -256,19 +264,16 @@ def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelCo
 
 
 def open_source(path: str | Path, base: Path | None = None) -> Source:
-    """The weights in `path`. ValueError, naming the fix, if it holds none or not all of them."""
+    """Opens the weights in `path`. Raises ValueError, naming the fix, if it holds none or only
+    some of them."""
     path = Path(path)
     if (path / ".metadata").exists() or (path / MARKER).exists():
         return DistSource(path, base)
     return HfSource(path)
 
 
-def nbytes(source: Source, dtypes: Mapping[str, torch.dtype]) -> int:
-    return sum(math.prod(t.shape) * dtypes[t.name].itemsize for t in source.table.tensors)
-
-
 def main_dtype(dtypes: Mapping[str, torch.dtype], source: Source) -> torch.dtype:
-    """The one that most numbers have."""
+    """Returns the dtype that most numbers have."""
     counts: dict[torch.dtype, int] = {}
     for t in source.table.tensors:
         counts[dtypes[t.name]] = counts.get(dtypes[t.name], 0) + t.numel

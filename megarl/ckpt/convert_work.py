@@ -1,7 +1,7 @@
-"""Work that makes a directory file by file: in parallel, in bounded memory, resumed after a kill.
+"""Makes a directory file by file: in parallel, in bounded memory, resumed after a kill.
 
-While it is made, a directory NAME is `.NAME.converting/`, with the files under `files/` and beside
-them a note for every file that is on disk whole. A next run on the same input takes these up and
+While it is made, a directory NAME is `.NAME.converting/`: the files are in `files/`, and `notes/`
+has a note for every file that is on disk whole. The next run on the same input keeps those and
 makes the others; `files/` becomes NAME by one rename when all are there.
 """
 
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskProgressColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
 from torch import Tensor
 
 from megarl.utils.disk import human
@@ -32,57 +40,67 @@ from megarl.utils.staging import clean_up, put_in_place, sync, write_whole
 log = logging.getLogger(__name__)
 
 _MIN_CHUNK, _MAX_CHUNK = 1 << 20, 64 << 20
-# a worker's buffer, and what it reads in another dtype (at most twice as wide) to be cast
+# a worker's buffer once, and twice for what it reads in a wider dtype to cast
 _COPIES = 3
 
 
 class Progress:
-    """Bytes done, and how fast, on a terminal or every ten seconds in a log."""
+    """Shows how many bytes are done: a bar on a terminal, elsewhere a line every ten seconds.
 
-    def __init__(self, total: int, quiet: bool = False) -> None:
-        self.total, self.done, self.skipped = total, 0, 0
+    A context manager that workers share. `total` and `done`, which an earlier run did, are bytes.
+    """
+
+    def __init__(self, total: int, *, done: int = 0, quiet: bool = False) -> None:
+        console = Console(stderr=True)
         self.stopped = threading.Event()
-        self._quiet, self._tty = quiet, sys.stderr.isatty()
-        self._start = self._shown = time.monotonic()
-        self._lock = threading.Lock()
+        self._lines = not quiet and not console.is_terminal
+        self._shown = time.monotonic()
+        self._bar = Bar(
+            BarColumn(),
+            TaskProgressColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=quiet or self._lines,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done)
 
     def add(self, n: int) -> None:
-        """Called by every worker after every chunk; ends it where another has failed."""
+        """Counts `n` bytes more; every worker calls it after every chunk. Raises InterruptedError
+        where another worker has failed, which ends this one."""
         if self.stopped.is_set():
             raise InterruptedError("another worker failed")
-        with self._lock:
-            self.done += n
-            now = time.monotonic()
-            if now - self._shown >= (0.2 if self._tty else 10.0):
-                self._shown = now
-                self._show("\r" if self._tty else "", "" if self._tty else "\n")
+        self._bar.advance(self._task, n)
+        if self._lines and time.monotonic() - self._shown >= 10:
+            self._shown = time.monotonic()
+            self._bar.console.print(self._bar.get_renderable())
 
-    def finish(self) -> None:
-        self._show("\r" if self._tty else "", "\n")
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
 
-    def _show(self, start: str, end: str) -> None:
-        if self._quiet:
-            return
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        rate = (self.done - self.skipped) / seconds
-        share = self.done / self.total if self.total else 1.0
-        bar = ("#" * int(24 * share)).ljust(24, ".")
-        text = f"{bar} {share:4.0%}  {human(self.done)} of {human(self.total)}  {human(rate)}/s"
-        print(f"{start}{text} ", end=end, file=sys.stderr, flush=True)
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        if self._lines:
+            self._bar.console.print(self._bar.get_renderable())
 
 
 class Buffer:
-    """A worker's memory: tensors over the same `nbytes`, one at a time. Each is its own storage,
-    so that torch.save writes it and no more."""
+    """Lends a worker's memory of `nbytes` to one tensor at a time.
+
+    A tensor is a storage of its own, so that torch.save writes it and no more.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.data = np.empty(nbytes, dtype=np.uint8)
 
     def rows(self, row_bytes: int) -> int:
-        """How many rows fit; at least one, whatever its size."""
+        """Returns how many rows of `row_bytes` fit; at least one, whatever its size."""
         return max(1, len(self.data) // row_bytes)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns an unfilled tensor over this memory; the one before it is overwritten."""
         numel = int(np.prod(shape))
         nbytes = numel * dtype.itemsize
         if nbytes > len(self.data):  # a row wider than a chunk
@@ -91,10 +109,8 @@ class Buffer:
 
 
 def chunk_bytes(max_memory: int, workers: int) -> int:
-    """The size of a worker's buffer, so that this process stays below `max_memory` bytes in all.
-
-    ValueError, naming the least that does, if that is too little.
-    """
+    """Returns the bytes of a worker's buffer with which this process stays below `max_memory`
+    bytes in all. Raises ValueError, naming the least that does, if that is too little."""
     if workers < 1:
         raise ValueError(f"--workers {workers}: give at least 1")
     used = resident_bytes()
@@ -109,7 +125,7 @@ def chunk_bytes(max_memory: int, workers: int) -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process, now; 0 where the system does not say."""
+    """Returns the memory that this process holds now, or 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -119,8 +135,8 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Makes one file: `write(path, buffer, add)`, `add(n)` after every n bytes; what it returns
-    (JSON) is for the one who finishes the directory."""
+    """Makes one file of `nbytes` by `write(path, buffer, add)`, which calls `add(n)` after every n
+    bytes and returns JSON for the function that finishes the directory."""
 
     nbytes: int
     write: Callable[[Path, Buffer, Callable[[int], None]], Any]
@@ -136,10 +152,13 @@ def make_directory(
     max_memory: int,
     quiet: bool = False,
 ) -> None:
-    """Makes the files of `jobs` (by name), then `finish(directory, results)`, then renames.
+    """Makes the files of `jobs` (by name), calls `finish(directory, results)`, then renames.
 
-    `input_` (JSON) is all that the files follow from: work done from another input starts anew.
+    input_: JSON of all that the files follow from; work done from another input starts anew.
+    max_memory: bytes of this process, libraries included.
     A failed or killed run leaves its work for the next; `target` is there whole or not at all.
+    Raises ValueError if `target` is there already, if another process works on it, or if
+    `max_memory` is too little.
     """
     target = target.absolute()
     check_new(target)
@@ -147,28 +166,27 @@ def make_directory(
     work = target.with_name(f".{target.name}.converting")
     with _owned(work):
         files, notes = _take_up(work, json.dumps(input_, sort_keys=True))
-        progress = Progress(sum(j.nbytes for j in jobs.values()), quiet)
         results = _finished(jobs, files, notes)
-        progress.done = progress.skipped = sum(jobs[n].nbytes for n in results)
         if results:
             log.info("%s: %d of %d files were there already", target, len(results), len(jobs))
         left = {n: j for n, j in jobs.items() if n not in results}
-        results |= _run(left, files, notes, progress, workers, size)
-        progress.finish()
+        done = sum(jobs[n].nbytes for n in results)
+        with Progress(sum(j.nbytes for j in jobs.values()), done=done, quiet=quiet) as progress:
+            results |= _run(left, files, notes, progress, workers, size)
         finish(files, results)
         put_in_place(files, target)
         shutil.rmtree(work)
 
 
 def check_new(target: Path) -> None:
-    """ValueError if something is there already."""
+    """Raises ValueError if `target` is anything but an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there already: remove it, or choose another --out")
 
 
 @contextmanager
 def _owned(work: Path) -> Iterator[None]:
-    """ValueError if another process works there."""
+    """Locks `work` for this process. Raises ValueError if another one works there."""
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
@@ -179,7 +197,7 @@ def _owned(work: Path) -> Iterator[None]:
 
 
 def _take_up(work: Path, input_: str) -> tuple[Path, Path]:
-    """The folders of files and notes, emptied if they are of another input."""
+    """Returns the folders of files and of notes, emptied if they are of another input."""
     files, notes, origin = work / "files", work / "notes", work / "input.json"
     if not origin.is_file() or origin.read_text(encoding="utf-8") != input_:
         for old in (files, notes):
@@ -193,7 +211,7 @@ def _take_up(work: Path, input_: str) -> tuple[Path, Path]:
 
 
 def _finished(jobs: Mapping[str, Job], files: Path, notes: Path) -> dict[str, Any]:
-    """File -> result, of files that are whole."""
+    """Returns the results of the files that are whole, by name."""
     found = {}
     for name in jobs:
         note, file = notes / f"{name}.json", files / name
@@ -207,13 +225,14 @@ def _finished(jobs: Mapping[str, Job], files: Path, notes: Path) -> dict[str, An
 def _run(
     jobs: Mapping[str, Job], files: Path, notes: Path, progress: Progress, workers: int, size: int
 ) -> dict[str, Any]:
-    mine = threading.local()
+    """Makes the files in `workers` threads and returns their results by name."""
+    own = threading.local()
 
     def work(name: str) -> Any:
-        if not hasattr(mine, "buffer"):
-            mine.buffer = Buffer(size)
+        if not hasattr(own, "buffer"):
+            own.buffer = Buffer(size)
         file = files / name
-        result = jobs[name].write(file, mine.buffer, progress.add)
+        result = jobs[name].write(file, own.buffer, progress.add)
         sync(file)
         note = {"size": file.stat().st_size, "result": result}
         write_whole(notes / f"{name}.json", json.dumps(note))

@@ -1,4 +1,4 @@
-"""The files around the weights of a Hugging Face model directory."""
+"""Writes the files around the weights of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIDECARS = (
 
 
 def check_target(target: Path, marker: str = "config.json") -> None:
-    """ValueError if `target` is something a save must not replace."""
+    """Raises ValueError if `target` is something that a save must not replace."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -56,7 +56,7 @@ def write_sidecars(staging: Path, base_model_path: str | Path | None, tokenizer:
 
 
 def write_config(staging: Path, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """config.json: `raw` with the dtype of the saved weights.
+    """Writes config.json: `raw` with the dtype of the saved weights.
 
     The key is `dtype` since transformers 5 and `torch_dtype` before; the one in use is kept.
     """

@@ -21,8 +21,9 @@ from megarl.wire.buckets import Bucket, Member
 
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """files: name -> its tensors. buckets: in the order they are gathered in, each within one file;
-    owners: the rank that writes each of them."""
+    """Says who writes what. files: the tensors of each file, by its name. owner_of: the rank that
+    writes it. buckets: in the order they are gathered in, each within one file, for the rank in
+    `owners`."""
 
     files: dict[str, list[Member]]
     owner_of: dict[str, int]
@@ -39,9 +40,13 @@ def plan_files(
     max_shard_bytes: int,
     bucket_bytes: int,
 ) -> FilePlan:
-    """A file goes to the writer with the least to write so far among those of the pipeline stage
-    that holds most of it, of equals to one of another data-parallel replica, which is often another
-    node. Writers take turns in gathering, so that all of them write at the same time."""
+    """Shares the files out to `writers`.
+
+    A file goes to the writer with the least to write so far among those of the pipeline stage that
+    holds most of it; of equals to one of another data-parallel replica, which is often another
+    node. Writers take turns in gathering, so that all of them write at the same time. Sizes are in
+    bytes.
+    """
     whole = (m for bucket in plan_buckets(table, dtype, bucket_bytes) for m in bucket.members)
     files = plan_shards(list(whole), max_shard_bytes)
     load = dict.fromkeys(writers, 0)
@@ -70,8 +75,10 @@ def plan_files(
 
 
 def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:
-    """This rank's files, by a thread while the next bucket is gathered. A failure to write is
-    raised at the end: the other ranks go on gathering, and need this one."""
+    """Writes this rank's files, by a thread while the next bucket is gathered. Collective.
+
+    A failure to write is raised at the end: the other ranks go on gathering, and need this one.
+    """
     mine = {f: members for f, members in plan.files.items() if plan.owner_of[f] == rank}
     rooms = [torch.empty(0, dtype=torch.uint8, device=gatherer.device)] * 2
     writing: Future[None] | None = None

@@ -1,4 +1,5 @@
-"""megarl.json: what says that a directory is a whole checkpoint, and that its files are as written.
+"""Writes and checks megarl.json, which says that a directory is a whole checkpoint and that its
+files are as written.
 
 It is written last, with the size and the checksum of every file and a checksum of itself.
 """
@@ -22,7 +23,8 @@ _READERS = 4
 def write_marker(
     staging: Path, info: Mapping[str, Any], checksums: Mapping[str, str] | None = None
 ) -> None:
-    """`checksums` of files by their name within `staging`, as far as they are known already."""
+    """Writes the marker of `staging`. `checksums` has those that are known already, by the file's
+    name within `staging`; the other files are read."""
     known = dict(checksums or {})
     files = {
         f.relative_to(staging).as_posix(): f.stat().st_size
@@ -44,7 +46,8 @@ def write_marker(
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """ValueError, saying why, where there is none or a damaged one."""
+    """Returns the marker of `path`. Raises ValueError, saying why, where there is none or a damaged
+    one."""
     try:
         marker: dict[str, Any] = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError) as e:
@@ -63,8 +66,8 @@ def read_marker(path: Path) -> dict[str, Any]:
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """The `info` of the checkpoint at `path`, whose files are all there, in full length; ValueError
-    if it is none. Not collective. `check_contents` reads the files, too."""
+    """Returns the `info` of the checkpoint at `path`, whose files are all there, in full length.
+    Raises ValueError if it is none. Not collective; `check_contents` reads the files, too."""
     marker = read_marker(Path(path))
     for name, size in marker["files"].items():
         file = Path(path) / name
@@ -79,8 +82,8 @@ def read_info(path: str | Path) -> dict[str, Any]:
 
 
 def check_contents(path: Path, names: Iterable[str] | None = None) -> None:
-    """Reads files of the checkpoint at `path` (None: all); ValueError for bytes that are not those
-    that were written. One from before there were checksums passes."""
+    """Reads files of the checkpoint at `path` (None: all). Raises ValueError for bytes that are not
+    those that were written. A checkpoint without checksums passes."""
     known = read_marker(path).get("xxh3_128", {})
     wanted = [n for n in (known if names is None else names) if n in known]
     with ThreadPoolExecutor(_READERS) as pool:
@@ -93,6 +96,7 @@ def check_contents(path: Path, names: Iterable[str] | None = None) -> None:
 
 
 def share_of_files(path: Path, rank: int, ranks: int) -> list[str]:
-    """The files of the checkpoint that `rank` of `ranks` shall check: every file is one rank's."""
+    """Returns the files of the checkpoint that `rank` of `ranks` is to check: every file is one
+    rank's."""
     files = read_marker(path)["files"]
     return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]

@@ -1,4 +1,4 @@
-"""Flat ranges of parameters as boxes of global tensors: how an optimizer's shard is put on disk.
+"""Puts an optimizer's shard on disk: flat ranges of parameters as boxes of global tensors.
 
 The distributed optimizer (ZeRO-1) gives every data-parallel rank a range of each flattened
 parameter. Such a range is at most a few boxes of the parameter, so that every rank writes and reads
@@ -21,8 +21,9 @@ Shape = tuple[int, ...]
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """(offsets, sizes) of boxes that are elements [start, stop) of a row-major array of `shape`, in
-    their order. At most 2 * ndim - 1: the end of a row, whole rows, the beginning of a row."""
+    """Yields (offsets, sizes) of the boxes that are elements [start, stop) of a row-major array of
+    `shape`, in their order. There are at most 2 * ndim - 1: the end of a row, whole rows, the
+    beginning of a row."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -47,9 +48,11 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Sha
 
 
 def cut(whole: ShardedTensor, key: str, start: int, stop: int, data: Tensor) -> list[ShardedTensor]:
-    """Boxes of tensor `key` that are elements [start, stop) of what `whole` is locally, with views
-    of `data`, which holds them. `whole` is a parameter's, alike on the data-parallel ranks; a box
-    belongs to one of them."""
+    """Returns the boxes of tensor `key` that are elements [start, stop) of what `whole` is locally,
+    with views of `data` [stop - start], which holds them.
+
+    `whole` is a parameter's, alike on the data-parallel ranks; a box belongs to one of them.
+    """
     lead = whole.global_offset[: whole.prepend_axis_num]
     inner = whole.global_offset[whole.prepend_axis_num :]
     found, at = [], 0

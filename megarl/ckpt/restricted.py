@@ -1,9 +1,8 @@
-"""Pickles in checkpoints, read so that nothing in them can run.
+"""Reads the pickles in checkpoints so that nothing in them can run.
 
 A torch_dist checkpoint has three kinds: `.metadata`, common.pt, and objects between the tensors of
-the .distcp files (random states). torch and megatron-core read the first and the last with the
-full unpickler, which calls whatever a file names. Here only what a checkpoint is made of has a
-name.
+the .distcp files (random states). torch and megatron-core read the first and the last with the full
+unpickler, which calls whatever a file names. Here only what a checkpoint is made of has a name.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def load_metadata(file: IO[bytes]) -> Metadata:
-    """UnpicklingError for what is damaged or names anything but metadata."""
+    """Reads metadata from a file. Raises UnpicklingError for what is damaged or names anything but
+    metadata."""
     try:
         found = _MetadataUnpickler(file).load()
     except pickle.UnpicklingError:
@@ -75,8 +75,8 @@ def load_metadata(file: IO[bytes]) -> Metadata:
 
 
 def check_common(path: Path) -> None:
-    """ValueError unless common.pt in directory `path` is plain data. megatron-core reads it by
-    torch.load, where an environment variable can allow more."""
+    """Raises ValueError unless common.pt in directory `path` is plain data. megatron-core reads it
+    by torch.load, where an environment variable can allow more."""
     try:
         torch.load(path / "common.pt", map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:

@@ -1,4 +1,5 @@
-"""Random states of this rank: python, numpy, torch and megatron-core's tracker."""
+"""Saves and restores the random states of this rank: python, numpy, torch and megatron-core's
+tracker."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron.core.tensor_parallel.random import (  # isort: skip
 
 
 def rng_state() -> dict[str, Any]:
-    """Everything that draws numbers on this rank. The engine must be in scope (its tracker)."""
+    """Returns the state of everything that draws numbers on this rank. The engine must be in scope,
+    for its tracker."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -40,7 +42,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def reseed(seed: int) -> None:
-    """All of them from `seed`, as at a start: alike on every rank, the tracker's by coordinates."""
+    """Seeds all of them, as at a start: alike on every rank, the tracker's by coordinates."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Safetensors on disk: slices out of a model directory, shards into one.
+"""Reads slices out of a model directory of safetensors files, and writes shards into one.
 
 Reading goes through the safetensors library, so a rank touches only the bytes it needs. Writing is
 our own, as the format is eight bytes of header length, a JSON header and the data: since names,
@@ -31,9 +31,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsDir:
-    """The tensors of a model directory, in one file or in shards. A context manager.
+    """Opens the tensors of a model directory, in one file or in shards. A context manager.
 
-    Every problem a user can have with the files is a ValueError naming file, tensor and fix.
+    It raises ValueError, naming file, tensor and fix, for every problem a user can have with the
+    files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,16 +59,19 @@ class SafetensorsDir:
         return name in self._file_of
 
     def names(self) -> Iterable[str]:
+        """Returns the names of all tensors."""
         return self._file_of.keys()
 
     def file_of(self, name: str) -> Path:
+        """Returns the file that holds a tensor."""
         return self.path / self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The box of a tensor, in the file's dtype; only its bytes are read."""
+        """Returns the box of a tensor, in the file's dtype; only its bytes are read."""
         try:
             return self._slice(name)[box]
         except SafetensorError as e:
@@ -118,7 +122,8 @@ class SafetensorsDir:
 
 
 def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, list[Member]]:
-    """File name -> its tensors, in order; a tensor larger than a shard gets its own."""
+    """Returns the tensors of each file, in order, by the file's name; a tensor larger than a shard
+    gets its own."""
     shards: list[list[Member]] = [[]]
     size = 0
     for m in members:
@@ -134,9 +139,11 @@ def plan_shards(members: Sequence[Member], max_shard_bytes: int) -> dict[str, li
 
 
 class ShardWriter:
-    """Streams tensors, in plan order, into the shards of `directory`, synced to disk. A context
-    manager: a block that ends well must have written the whole plan; one that fails leaves a
-    partial file."""
+    """Streams tensors, in plan order, into the shards of `directory`, synced to disk.
+
+    A context manager: a block that ends well must have written the whole plan; one that fails
+    leaves a partial file.
+    """
 
     def __init__(self, directory: Path, shards: dict[str, list[Member]]) -> None:
         self.directory, self.shards = directory, shards
@@ -177,6 +184,7 @@ class ShardWriter:
 
 
 def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None:
+    """Writes the index that names the file of every tensor."""
     total = sum(m.nbytes for members in shards.values() for m in members)
     weight_map = {m.name: file for file, members in shards.items() for m in members}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -184,7 +192,7 @@ def write_index(directory: Path, shards: Mapping[str, Sequence[Member]]) -> None
 
 
 def shard_header(members: Sequence[Member]) -> bytes:
-    """What stands in a safetensors file before the bytes of `members`."""
+    """Returns what stands in a safetensors file before the bytes of `members`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for m in members:
@@ -200,5 +208,5 @@ def shard_header(members: Sequence[Member]) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """A buffer of the row-major bytes of a tensor on any device."""
+    """Returns the row-major bytes of a tensor on any device, as a buffer."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()

@@ -16,22 +16,24 @@ from megarl.utils.digests import Digest
 
 
 class Writer(dcp.FileSystemWriter):
-    """One file per rank, synced to disk. `checksums`: file name -> checksum, of this rank's.
+    """Writes one file per rank, synced to disk, and makes its checksum on the way.
 
-    An error of the disk is raised as it came: torch.save, which every tensor goes through, ends
-    with an error of its own where a write came out short.
+    copy_ahead: bytes to copy from the device before they are written. An error of the disk is
+    raised as it came: torch.save, which every tensor goes through, ends with an error of its own
+    where a write came out short.
     """
 
     def __init__(self, path: Path, *, copy_ahead: int) -> None:
-        """copy_ahead: bytes to copy from the device before they are written."""
         super().__init__(path, thread_count=1, per_thread_copy_ahead=copy_ahead)
         self.fs = self._files = _Files()
 
     @property
     def checksums(self) -> dict[str, str]:
+        """Returns the checksums of this rank's files, by name."""
         return {Path(f.name).name: f.digest.hexdigest() for f in self._files.written}
 
     def write_data(self, *args: Any, **kw: Any) -> Any:
+        """Writes a rank's part of a plan, as torch calls it."""
         try:
             return super().write_data(*args, **kw)
         except Exception as e:
@@ -59,7 +61,7 @@ class _Files(FileSystem):
 
 
 class _File(io.BufferedWriter):
-    """A file that is written from its beginning to its end."""
+    """Makes the checksum of a file that is written from its beginning to its end."""
 
     def __init__(self, raw: io.FileIO) -> None:
         super().__init__(raw)

@@ -23,7 +23,8 @@ _ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Values of CUDA_VISIBLE_DEVICES, None where there are no GPUs. `shared`: they overlap."""
+    """Holds values of CUDA_VISIBLE_DEVICES, None where there are no GPUs. `shared` says that
+    trainers and servers overlap."""
 
     trainers: str | None
     servers: tuple[str | None, ...]
@@ -33,7 +34,7 @@ class Devices:
 def visible_gpus(
     env: Mapping[str, str], *, devices: Path = Path("/dev"), torch_version: str | None = None
 ) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES; empty where torch would use none of them."""
+    """Returns names for CUDA_VISIBLE_DEVICES, none where torch would use none of the GPUs."""
     if env.get("MEGARL_DEVICE") == "cpu" or (torch_version or version("torch")).endswith("+cpu"):
         return []
     if "CUDA_VISIBLE_DEVICES" in env:
@@ -42,9 +43,10 @@ def visible_gpus(
 
 
 def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: int) -> Devices:
-    """The first GPUs to the trainers, `server_tp` further ones to each server.
+    """Gives the first GPUs to the trainers and `server_tp` further ones to each server.
 
-    Where there are too few for both, servers go round the trainers' GPUs.
+    Where there are too few for both, servers go round the trainers' GPUs. Raises ConfigError where
+    the trainers alone, or a server alone, need more than there are.
     """
     if not gpus:
         return Devices(trainers=None, servers=(None,) * servers)
@@ -96,24 +98,28 @@ def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> Non
 
 def check_nccl(ours: str, theirs: str) -> None:
     """Raises ConfigError unless torch has one NCCL version in both interpreters."""
+    pipe = subprocess.PIPE
     asked = [
         subprocess.Popen(
-            [python, "-c", _ASK_NCCL], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
+            [python, "-c", _ASK_NCCL],
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
         for python in (ours, theirs)
-    ]  # fmt: skip
+    ]
     try:
-        mine, other = (_answer(*pair) for pair in zip((ours, theirs), asked, strict=True))
+        own, other = (_answer(*pair) for pair in zip((ours, theirs), asked, strict=True))
     finally:
         for process in asked:
             process.kill()
             process.wait()
-    if mine != other:
+    if own != other:
         raise ConfigError(
             [
                 f"server.python={theirs} has NCCL {other} and the trainers' {ours} has NCCL "
-                f"{mine}: NCCL connects equal versions only; install one torch in both, or use "
+                f"{own}: NCCL connects equal versions only; install one torch in both, or use "
                 "weight_sync.type=disk"
             ]
         )

@@ -22,7 +22,8 @@ KILL_TIMEOUT = 10.0
 
 
 class Child:
-    """A process that leads its own process group, so that all it starts can be ended with it."""
+    """Starts a process that leads its own process group, so that all it starts can be ended with
+    it."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, env: Mapping[str, str], tether: Tether
@@ -30,9 +31,12 @@ class Child:
         self.name = name
         with tether.end() as fds:
             self._process = subprocess.Popen(
-                command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
                 pass_fds=fds,
-            )  # fmt: skip
+            )
             tether.tie(fds, self._process.pid)
 
     @property
@@ -41,21 +45,23 @@ class Child:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status as a shell gives it (128 + n after signal n), None while it runs."""
+        """Returns the exit status as a shell gives it (128 + n after signal n), None while
+        it runs."""
         status = self._process.poll()
         return 128 - status if status is not None and status < 0 else status
 
     def signal(self, number: int) -> None:
-        """To the leader only: what it started is its own to end."""
+        """Sends a signal to the leader only: it ends what it started."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def wait(self, timeout: float) -> None:
+        """Waits for the end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         self._process.wait(timeout)
 
 
 def signal_group(pgid: int, number: int) -> bool:
-    """False when the whole group has ended."""
+    """Sends a signal to a process group; returns False when the whole group has ended."""
     try:
         os.killpg(pgid, number)
     except ProcessLookupError:
@@ -116,7 +122,7 @@ def stop_all(
 
 
 def wait_until(done: Callable[[], bool], *, timeout: float) -> bool:
-    """Whether `done` came true within `timeout` seconds."""
+    """Waits until `done` is true, at most `timeout` seconds; returns whether it came true."""
     deadline = time.monotonic() + timeout
     while not (ended := done()) and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL)
@@ -141,13 +147,16 @@ class Reaper:
         )
 
     def watch(self, pgid: int) -> None:
+        """Has the group ended with this process."""
         self._tell(f"+{pgid}")
 
     def forget(self, pgid: int) -> None:
-        """To call once the group has ended: its number may be given to others."""
+        """Stops watching a group. Call it once the group has ended: its number may be given to
+        others."""
         self._tell(f"-{pgid}")
 
     def close(self) -> None:
+        """Ends the reaper, which then ends the groups it still watches."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

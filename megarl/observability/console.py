@@ -23,6 +23,9 @@ PROGRESS_INTERVAL = 1.0
 
 
 class ConsoleSink:
+    """Prints a table of each step's metrics and one line of progress; without tables, fast steps
+    share a line."""
+
     def __init__(
         self,
         *,
@@ -36,6 +39,7 @@ class ConsoleSink:
         self._shown = -math.inf
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Prints one step, unless a line was printed less than PROGRESS_INTERVAL seconds ago."""
         now = self._clock()
         self._ends.append((step, now))
         told = step == total_steps or any(name.startswith("eval/") for name in stats)
@@ -48,11 +52,12 @@ class ConsoleSink:
         self._console.print(Text(line, style="bold"))
 
     def close(self) -> None:
-        pass
+        """Does nothing: the console stays open."""
 
 
 def seconds_per_step(ends: deque[tuple[int, float]]) -> float | None:
-    """The median over recent steps, so that one evaluation does not upset the forecast."""
+    """Returns the median over recent steps, so that one evaluation does not upset the forecast, or
+    None."""
     pairs = list(ends)
     spans = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairwise(pairs) if s1 > s0]
     return statistics.median(spans) if spans else None
@@ -61,6 +66,8 @@ def seconds_per_step(ends: deque[tuple[int, float]]) -> float | None:
 def progress_line(
     step: int, stats: Mapping[str, float], total_steps: int | None, pace: float | None
 ) -> str:
+    """Returns one line: step, reward or loss, speed, and the time left at `pace` seconds
+    per step."""
     parts = [f"step {step}" + (f"/{total_steps}" if total_steps else "")]
     for name, key in (("reward", "reward/mean"), ("loss", "loss"), ("accuracy", "eval/accuracy")):
         if key in stats and not (name == "loss" and "reward/mean" in stats):
@@ -79,7 +86,8 @@ def progress_line(
 
 
 def stats_table(stats: Mapping[str, float], *, width: int) -> Table:
-    """Figures by group (the part of the name before the first /), in as many columns as fit."""
+    """Returns the metrics by group (the part of the name before the first /), in as many columns as
+    fit into `width` characters."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, value in stats.items():
         group, _, name = key.partition("/") if "/" in key else (UNGROUPED, "", key)
@@ -102,7 +110,7 @@ def stats_table(stats: Mapping[str, float], *, width: int) -> Table:
 
 
 def number(value: float) -> str:
-    """At most nine characters, four digits that matter."""
+    """Writes a number in at most nine characters, with four digits that matter."""
     v = float(value)
     if not math.isfinite(v):
         return str(v)
@@ -118,7 +126,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """5s, 4m 07s, 2h 05m, 3d 04h"""
+    """Writes seconds as 5s, 4m 07s, 2h 05m or 3d 04h."""
     s = max(0, round(seconds))
     if s < 60:
         return f"{s}s"

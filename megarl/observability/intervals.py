@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # drawn indices at a time: 32 MiB
 
 
 class Estimate(NamedTuple):
-    """A measured value and its interval."""
+    """Holds a measured value and the ends of its interval."""
 
     value: float
     low: float
@@ -34,12 +34,13 @@ class Estimate(NamedTuple):
 def proportion_ci(
     right: Scores, *, groups: Sequence[Hashable] | None = None, level: float = 0.95
 ) -> tuple[float, float]:
-    """(low, high) of the share of True in `right` [n].
+    """Returns (low, high) of the share of True in `right` [n].
 
-    Wilson's score interval (JASA 22, 1927) of n independent samples, or of as many as the spread
-    between prompts says that these are worth: the effective sample size of E. Korn and B. Graubard
-    (Survey Methodology 24, 1998). Where all samples are right or all wrong there is no spread to
-    go by, and a prompt counts once.
+    It is Wilson's score interval (JASA 22, 1927) of n independent samples, or of as many as the
+    spread between prompts says that these are worth: the effective sample size of E. Korn and B.
+    Graubard (Survey Methodology 24, 1998). Where all samples are right or all wrong there is no
+    spread to go by, and a prompt counts once. Raises ValueError for no samples, or groups of
+    another number.
     """
     sums, counts = _by_group(right, groups, "proportion_ci")
     n, p = counts.sum(), sums.sum() / counts.sum()
@@ -50,7 +51,7 @@ def proportion_ci(
 
 
 def wilson(p: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
-    """The score interval of a share `p` of `n` independent samples."""
+    """Returns the score interval of a share `p` of `n` independent samples."""
     z2 = _normal_quantile(level) ** 2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
@@ -66,9 +67,11 @@ def bootstrap_ci(
     groups: Sequence[Hashable] | None = None,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """(low, high) of the mean of `scores` [n] by the percentile bootstrap (B. Efron, 1979) over
-    whole groups, deterministic in `seed`. Scores that are all alike give an interval of no width:
-    for accuracies there is proportion_ci.
+    """Returns (low, high) of the mean of `scores` [n], by the percentile bootstrap (B. Efron, 1979)
+    over whole groups, deterministic in `seed`.
+
+    Scores that are all alike give an interval of no width: for accuracies there is proportion_ci.
+    Raises ValueError for no scores, or groups of another number.
     """
     sums, counts = _by_group(scores, groups, "bootstrap_ci")
     tail = 50.0 * (1.0 - _checked(level))
@@ -86,8 +89,10 @@ def bootstrap_ci(
 def difference_ci(
     before: Estimate, after: Estimate, *, correlation: float = 0.0
 ) -> tuple[float, float]:
-    """(low, high) of after - before, from the two intervals (R. Newcombe, Statistics in Medicine
-    17, 1998, method 10, for proportions; G. Zou and A. Donner, ibid. 27, 2008, for any estimates).
+    """Returns (low, high) of after - before, from the two intervals (R. Newcombe, Statistics in
+    Medicine 17, 1998, method 10, for proportions; G. Zou and A. Donner, ibid. 27, 2008, for any
+    estimates).
+
     `correlation` of the two estimates is 0 where they were measured on different prompts.
     """
     gain = after.value - before.value
@@ -101,8 +106,11 @@ def difference_ci(
 
 
 def correlation(before: Sequence[Scores], after: Sequence[Scores]) -> float:
-    """Between the means of two measurements of the same prompts; each has the scores of every
-    prompt, in the same order. 0 where one of them does not vary.
+    """Returns the correlation of the means of two measurements of the same prompts, 0 where one of
+    them does not vary.
+
+    Each has the scores of every prompt, in the same order. Raises ValueError where the numbers of
+    prompts differ.
     """
     if len(before) != len(after):
         raise ValueError(
@@ -114,7 +122,7 @@ def correlation(before: Sequence[Scores], after: Sequence[Scores]) -> float:
 
 
 def _deviations(prompts: Sequence[Scores]) -> NDArray[np.float64]:
-    """By how much each prompt moves the mean of all samples."""
+    """Returns by how much each prompt moves the mean of all samples."""
     sums = np.array([float(sum(p)) for p in prompts])
     counts = np.array([len(p) for p in prompts], dtype=np.float64)
     return (sums - sums.sum() / counts.sum() * counts) / counts.sum()
@@ -123,7 +131,8 @@ def _deviations(prompts: Sequence[Scores]) -> NDArray[np.float64]:
 def _by_group(
     scores: Scores, groups: Sequence[Hashable] | None, caller: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(sum of scores, number of samples) of every group; without groups each sample is its own."""
+    """Returns (sum of scores, number of samples) of every group; without groups each sample is its
+    own."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError(f"{caller}: needs a list of at least one score, got {values.shape}")

@@ -1,4 +1,4 @@
-"""get_logger: lines with time, rank and module; INFO on rank 0, WARNING elsewhere."""
+"""Log lines with time, rank and module: INFO on rank 0, WARNING elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ ROOT = "megarl"
 
 
 def env_rank() -> int:
-    """This process's rank as torchrun gives it, 0 without it."""
+    """Returns this process's rank as torchrun gives it, 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_logger(name: str = ROOT) -> logging.Logger:
-    """A logger below "megarl". MEGARL_LOG_LEVEL (DEBUG, INFO, ...) sets the level on every rank."""
+    """Returns a logger below "megarl". MEGARL_LOG_LEVEL (DEBUG, INFO, ...) sets the level on every
+    rank; raises ValueError where it is no level."""
     _configure()
     if name != ROOT and not name.startswith(ROOT + "."):
         name = f"{ROOT}.{name}"
@@ -23,7 +24,7 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def warn_once_per_world(log: logging.Logger, message: str, *args: object) -> None:
-    """A warning about something every rank sees alike: rank 0 alone says it."""
+    """Warns, on rank 0 alone, of something that every rank sees alike."""
     if env_rank() == 0:
         log.warning(message, *args)
 

@@ -20,7 +20,8 @@ log = get_logger(__name__)
 
 
 class Profiler:
-    """with profiler.step(n): ... around every step; close() at the end. Each rank has its own."""
+    """Traces the steps that the configuration names, on the ranks that it names. Each rank has its
+    own: `with profiler.step(n): ...` goes around every step, and `close()` comes at the end."""
 
     def __init__(self, config: ProfilerConfig, *, run_dir: Path, rank: int) -> None:
         self._config, self._rank = config, rank
@@ -31,7 +32,8 @@ class Profiler:
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
-        """Around step n. A run that starts beyond start_step traces its first steps."""
+        """Traces step n if it is wanted. A run that starts beyond start_step traces its first
+        steps."""
         start = self._config.start_step
         if self._wanted and self._running is None and start is not None and n >= start:
             self._start(n)
@@ -55,7 +57,8 @@ class Profiler:
         self._running.start()
 
     def close(self) -> None:
-        """Writes what was traced, if anything; a window that the run's end cut short too."""
+        """Writes what was traced, if there is a whole step, also of a window that the run's end cut
+        short."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -1,4 +1,4 @@
-"""Timers: seconds spent in the named phases of a step."""
+"""Measures the seconds spent in the named phases of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _synchronize() -> None:
 
 
 class Timers:
-    """Usage:
+    """Adds up the seconds of named phases, until they are exported:
 
         with timers.phase("rollout"):
             ...
@@ -47,14 +47,15 @@ class Timers:
             self.add(name, self._clock() - start)
 
     def add(self, name: str, seconds: float) -> None:
+        """Adds seconds that were measured elsewhere to a phase."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
-        """What has gathered since the last export, by phase."""
+        """Returns the seconds of each phase since the last export."""
         return dict(self._seconds)
 
     def export(self, prefix: str = "timing/") -> dict[str, float]:
-        """{prefix + phase + "_s": seconds}, and starts again from nothing."""
+        """Returns {prefix + phase + "_s": seconds} and starts again from nothing."""
         out = {f"{prefix}{name}_s": s for name, s in self._seconds.items()}
         self._seconds.clear()
         return out

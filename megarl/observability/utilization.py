@@ -1,5 +1,5 @@
-"""How much of what the hardware can do a step does: model FLOP/s, and their share of the peak (MFU,
-A. Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+"""The share of the hardware that a step uses: model FLOP/s, and their part of the peak (MFU, A.
+Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
 
 The model's FLOPs are those its formulas need, whatever the implementation computes again or twice.
 """
@@ -38,14 +38,16 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """The table's entry whose words all stand in the name, the most telling one; None if none."""
+    """Returns the peak of the entry whose words all stand in the device's name, the entry with the
+    most words; None if there is none."""
     words = set(device_name.replace("-", " ").split())
     known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
 def this_device_peak(dtype: torch.dtype) -> float | None:
-    """TFLOP/s of the current GPU for matrices of `dtype`; None on a CPU and for wider numbers."""
+    """Returns TFLOP/s of the current GPU for matrices of `dtype`; None on a CPU and for wider
+    numbers."""
     if dtype.itemsize != 2 or not torch.cuda.is_available():
         return None
     return peak_tflops(torch.cuda.get_device_name())
@@ -54,7 +56,8 @@ def this_device_peak(dtype: torch.dtype) -> float | None:
 def utilization(
     flops: float, *, seconds: float, devices: int, peak: float | None
 ) -> dict[str, float]:
-    """`flops` of all devices in `seconds`; `peak` in TFLOP/s of one."""
+    """Returns the metrics of `flops` of all devices in `seconds`. `peak` is in TFLOP/s of one
+    device; without it there is no MFU."""
     reached = flops / seconds / devices / 1e12
     metrics = {"perf/tflops_per_gpu": reached}
     return metrics if peak is None else metrics | {"perf/mfu": reached / peak}

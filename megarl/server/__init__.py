@@ -11,13 +11,14 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     errors.py            refusals, each with its HTTP status and body
     sampling_params.py   sampling parameters, as SGLang bounds them
     sampler.py           counter-based randomness, the batched sampler
-    sequence.py          one sample in flight, the HTTP call it belongs to
+    sequence.py          one sequence that is being written, the HTTP call it belongs to
     kv_cache.py          slot KV cache and the attention that reads it
     runner.py            batched prefill and decode over the model
+    running.py           the sequences that are being written: prefill, decode, how they end
     scheduler.py         continuous batching, pause, abort: one thread that owns the model
     weights.py           HF names -> tensors; validated loads, checksums
     updates.py           weight-update sessions and process groups
-    text.py              tokenizer: prompts, stop strings, answers
+    text.py              tokenizer: stop strings, answers
     generate.py          /generate: body -> sequences
     render.py            sequences -> answers
     core.py              all of the above put together

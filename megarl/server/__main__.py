@@ -11,6 +11,7 @@ from megarl.utils.env import set_nccl_default
 
 
 def main() -> int:
+    """Reads the command line and serves until SIGTERM or SIGINT; returns the exit status."""
     args = parse_args()
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"

@@ -22,9 +22,8 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class Access:
-    """host: the address the server is bound to. token: None where everybody may call everything
-    that a program, not a browser's page, may.
-    """
+    """Checks who calls. host: the address the server is bound to. token: the job's; with None every
+    program, but no browser's page, may call everything."""
 
     def __init__(self, host: str, token: str | None) -> None:
         self._token, self._everywhere = token, host in _WILDCARDS
@@ -35,9 +34,8 @@ class Access:
         return is_loopback(f"{self._host}:0")
 
     def check(self, request: Request, *, control: bool) -> None:
-        """ServerError with 401, 403 or 415. control: the call changes the server, or shows its
-        weights.
-        """
+        """Raises ServerError with 401, 403 or 415 for a call that is refused. control: the call
+        changes the server, or shows its weights."""
         headers = request.headers
         known = self._knows_token(headers.get("authorization", ""))
         if not known:

@@ -1,5 +1,7 @@
-"""LoRA adapters by name, from PEFT directories. The one that was loaded last is merged into the
-model: W + scale * B A, in float32, rounded once to the server's dtype, as the trainer merges.
+"""LoRA adapters by name, from PEFT directories.
+
+The adapter that was loaded last is merged into the model: W + scale * B A, in float32, rounded once
+to the server's dtype, as the trainer merges.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 
 class Adapters:
-    """paths: name -> directory of what is loaded; merged: the name of the one that answers are
-    computed with. Memory: the adapted weights once more, as they are without.
-    """
+    """Loads and merges adapters. `paths` has the directory of each by its name; `merged` names the
+    one that answers are computed with. It keeps a copy of the weights below the merged one."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -40,7 +41,8 @@ class Adapters:
         self.merged: str | None = None
 
     def load(self, name: str, path: str) -> None:
-        """All or nothing."""
+        """Merges the adapter in directory `path`, all of it or nothing. Raises ControlError if it
+        cannot be read or does not fit the model, or if `name` is taken."""
         if name in self.paths:
             raise ControlError(f"LoRA adapter {name!r} is loaded already; unload it first")
         if self._store.torn:
@@ -63,6 +65,8 @@ class Adapters:
         self.paths[name], self.merged = path, name
 
     def unload(self, name: str) -> None:
+        """Forgets an adapter; where it is merged, puts back the weights below it. Raises
+        ControlError if there is none of this name."""
         if name not in self.paths:
             raise ControlError(f"LoRA adapter {name!r} is not loaded")
         del self.paths[name]
@@ -70,12 +74,13 @@ class Adapters:
             self._restore()
 
     def forget(self) -> None:
-        """Before the model's own weights change."""
+        """Unloads all adapters. Call it before the model's own weights change."""
         self._restore()
         self.paths.clear()
 
     def check_named(self, wanted: Any) -> None:
-        """ServerError where a request's `lora_path` is not what answers are computed with."""
+        """Raises ServerError where a request's `lora_path` names another adapter than the one that
+        answers are computed with."""
         for name in wanted if isinstance(wanted, list) else [wanted]:
             if (name or None) != self.merged:
                 has = f"LoRA adapter {self.merged!r}" if self.merged else "no LoRA adapter"
@@ -89,7 +94,8 @@ class Adapters:
 
 
 def _read(path: str) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], float]:
-    """{HF name of a weight: its A [r, in] and B [out, r]}, and their scale."""
+    """Reads a PEFT directory; returns A [r, in] and B [out, r] by the HF name of their weight, and
+    their scale."""
     try:
         config = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(path) / "adapter_model.safetensors")

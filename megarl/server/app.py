@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -34,34 +35,31 @@ _STOP_TIMEOUT = 2.0
 # the event loop and the scheduler share the GIL; the default of 5 ms would show in every step
 _SWITCH_INTERVAL = 5e-4
 
-_ROUTES: dict[str, tuple[str, ...]] = {
-    "health": ("GET",), "health_generate": ("GET",), "ready": ("GET",), "model_info": ("GET",),
-    "server_info": ("GET",), "generate": ("POST", "PUT"), "abort_request": ("POST",),
-    "pause_generation": ("POST",), "continue_generation": ("POST",),
-    "flush_cache": ("GET", "POST"), "begin_weight_update": ("POST",),
-    "end_weight_update": ("POST",), "init_weights_update_group": ("POST",),
-    "destroy_weights_update_group": ("POST",), "update_weights_from_distributed": ("POST",),
-    "update_weights_from_tensor": ("POST",), "update_weights_from_disk": ("POST",),
-    "update_weight_version": ("POST",), "load_lora_adapter": ("POST",),
-    "unload_lora_adapter": ("POST",),
-    "weights_checker": ("GET", "POST"), "get_weights_by_name": ("GET", "POST"),
-}  # fmt: skip
+# an endpoint's route has its name, and its method is POST but for these
+_METHODS = {
+    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ["GET"]),
+    **dict.fromkeys(("flush_cache", "weights_checker"), ["GET", "POST"]),
+}
 # what shows no weights and changes nothing but by computing
-_OPEN = {"health", "health_generate", "ready", "model_info", "server_info", "generate"}
-_ALIASES = {"model_info": ("get_model_info",), "server_info": ("get_server_info",)}
+_OPEN = {"health", "ready", "model_info", "server_info", "generate"}
 
 
 def build_app(core: ServerCore, access: Access) -> FastAPI:
+    """Returns the app with a route for every endpoint, each behind `access`."""
     app = FastAPI(title="megarl generation server", docs_url=None, redoc_url=None, openapi_url=None)
-    parts = (Endpoints(core), WeightEndpoints(core))
-    for path, methods in _ROUTES.items():
-        handler = next(getattr(p, path) for p in parts if hasattr(p, path))
-        check = functools.partial(access.check, control=path not in _OPEN)
-        for name in (path, *_ALIASES.get(path, ())):
-            app.add_route(f"/{name}", guarded(handler, check), methods=list(methods))
+    routes = {
+        name: handler
+        for part in (Endpoints(core), WeightEndpoints(core))
+        for name, handler in inspect.getmembers(part, inspect.iscoroutinefunction)
+        if not name.startswith("_")
+    }
+    for name, handler in routes.items():
+        check = functools.partial(access.check, control=name not in _OPEN)
+        methods = _METHODS.get(name, ["POST"])
+        app.add_route(f"/{name}", guarded(handler, check), methods=methods)
 
     async def unknown(request: Request) -> Response:
-        have = ", ".join(f"/{p}" for p in _ROUTES)
+        have = ", ".join(f"/{name}" for name in routes)
         path = request.url.path
         message = f"{request.method} {path} is not supported by the embedded server; it has {have}"
         return answer({"error": {"message": message}}, 404)
@@ -100,7 +98,7 @@ class _HttpServer(uvicorn.Server):
             logger.info("ready on http://%s:%d", self.config.host, self.config.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn would raise the signal again at the end; a server told to end ends with 0."""
+        """Ends with status 0; uvicorn's own handler would raise the signal again at the end."""
         self.stop()
 
     async def shutdown(self, sockets: Any = None) -> None:
@@ -111,7 +109,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def serve(args: ServerArgs) -> int:
-    """Loads the model and serves until SIGTERM or SIGINT; the exit status."""
+    """Loads the model and serves until SIGTERM or SIGINT; returns the exit status."""
     sys.setswitchinterval(_SWITCH_INTERVAL)
     disable_progress_bar()  # stdout is a log file
     http = _HttpServer(args)

@@ -11,9 +11,11 @@ from megarl.config.bounds import TIMEOUT
 
 @dataclass(kw_only=True)
 class ServerArgs:
+    """Holds the flags of the command line. Lengths are in tokens, `dist_timeout` is in seconds.
+    Raises ValueError for a number out of its bounds."""
+
     model_path: str
     tokenizer_path: str | None = None
-    served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 30000
     dtype: str = "auto"
@@ -45,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add("--model-path", required=True, help="HF model directory")
     add("--tokenizer-path", help="HF tokenizer directory (default: the model's)")
-    add("--served-model-name", help="name in /model_info (default: the model path)")
     add("--host", help="address to bind")
     add("--port", type=int)
     add(
@@ -76,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """ServerArgs of a command line; what is not given keeps the dataclass's default."""
+    """Reads a command line; what is not given keeps the dataclass's default. Exits with 2 and a
+    message where a flag is wrong."""
     parser = _parser()
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     try:
@@ -86,4 +88,5 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
 
 
 def as_dict(args: ServerArgs) -> dict[str, object]:
+    """Returns the flags as /server_info shows them."""
     return {f.name: getattr(args, f.name) for f in fields(args)}

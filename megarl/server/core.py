@@ -1,4 +1,4 @@
-"""What a server is made of: the model, its scheduler, its text tools, its weight updates."""
+"""Puts a server together: the model, its scheduler, its text tools, its weight updates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megarl.server.args import ServerArgs
 from megarl.server.errors import ServerError
 from megarl.server.generate import RequestParser
 from megarl.server.runner import ModelRunner
-from megarl.server.scheduler import Delivery, Scheduler
+from megarl.server.scheduler import Scheduler
+from megarl.server.sequence import Delivery
 from megarl.server.text import TextTools, eos_token_ids
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore
 
 
 class ServerCore:
-    """`on_death` is called, in the scheduler's thread, when the generation loop fails."""
+    """Holds the parts of a server below its HTTP face. `on_death` is called, in the scheduler's
+    thread, when the generation loop fails."""
 
     def __init__(self, args: ServerArgs, *, on_death: Callable[[], None]) -> None:
         self.args = args
@@ -29,12 +31,12 @@ class ServerCore:
         torch.set_num_threads(1)
         self.runner = ModelRunner(args)
         self.text = TextTools(args.tokenizer_path or args.model_path)
-        self.model_path, self.name = args.model_path, args.served_model_name or args.model_path
+        self.model_path = args.model_path
         self.updates = WeightUpdates(
             WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
         )
         self.parser = RequestParser(
-            text=self.text,
+            has_tokenizer=self.text.tokenizer is not None,
             context_length=self.runner.context_length,
             vocab_size=self.runner.vocab_size,
             eos=eos_token_ids(args.model_path, self.runner.config, self.text.tokenizer)
@@ -52,11 +54,12 @@ class ServerCore:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """In the event loop that serves requests."""
+        """Starts the scheduler. Call it in the event loop that serves requests."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
 
     def check_alive(self) -> None:
+        """Raises ServerError (503) where the generation loop has ended."""
         if not self.scheduler.alive:
             raise ServerError(self.scheduler.error or "the server is stopping", status=503)
 

@@ -1,4 +1,4 @@
-"""State, generation, pause: every method is the route of its name."""
+"""Routes for state, generation and pause: every method is the route of its name."""
 
 from __future__ import annotations
 
@@ -25,39 +25,30 @@ _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or "
     "waiting requests, the operation will not be performed.)\n"
 )
-_HEALTH_TIMEOUT = 20.0
 
 
 class Endpoints:
+    """Answers the calls that ask for state or tokens, or that pause generation."""
+
     def __init__(self, core: ServerCore) -> None:
         self.core = core
 
     async def health(self, request: Request) -> Response:
+        """Answers 200 while the generation loop runs, else 503."""
         return Response(status_code=200 if self.core.scheduler.alive else 503)
 
-    async def health_generate(self, request: Request) -> Response:
-        """Generates a token; a paused server is healthy without."""
-        if self.core.scheduler.paused or not self.core.scheduler.alive:
-            return await self.health(request)
-        call, _ = await self.core.parser.parse(
-            {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "HEALTH_CHECK"}
-        )
-        self.core.scheduler.submit(call.sequences)
-        done, _ = await asyncio.wait({call.done}, timeout=_HEALTH_TIMEOUT)
-        self.core.scheduler.abort_sequences(call.sequences)
-        well = done and self.core.scheduler.alive and not any(s.error for s in call.sequences)
-        return Response(status_code=200 if well else 503)
-
     async def ready(self, request: Request) -> Response:
+        """Answers 200 while requests would be generated, 503 while paused or dead."""
         up = self.core.scheduler.alive and not self.core.scheduler.paused
         return Response(status_code=200 if up else 503)
 
     async def model_info(self, request: Request) -> Response:
+        """Answers which model is served, with which version of its weights."""
         config = self.core.runner.config
         return answer(
             {
                 "model_path": self.core.model_path,
-                "served_model_name": self.core.name,
+                "served_model_name": self.core.model_path,
                 "tokenizer_path": self.core.args.tokenizer_path or self.core.args.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
@@ -71,6 +62,7 @@ class Endpoints:
         )
 
     async def server_info(self, request: Request) -> Response:
+        """Answers with the flags, the cache's size and what is running now."""
         runner, scheduler = self.core.runner, self.core.scheduler
         launch = as_dict(self.core.args) | {
             "model_path": self.core.model_path,
@@ -100,9 +92,11 @@ class Endpoints:
     # ---- generation
 
     async def generate(self, request: Request) -> Response:
+        """Answers with what was generated: one object, or a list for a list of prompts. A client
+        that goes away aborts its sequences."""
         self.core.check_alive()
         body = await read_json(request)
-        call, batched = await self.core.parser.parse(body)
+        call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
         if call.stream:
@@ -120,7 +114,7 @@ class Endpoints:
         return answer(answers if batched else answers[0])
 
     async def _stream(self, call: GenerateCall, batched: bool) -> AsyncIterator[bytes]:
-        """Cumulative chunks; Starlette closes the generator when the client is gone."""
+        """Yields cumulative chunks; Starlette closes the generator when the client is gone."""
         left = len(call.sequences)
         try:
             while left:
@@ -142,6 +136,7 @@ class Endpoints:
                 self.core.scheduler.abort_sequences(call.sequences)
 
     async def abort_request(self, request: Request) -> Response:
+        """Aborts the sequences whose rid begins with `rid`, or all."""
         body = await read_json(request)
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         if not everything and (not isinstance(rid, str) or not rid):
@@ -150,6 +145,7 @@ class Endpoints:
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request) -> Response:
+        """Stops generation in one of PAUSE_MODES; answers when it has stopped."""
         mode = (await read_json(request, required=False)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise ServerError(f"mode={mode!r}: use one of {', '.join(PAUSE_MODES)}")
@@ -157,11 +153,13 @@ class Endpoints:
         return answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: Request) -> Response:
+        """Goes on after a pause."""
         await read_json(request)  # SGLang requires a body; so does this server
         await asyncio.wrap_future(self.core.scheduler.resume())
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
+        """Gives the KV memory back; waits up to `timeout` seconds until no sequence holds it."""
         try:
             timeout = float(request.query_params.get("timeout", 0))
         except ValueError:

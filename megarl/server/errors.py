@@ -1,4 +1,4 @@
-"""What the server refuses, each with the status and the body SGLang's clients expect."""
+"""Refusals, each with the status and the body that SGLang's clients expect."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 from megarl.server.limits import MAX_MESSAGE
 
 
+def described(e: BaseException) -> str:
+    """Returns the error's type and message in one line."""
+    return f"{type(e).__name__}: {e}"
+
+
 class ServerError(Exception):
-    """Answered as `status` with SGLang's {"error": {"message": ...}}."""
+    """Refuses a request with `status` and SGLang's {"error": {"message": ...}}."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         if len(message) > MAX_MESSAGE:
@@ -17,22 +22,25 @@ class ServerError(Exception):
         self.status = status
 
     def body(self) -> dict[str, Any]:
+        """Returns the JSON to answer with."""
         return {"error": {"message": str(self)}}
 
 
 class UnknownFieldError(ServerError):
-    """An unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
+    """Refuses an unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
 
     def body(self) -> dict[str, Any]:
+        """Returns the JSON to answer with."""
         return {"error": str(self)}
 
 
 class ControlError(ServerError):
-    """A control call that failed: {"success": false, "message": ...}."""
+    """Tells that a control call failed: {"success": false, "message": ...}."""
 
     def __init__(self, message: str, *, status: int = 400, **extra: Any) -> None:
         super().__init__(message, status=status)
         self.extra = extra
 
     def body(self) -> dict[str, Any]:
+        """Returns the JSON to answer with."""
         return {"success": False, "message": str(self), **self.extra}

@@ -1,16 +1,16 @@
-"""Sequences -> SGLang's answers, as plain dicts for orjson."""
+"""Turns sequences into SGLang's answers, as plain dicts for orjson."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from megarl.server.sequence import ABORTED_IN_QUEUE, Sequence
+from megarl.server.sequence import ABORTED_IN_QUEUE, ServedSequence
 from megarl.server.text import TextTools
 
 
-def render(seq: Sequence, length: int, finished: bool, text: TextTools) -> dict[str, Any]:
-    """SGLang's answer for the first `length` output tokens of `seq`."""
+def render(seq: ServedSequence, length: int, finished: bool, text: TextTools) -> dict[str, Any]:
+    """Returns SGLang's answer for the first `length` output tokens of `seq`."""
     output = seq.output[:length]
     reason = seq.finish_reason if finished else None
     meta: dict[str, Any] = {"id": seq.rid, "finish_reason": reason}
@@ -24,7 +24,7 @@ def render(seq: Sequence, length: int, finished: bool, text: TextTools) -> dict[
         "num_retractions": seq.retractions,
     }
     if seq.report.logprobs:
-        meta |= _logprobs(seq, length, text)
+        meta |= _logprobs(seq, length)
     meta |= {
         "reasoning_tokens": 0,
         "completion_tokens": length,
@@ -49,7 +49,7 @@ def render(seq: Sequence, length: int, finished: bool, text: TextTools) -> dict[
     return {"text": answer, "output_ids": output, "meta_info": meta}
 
 
-def _spans(seq: Sequence, length: int) -> list[dict[str, Any]]:
+def _spans(seq: ServedSequence, length: int) -> list[dict[str, Any]]:
     ends = [start for _, start in seq.spans[1:]] + [length]
     return [
         {"version": version, "start": start, "end": end}
@@ -58,12 +58,11 @@ def _spans(seq: Sequence, length: int) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(seq: Sequence, length: int, text: TextTools) -> dict[str, Any]:
-    """Entries are [logprob, token id, text or null]."""
+def _logprobs(seq: ServedSequence, length: int) -> dict[str, Any]:
+    """Returns logprobs as entries [logprob, token id, null]; SGLang may have text in the last."""
 
     def entry(logprob: float | None, token: int) -> list[Any]:
-        said = text.decode([token], skip_special_tokens=False) if seq.report.text else None
-        return [logprob, token, said]
+        return [logprob, token, None]
 
     start = max(0, seq.report.start)
     prompt = zip(seq.input_logprobs or [], seq.prompt[start:])

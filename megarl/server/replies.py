@@ -1,4 +1,4 @@
-"""Bodies in and out, as JSON by orjson; refusals as their status and body."""
+"""Reads bodies and writes answers, as JSON by orjson; refusals keep their status and body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from megarl.server.errors import ServerError
+from megarl.server.errors import ServerError, described
 from megarl.server.limits import MAX_BODY
 
 logger = logging.getLogger(__name__)
@@ -19,10 +19,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def answer(content: Any, status: int = 200) -> Response:
+    """Returns `content` as a JSON response."""
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
-async def read_json(request: Request, *, required: bool = True) -> Any:
+async def read_json(request: Request, *, required: bool = True) -> dict[str, Any]:
+    """Returns the body; {} for none where it is not `required`. Raises ServerError for anything but
+    a JSON object of at most MAX_BODY bytes."""
     raw = await _body(request)
     if not raw and not required:
         return {}
@@ -36,8 +39,8 @@ async def read_json(request: Request, *, required: bool = True) -> Any:
 
 
 async def _body(request: Request) -> bytearray:
-    said, raw = request.headers.get("content-length", ""), bytearray()
-    if not (said.isdigit() and int(said) > MAX_BODY):
+    length, raw = request.headers.get("content-length", ""), bytearray()
+    if not (length.isdigit() and int(length) > MAX_BODY):
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > MAX_BODY:
@@ -48,8 +51,8 @@ async def _body(request: Request) -> bytearray:
 
 
 def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
-    """Answers refusals, those of `check` first, with their status and body, and every other error
-    with 500: one request's failure is no other's.
+    """Makes a handler that calls `check` first. It answers refusals with their status and body, and
+    every other error with 500, so that one request's failure is no other's.
     """
 
     @functools.wraps(handler)
@@ -69,4 +72,5 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
 
 
 def unexpected(e: BaseException) -> ServerError:
-    return ServerError(f"{type(e).__name__}: {e}", status=500)
+    """Turns an error that nobody foresaw into a refusal with status 500."""
+    return ServerError(described(e), status=500)

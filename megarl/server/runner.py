@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
-from megarl.server.sequence import Sequence
+from megarl.server.sequence import ServedSequence
 from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,12 @@ _LONGEST_PROMPT_RATIO = 2  # prompts in one prefill batch differ at most so much
 
 
 class ModelRunner:
+    """Loads a model and runs it: prefill and decode of sequences that own rows of its KV cache.
+
+    Raises ValueError where the model cannot be served, or where the cache is too small for one
+    sequence.
+    """
+
     def __init__(self, args: ServerArgs) -> None:
         self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.deterministic = args.deterministic
@@ -78,7 +83,8 @@ class ModelRunner:
         return args.context_length or longest
 
     def _fitting_tokens(self) -> int:
-        """KV positions the memory set aside for them holds, at most what could ever be used."""
+        """Returns how many KV positions fit into the memory set aside for them, at most what could
+        ever be used."""
         layers, heads, *dims = kv_shape(self.config)
         per_token = layers * heads * sum(dims) * self.dtype.itemsize
         fitting = _cache_memory(self.device) // per_token
@@ -86,7 +92,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _self_check(self) -> None:
-        """Our attention and head must give the model's own logits: 4 prompt tokens, 1 decoded."""
+        """Raises ValueError unless our attention and head give the model's own logits, for 4 prompt
+        tokens and 1 decoded."""
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         want = self.model(ids, use_cache=False).logits[0, 3:].float()
         self.model.set_attn_implementation(ATTENTION)
@@ -105,7 +112,7 @@ class ModelRunner:
         self.cache.clear()
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor | int, plan: Any) -> torch.Tensor:
-        """Hidden states [B,S,H] of ids [B,S]; an int is the position of the first column."""
+        """Returns hidden states [B,S,H] of ids [B,S]; an int is the first column's position."""
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[1], device=ids.device)[None]
         return self.model.base_model(
@@ -116,13 +123,15 @@ class ModelRunner:
         return self.model.get_output_embeddings()(hidden)
 
     @torch.inference_mode()
-    def prefill(self, seqs: Seq[Sequence], first_row: int) -> tuple[list[Sequence], torch.Tensor]:
+    def prefill(
+        self, seqs: Sequence[ServedSequence], first_row: int
+    ) -> tuple[list[ServedSequence], torch.Tensor]:
         """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
 
         `make_room` comes first. Returns the sequences in the order of the rows they got, and
-        logits [n,V] behind the last token of each. Prompt logprobs go to those who want them.
+        logits [n,V] behind the last token of each. Sequences that want prompt logprobs get them.
         """
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[tuple[int, ...], list[ServedSequence]] = {}
         for s in seqs:
             groups.setdefault(tuple(s.tokens), []).append(s)
         prompts = sorted(groups, key=len)
@@ -142,9 +151,9 @@ class ModelRunner:
     def _share(
         self,
         prompts: list[tuple[int, ...]],
-        groups: dict[tuple[int, ...], list[Sequence]],
+        groups: dict[tuple[int, ...], list[ServedSequence]],
         row: int,
-    ) -> tuple[list[Sequence], list[int]]:
+    ) -> tuple[list[ServedSequence], list[int]]:
         """Gives the other sequences of each group copies of its first one's row.
 
         Returns all sequences in the order of their rows and the prompt each has.
@@ -180,8 +189,8 @@ class ModelRunner:
         rows = [p + (0,) * (width - len(p)) for p in prompts]
         return torch.tensor(rows, device=self.device)
 
-    def _prompt_logprobs(self, seq: Sequence, hidden: torch.Tensor) -> None:
-        """Logprobs of prompt tokens after `logprob_start`, at temperature 1; hidden [S,H]."""
+    def _prompt_logprobs(self, seq: ServedSequence, hidden: torch.Tensor) -> None:
+        """Notes logprobs of prompt tokens after `report.start`, at temperature 1; hidden [S,H]."""
         start, stop = seq.report.start, len(seq.prompt)
         found: list[float | None] = [None]
         tops: list[list[tuple[float, int]] | None] = [None]
@@ -203,13 +212,15 @@ class ModelRunner:
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._head(self._forward(ids, 0, Prefill(cache, 0))).sum().item()
 
-    def make_room(self, seqs: Seq[Sequence], *, used: int) -> None:
-        """A cache for all tokens of `seqs`, who own the rows from 0 on, `used` of them already."""
+    def make_room(self, seqs: Sequence[ServedSequence], *, used: int) -> None:
+        """Grows the cache to hold all tokens of `seqs`, which own the rows from 0 on; the first
+        `used` rows keep their content."""
         self.cache.reserve(len(seqs), max(s.length for s in seqs), used=used)
 
     @torch.inference_mode()
-    def decode(self, seqs: Seq[Sequence], first_row: int = 0) -> torch.Tensor:
-        """Logits [n,V] behind the last token of `seqs`, which own the rows from `first_row` on."""
+    def decode(self, seqs: Sequence[ServedSequence], first_row: int = 0) -> torch.Tensor:
+        """Returns logits [n,V] behind the last token of `seqs`, which own the rows from `first_row`
+        on."""
         lengths = [s.length - 1 for s in seqs]
         plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
         ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
@@ -217,8 +228,8 @@ class ModelRunner:
 
 
 def _use_torch_norms(model: torch.nn.Module) -> None:
-    """torch's RMSNorm for transformers', which takes six calls: a tenth of a small decode step. In
-    float32 they give the same bits; in other dtypes transformers rounds once more in between.
+    """Puts torch's RMSNorm in the place of transformers', whose six calls take a tenth of a small
+    decode step. In float32 they give the same bits; in other dtypes transformers rounds once more.
     """
     norm: Any
     for norm in model.modules():
@@ -229,7 +240,7 @@ def _use_torch_norms(model: torch.nn.Module) -> None:
 
 
 def _cache_memory(device: torch.device) -> int:
-    """Bytes: most of what the model leaves free on a GPU, a quarter of a machine's main memory."""
+    """Returns bytes: most of what the model leaves free on a GPU, or a quarter of main memory."""
     if device.type == "cuda":
         return int(0.6 * torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -1,4 +1,4 @@
-"""The batched sampler. B rows of logits [B,V] -> one token and its logprob each.
+"""The batched sampler: one token and its logprob for each of B rows of logits [B,V].
 
 Reported logprobs are log_softmax(logits / T): what a trainer recomputes. Truncation (top-k, top-p,
 min-p) and the stop tokens held back by min_new_tokens shape only what is drawn.
@@ -9,13 +9,13 @@ sequence), so it depends neither on the batch nor on how the sequence was cut in
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megarl.server.sequence import Sequence
+from megarl.server.sequence import ServedSequence
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -24,26 +24,27 @@ _NO_TOP_P = 2.0  # above any cumulative probability, rounding included
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) on uint64, wrapping."""
+    """Applies the finaliser of splitmix64 (Steele, Lea, Flood 2014) to uint64, wrapping."""
     x = (x ^ (x >> np.uint64(30))) * _MIX1
     x = (x ^ (x >> np.uint64(27))) * _MIX2
     return x ^ (x >> np.uint64(31))
 
 
-def seed_keys(seeds: Seq[int]) -> np.ndarray:
-    """[B] uint64 stream keys of 64-bit seeds."""
+def seed_keys(seeds: Sequence[int]) -> np.ndarray:
+    """Returns [B] uint64 stream keys of 64-bit seeds."""
     return _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[B] float64 in [0,1): output number `position` of each key's splitmix64 stream."""
+    """Returns [B] float64 in [0,1): output number `position` of each key's splitmix64 stream."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(kw_only=True)
 class Sampled:
-    """tokens [B], logprobs [B], top_logprobs[b] = [(logprob, token), ...] where asked for."""
+    """Holds tokens [B], logprobs [B] and, of rows that asked for them, top_logprobs[b] = [(logprob,
+    token), ...], the likeliest first."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -51,9 +52,12 @@ class Sampled:
 
 
 class SamplingBatch:
-    """The sampling parameters of B sequences as tensors; reusable while the batch is the same."""
+    """Holds the sampling parameters of B sequences as tensors, for as long as the batch is the
+    same."""
 
-    def __init__(self, seqs: Seq[Sequence], device: torch.device, vocab_size: int) -> None:
+    def __init__(
+        self, seqs: Sequence[ServedSequence], device: torch.device, vocab_size: int
+    ) -> None:
         params = [s.params for s in seqs]
         self.seqs = seqs
         self.keys = seed_keys([s.seed for s in seqs])
@@ -83,7 +87,7 @@ class SamplingBatch:
         self.min_new_tokens = max((p.min_new_tokens for p in params), default=0)
 
     def sample(self, logits: torch.Tensor) -> Sampled:
-        """One token for each row of logits [B,V]."""
+        """Draws one token for each row of logits [B,V]."""
         logits = logits.float()
         if self.temperature is not None:
             logits = logits / self.temperature
@@ -96,7 +100,7 @@ class SamplingBatch:
         )
 
     def _hold_back(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """-inf for the stop tokens of sequences shorter than their min_new_tokens."""
+        """Sets the stop tokens of sequences shorter than their min_new_tokens to -inf."""
         if not self.min_new_tokens:
             return logprobs
         held = [
@@ -113,7 +117,8 @@ class SamplingBatch:
         return logprobs
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """[B] tokens: the argmax of greedy rows, the inverse CDF at u(seed, position) of others."""
+        """Returns [B] tokens: greedy rows take the argmax, others the inverse CDF at u(seed,
+        position)."""
         if self.all_greedy:
             return logprobs.argmax(-1)
         probs = logprobs.exp()
@@ -144,7 +149,7 @@ class SamplingBatch:
 def truncate(
     probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """probs [b,V] with everything outside top-k, top-p and min-p [b] set to 0, not renormalised.
+    """Sets what is outside top-k, top-p and min-p [b] of probs [b,V] to 0; it does not renormalise.
 
     The three filters are joint, as SGLang applies them: rank r is kept if r < top_k, if the mass
     before it is at most top_p, and if it has at least min_p of the most likely token's mass.

@@ -7,32 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.server.errors import ServerError, UnknownFieldError
-from megarl.server.limits import MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOPS
+from megarl.server.limits import MAX_STOP_LENGTH, MAX_STOPS
 
-# every key SGLang knows, in the order it lists them
-FIELDS = (
-    "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k",
-    "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n",
-    "json_schema", "regex", "ebnf", "structural_tag", "ignore_eos", "skip_special_tokens",
-    "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "logit_bias",
-    "sampling_seed", "custom_params", "beam_width", "watermark", "choice",
-)  # fmt: skip
-# known to SGLang, not supported here: only the values that ask for nothing pass
+# parameters that only SGLang has: values that ask for nothing pass
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stop_regex": (None, [], ""), "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0), "repetition_penalty": (None, 1, 1.0),
-    "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,),
-    "spaces_between_special_tokens": (None, True), "stream_interval": (None, 1),
-    "logit_bias": (None, {}), "custom_params": (None, {}), "beam_width": (None, 1),
-    "watermark": (None, False), "choice": (None, []),
-}  # fmt: skip
+    "n": (None, 1),
+    "stop_regex": (None, [], ""),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "spaces_between_special_tokens": (None, True),
+    "stream_interval": (None, 1),
+    "logit_bias": (None, {}),
+    "custom_params": (None, {}),
+    "beam_width": (None, 1),
+    "watermark": (None, False),
+    "choice": (None, []),
+}
 DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_SEED = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """`max_new_tokens` None is 128, cut to what the context leaves."""
+    """Holds how tokens are drawn and when they end. `max_new_tokens` None is 128, cut to the room
+    in the context. Raises ServerError, naming the parameter that is out of its bounds."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -45,49 +48,38 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    n: int = 1
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
-        for ok, text in (
-            (self.temperature >= 0.0, f"temperature must be non-negative, got {self.temperature}"),
-            (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
-            (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
-            (
-                self.top_k == -1 or self.top_k >= 1,
-                f"top_k must be -1 (disable) or at least 1, got {self.top_k}",
-            ),
-            (1 <= self.n <= MAX_SEQUENCES, f"n must be from 1 to {MAX_SEQUENCES}, got {self.n}"),
-            (len(self.stop) <= MAX_STOPS, f"stop: {len(self.stop)} strings, at most {MAX_STOPS}"),
-            (
-                all(len(s) <= MAX_STOP_LENGTH for s in self.stop),
-                f"stop: a string of more than {MAX_STOP_LENGTH} characters",
-            ),
-            (
-                len(self.stop_token_ids) <= MAX_STOPS,
-                f"stop_token_ids: {len(self.stop_token_ids)} ids, at most {MAX_STOPS}",
-            ),
-            (
-                self.min_new_tokens >= 0,
-                f"min_new_tokens must be non-negative, got {self.min_new_tokens}",
-            ),
-            (
-                self.max_new_tokens is None or self.max_new_tokens >= self.min_new_tokens,
-                f"max_new_tokens must be at least min_new_tokens={self.min_new_tokens}, "
-                f"got {self.max_new_tokens}",
-            ),
+        most, least = self.max_new_tokens, self.min_new_tokens
+        for name, ok, wanted in (
+            ("temperature", self.temperature >= 0.0, "non-negative"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (disable) or at least 1"),
+            ("min_new_tokens", least >= 0, "non-negative"),
+            ("max_new_tokens", most is None or most >= least, f"at least min_new_tokens={least}"),
         ):
             if not ok:
-                raise ServerError(text)
+                raise ServerError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        if len(self.stop) > MAX_STOPS:
+            raise ServerError(f"stop: {len(self.stop)} strings, at most {MAX_STOPS}")
+        if any(len(s) > MAX_STOP_LENGTH for s in self.stop):
+            raise ServerError(f"stop: a string of more than {MAX_STOP_LENGTH} characters")
+        if len(self.stop_token_ids) > MAX_STOPS:
+            raise ServerError(
+                f"stop_token_ids: {len(self.stop_token_ids)} ids, at most {MAX_STOPS}"
+            )
 
     @property
     def greedy(self) -> bool:
-        """SGLang takes a temperature below 1e-6 as 0: the argmax, logprobs at temperature 1."""
+        """Tells whether the likeliest token is written: SGLang takes a temperature below 1e-6 as 0,
+        and reports logprobs at temperature 1 there."""
         return self.temperature < 1e-6
 
 
 def parse_sampling_params(given: Any) -> SamplingParams:
-    """SamplingParams of a request's `sampling_params`; ServerError names what is wrong."""
+    """Reads a request's `sampling_params`. Raises ServerError, naming what is wrong."""
     if given is None:
         return SamplingParams()
     if not isinstance(given, dict):
@@ -103,7 +95,7 @@ def parse_sampling_params(given: Any) -> SamplingParams:
                     f"sampling_params.{key}={value!r} is not supported by the embedded server"
                 )
         else:
-            known = ", ".join(f"`{name}`" for name in FIELDS)
+            known = ", ".join(f"`{name}`" for name in (*_READERS, *_NEUTRAL))
             raise UnknownFieldError(f"unknown field `{key}`, expected one of {known}")
     return SamplingParams(**values)
 
@@ -145,8 +137,16 @@ def _ints(key: str, value: Any) -> tuple[int, ...]:
 
 
 _READERS: dict[str, Any] = {
-    "max_new_tokens": _int, "min_new_tokens": _int, "top_k": _int, "n": _int,
-    "sampling_seed": _int, "temperature": _float, "top_p": _float, "min_p": _float,
-    "stop": _strings, "stop_token_ids": _ints, "ignore_eos": _bool, "skip_special_tokens": _bool,
+    "max_new_tokens": _int,
+    "min_new_tokens": _int,
+    "top_k": _int,
+    "sampling_seed": _int,
+    "temperature": _float,
+    "top_p": _float,
+    "min_p": _float,
+    "stop": _strings,
+    "stop_token_ids": _ints,
+    "ignore_eos": _bool,
+    "skip_special_tokens": _bool,
     "no_stop_trim": _bool,
-}  # fmt: skip
+}

@@ -1,4 +1,4 @@
-"""One sample in flight, and the HTTP call that waits for it.
+"""One sequence that the server is writing, and the HTTP call that waits for it.
 
 Sequences are written by the scheduler thread and read by the event loop: the token lists only ever
 grow, and the loop reads no further than the length it was told.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.server.sampling_params import SamplingParams
@@ -16,19 +16,22 @@ from megarl.server.sampling_params import SamplingParams
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
 
+Delivery = tuple["ServedSequence", int, bool]  # (sequence, output tokens, finished)
+
 
 class GenerateCall:
-    """One HTTP request for one or more sequences: counts down, or queues updates to stream."""
+    """Waits for the sequences of one HTTP request: it counts them down, or queues what to
+    stream."""
 
     def __init__(self, *, stream: bool) -> None:
-        self.sequences: list[Sequence] = []
+        self.sequences: list[ServedSequence] = []
         self.stream = stream
         self.pending = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.updates: asyncio.Queue[tuple[Sequence, int, bool]] = asyncio.Queue()
+        self.updates: asyncio.Queue[Delivery] = asyncio.Queue()
 
-    def deliver(self, seq: Sequence, length: int, finished: bool) -> None:
-        """Runs in the event loop: `seq` has `length` output tokens."""
+    def deliver(self, seq: ServedSequence, length: int, finished: bool) -> None:
+        """Takes in, in the event loop, that `seq` has `length` output tokens."""
         if self.stream:
             self.updates.put_nowait((seq, length, finished))
         self.pending -= finished
@@ -38,59 +41,64 @@ class GenerateCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What an answer tells about logprobs; prompt tokens are reported from `start` on, if >= 0."""
+    """Chooses what an answer tells about logprobs: whether it has any, those of prompt tokens from
+    `start` on (none if negative), and the `top` likeliest tokens at each position."""
 
     logprobs: bool = False
     start: int = -1
     top: int = 0
-    text: bool = False
 
 
-class Sequence:
-    def __init__(
-        self,
-        *,
-        rid: str,
-        prompt: list[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        seed: int,
-        report: Report,
-        call: GenerateCall,
-        index: int,
-    ) -> None:
-        """`index` is its place among the call's sequences."""
-        self.rid, self.prompt, self.params = rid, prompt, params
-        self.max_new_tokens, self.stop_ids, self.seed = max_new_tokens, stop_ids, seed
-        self.report, self.call, self.index = report, call, index
-        self.output: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[list[tuple[float, int]]] = []
-        self.input_logprobs: list[float | None] | None = None
-        self.input_top_logprobs: list[list[tuple[float, int]] | None] = []
-        self.cached_tokens = self.retractions = 0
-        self.spans: list[tuple[str, int]] = []  # (version, first output token under it)
-        self.version = ""
-        self.finish_reason: dict[str, Any] | None = None
-        self.error: str | None = None
-        self.arrived, self.finished_at = time.monotonic(), 0.0
+@dataclass(kw_only=True, eq=False)
+class ServedSequence:
+    """Holds a prompt and what was written to it so far.
+
+    index: its place among the sequences of its call. spans: (weight version, the first output token
+    written under it). Logprobs are in nats; `input_logprobs` is None until the prefill, and so is
+    its first element, for the token that nothing comes before. Times are those of time.monotonic().
+    """
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    report: Report
+    call: GenerateCall
+    index: int
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    input_logprobs: list[float | None] | None = None
+    input_top_logprobs: list[list[tuple[float, int]] | None] = field(default_factory=list)
+    cached_tokens: int = 0
+    retractions: int = 0
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    version: str = ""
+    finish_reason: dict[str, Any] | None = None
+    error: str | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    finished_at: float = 0.0
 
     @property
     def length(self) -> int:
+        """Returns how many tokens it has, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
     def reserved(self) -> int:
-        """Positions it may come to hold in the KV cache."""
+        """Returns how many positions it may come to hold in the KV cache."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def tokens(self) -> list[int]:
+        """Returns the token ids of prompt and output."""
         return self.prompt + self.output
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Tells whether its prefill must report logprobs of the prompt."""
         return (
             self.report.logprobs
             and self.input_logprobs is None
@@ -98,12 +106,13 @@ class Sequence:
         )
 
     def start_span(self, version: str) -> None:
-        """Tokens from here on are written by `version`."""
+        """Notes that the weights `version` write the tokens from here on."""
         self.version = version
         if self.spans and self.spans[-1][1] == len(self.output):
             self.spans.pop()
         self.spans.append((version, len(self.output)))
 
     def finish(self, reason: dict[str, Any] | None, *, error: str | None = None) -> None:
+        """Ends it, with SGLang's finish reason or with what went wrong."""
         self.finish_reason, self.error = reason, error
         self.finished_at = time.monotonic()

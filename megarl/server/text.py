@@ -1,4 +1,4 @@
-"""Token ids <-> text for requests and answers. A model without a tokenizer serves ids only."""
+"""Text of token ids, for stop strings and answers. A model without a tokenizer serves ids only."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from megarl.server.errors import ServerError
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class TextTools:
+    """Decodes with the tokenizer in directory `path`; `tokenizer` is None where it has none."""
+
     def __init__(self, path: str) -> None:
         has_one = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path) if has_one else None
 
-    def encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ServerError("text needs a tokenizer and this model has none; send input_ids")
-        return self.tokenizer.encode(text)
-
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`, or "" without a tokenizer."""
         if self.tokenizer is None or not ids:
             return ""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def matched_stop(self, ids: list[int], stops: tuple[str, ...]) -> str | None:
-        """The first of `stops` in the text of the last tokens."""
+        """Returns the first of `stops` that is in the text of the last tokens, or None."""
         # a token may hold a part of a character; every byte of the stop string plus a margin do
         window = max(len(s.encode()) for s in stops) + 4
         tail = self.decode(ids[-window:], skip_special_tokens=False)
@@ -42,7 +38,7 @@ class TextTools:
         skip_special_tokens: bool,
         no_stop_trim: bool,
     ) -> str:
-        """The text of an answer, without the stop token or stop string that ended it."""
+        """Returns the text of an answer, without the stop token or stop string that ended it."""
         matched = (finish_reason or {}).get("matched")
         trim = matched is not None and not no_stop_trim
         if trim and isinstance(matched, int):
@@ -54,7 +50,7 @@ class TextTools:
 
 
 def eos_token_ids(model_path: str, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Every id the model's files call end of sequence."""
+    """Returns every id that the model's files call end of sequence."""
     found: set[int] = set()
     try:
         generation = GenerationConfig.from_pretrained(model_path)

@@ -3,11 +3,11 @@
 Everything here runs in the scheduler's thread except joining a group, which waits for its other
 members and must not stop generation meanwhile.
 
-A refused broadcast is received all the same wherever it can be: a tensor left in the pipe would be
-taken for the next one. What is not refused is received where it stays, if it can be: a copy less,
-and no fresh memory, which on a host takes longer to get than what goes into it to receive. Tensors
-whose sender is lost half way are then torn. The server generates nothing until a load, of them or
-of everything, has made them whole again.
+A broadcast that is refused is received all the same wherever that is possible: a tensor left in the
+pipe would be taken for the next one. One that is accepted goes straight into the parameters where
+they lie as it brings them: that saves a copy and fresh memory, which a host takes longer to provide
+than to fill. If its sender is lost half way, those parameters are torn, and the server generates
+nothing until a load of them, or of everything, has made them whole again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorList:
-    """What a broadcast brings: names in order, with shape and dtype."""
+    """Lists the tensors that a broadcast brings, in order, with shape and dtype."""
 
     specs: dict[str, Spec]
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> TensorList:
-        """From `names`, `dtypes` ("float32"), `shapes`; ControlError names the field."""
+        """Reads `names`, `dtypes` ("float32") and `shapes` of a body. Raises ControlError, naming
+        the field that is wrong."""
         lists: dict[str, Any] = {}
         for key in ("names", "dtypes", "shapes"):
             lists[key] = body.get(key)
@@ -79,7 +80,7 @@ class TensorList:
     def receive(
         self, group: dist.ProcessGroup, place: Callable[[str, Spec], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """One broadcast for each tensor, in order, into what `place` gives for it."""
+        """Receives one broadcast for each tensor, in order, into what `place` returns for it."""
         out = {name: place(name, spec) for name, spec in self.specs.items()}
         wires = [block_fp8.as_sent(t) for t in out.values()]
         works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in wires]
@@ -89,11 +90,12 @@ class TensorList:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Returns the bytes of each tensor."""
         return [math.prod(s) * d.itemsize for s, d in self.specs.values()]
 
     def receive_flat(self, group: dist.ProcessGroup, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One uint8 broadcast of all tensors' bytes into `flat`, cut into views."""
+        """Receives the bytes of all tensors as one broadcast into `flat` uint8; returns views of
+        it. Raises ControlError where a tensor would not be aligned."""
         dist.broadcast(flat, src=0, group=group)
         out, offset = {}, 0
         for (name, (shape, dtype)), size in zip(self.specs.items(), self.sizes):
@@ -109,13 +111,16 @@ class TensorList:
 
 @dataclass(frozen=True)
 class Changes:
-    """A bucket of which only what changed since the update `base` is sent (`delta` has how)."""
+    """Describes a bucket that brings only the numbers that changed since the update `base`;
+    megarl/wire/delta.py has the format."""
 
     base: str
     chunks: tuple[delta.Chunk, ...]
 
     @classmethod
     def parse(cls, body: Any, tensors: TensorList) -> Changes:
+        """Reads the `delta` of a body whose tensors are `tensors`. Raises ControlError where they
+        do not fit together."""
         if not isinstance(body, dict) or not isinstance(body.get("base"), str):
             raise ControlError("load_format='delta' needs delta={'base': id, 'chunks': [...]}")
         try:
@@ -125,8 +130,10 @@ class Changes:
 
 
 class WeightUpdates:
-    """weights_id: the sender's id of the update whose weights these are; None where they came
-    another way, or are torn. `_base` is what it was when the session began.
+    """Receives weights and loads them.
+
+    `weights_id` is the sender's id of the update whose weights these are; it is None where they
+    came another way, or are torn. `_base` is its value when the session began.
     """
 
     def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
@@ -147,6 +154,7 @@ class WeightUpdates:
         self._session, self._room, self._base = True, None, self.weights_id
 
     def end(self) -> None:
+        """Closes a session. Raises ControlError where none is open."""
         if not self._session:
             raise ControlError("end_weight_update() without begin_weight_update()")
         self._session, self._room = False, None
@@ -166,12 +174,12 @@ class WeightUpdates:
         port = _number(body, "master_port", 1, 65535)
         world = _number(body, "world_size", 2, MAX_GROUP_SIZE)
         rank = _number(body, "rank_offset", 1, world - 1)  # rank 0 is the sender's
+        where: dict[str, Any] = dict(master_address=address, master_port=port, group_name=name)
         with self._joining(name):
             try:
                 self._groups[name] = init_update_group(
-                    master_address=address, master_port=port, rank=rank, world_size=world,
-                    group_name=name, backend=backend, timeout=self._timeout,
-                )  # fmt: skip
+                    **where, rank=rank, world_size=world, backend=backend, timeout=self._timeout
+                )
             except (RuntimeError, ValueError, TypeError) as e:
                 raise ControlError(f"Failed to initialize custom process group: {e}.") from e
 
@@ -202,14 +210,14 @@ class WeightUpdates:
         )
 
     def interrupt(self, name: str) -> None:
-        """Ends the wait for tensors of this group, which may never come: another of its members is
-        gone. In any thread, before `destroy_group`.
-        """
+        """Ends the wait for tensors of this group, which may never come, as another of its members
+        is gone. Call it in any thread, before `destroy_group`."""
         group = self._groups.get(name)
         if group is not None and group is self._receiving:
             abort_collectives(group)
 
     def destroy_group(self, name: str) -> None:
+        """Leaves a group. Raises ControlError where there is none of this name."""
         group = self._groups.pop(name, None)
         if group is None:
             raise ControlError(f"there is no group {name!r}")
@@ -219,10 +227,8 @@ class WeightUpdates:
             logger.warning("group %r did not close cleanly: %s", name, e)
 
     def from_distributed(self, body: dict[str, Any], check: Callable[[], None]) -> None:
-        """Receives the tensors of `body` and loads them all, or none and a ControlError.
-
-        `check` may refuse them, too.
-        """
+        """Receives the tensors of `body` and loads them all. Raises ControlError, having loaded
+        none, where they do not fit or `check` refuses."""
         if not self._session:
             raise ControlError(
                 "update_weights_from_distributed must run between begin_weight_update() and "
@@ -256,7 +262,8 @@ class WeightUpdates:
         self.weights_id = body.get("weights_id")
 
     def from_tensor(self, body: dict[str, Any], check: Callable[[], None]) -> None:
-        """Loads what lies in the sender's memory, whose whereabouts `body` has, or nothing."""
+        """Loads tensors out of the sender's memory, by the handles in `body`. Raises ControlError,
+        having loaded none, where they do not fit or `check` refuses."""
         if not self._session:
             raise ControlError(
                 "update_weights_from_tensor must run between begin_weight_update() and "
@@ -282,18 +289,20 @@ class WeightUpdates:
             torch.cuda.synchronize(self.device)  # once answered, the sender writes there again
 
     def from_disk(self, path: str, check: Callable[[], None]) -> None:
-        """Loads an HF directory, or nothing where `check` refuses."""
+        """Loads an HF directory, or nothing where `check` refuses or a tensor does not fit."""
         check()
         self.weights_id = None
         self.adapters.forget()
         self.store.load_directory(path)
 
     def load_adapter(self, name: str, path: str, check: Callable[[], None]) -> None:
+        """Merges the adapter in directory `path`, or does nothing where `check` refuses."""
         check()
         self.weights_id = None
         self.adapters.load(name, path)
 
     def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
+        """Unloads an adapter; where it is the merged one, `check` may refuse."""
         if name == self.adapters.merged:
             check()
             self.weights_id = None
@@ -346,9 +355,8 @@ class WeightUpdates:
     def _flattened(
         self, tensors: TensorList, group: dist.ProcessGroup, *, accepted: bool
     ) -> dict[str, torch.Tensor]:
-        """Into the parameters, into memory that becomes theirs, or into room from which their
-        values can be copied.
-        """
+        """Receives a flattened bucket into the parameters, into memory that becomes theirs, or into
+        room from which their values can be copied."""
         nbytes, store = sum(tensors.sizes), self.store
         if not accepted:
             return tensors.receive_flat(group, self._bucket(nbytes))
@@ -365,7 +373,7 @@ class WeightUpdates:
             return tensors.receive_flat(group, span)
 
     def _bucket(self, nbytes: int) -> torch.Tensor:
-        """Room for a flattened bucket, the same memory throughout a session."""
+        """Returns room for a flattened bucket; it is the same memory throughout a session."""
         if self._room is None or self._room.numel() < nbytes:
             self._room = None  # freed before its successor is allocated
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -373,7 +381,8 @@ class WeightUpdates:
 
     @contextlib.contextmanager
     def _failures(self, tensors: TensorList, group: dist.ProcessGroup) -> Iterator[None]:
-        """A lost sender is the trainer's trouble, not the end of this server."""
+        """Turns the loss of a sender into a ControlError: that is the trainer's trouble, and no end
+        of this server."""
         self._receiving = group
         try:
             yield
@@ -387,6 +396,7 @@ class WeightUpdates:
 
 
 def group_name(body: dict[str, Any]) -> str:
+    """Returns the name of the group that a body means. Raises ControlError if it is no text."""
     name = body.get("group_name") or DEFAULT_GROUP
     if not isinstance(name, str):
         raise ControlError(f"group_name={name!r}: must be a string")

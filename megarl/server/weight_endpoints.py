@@ -1,4 +1,4 @@
-"""Weight updates and their verification: every method is the route of its name."""
+"""Routes for weight updates and their verification: every method is the route of its name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megarl.server.core import ServerCore
-from megarl.server.errors import ControlError, ServerError
-from megarl.server.limits import MAX_VERSION_LENGTH, MAX_WEIGHT_ROWS
+from megarl.server.errors import ControlError
+from megarl.server.limits import MAX_VERSION_LENGTH
 from megarl.server.replies import answer, read_json
 from megarl.server.updates import group_name
 from megarl.utils.http import in_thread
 
 
 class WeightEndpoints:
+    """Answers the calls that change weights or compare them. Errors are ControlErrors."""
+
     def __init__(self, core: ServerCore) -> None:
         self.core = core
 
     async def begin_weight_update(self, request: Request) -> Response:
+        """Opens a session."""
         body = await read_json(request, required=False)
         if body.get("selector", "all") != "all":
             raise ControlError(f"selector={body['selector']!r}: only 'all' is supported")
@@ -30,16 +33,19 @@ class WeightEndpoints:
         return answer(_success("Success"))
 
     async def end_weight_update(self, request: Request) -> Response:
+        """Closes the session."""
         await asyncio.wrap_future(self.core.scheduler.call(self.core.updates.end))
         return answer(_success("Success"))
 
     async def init_weights_update_group(self, request: Request) -> Response:
+        """Joins a process group; answers when all its members have come."""
         body = await read_json(request)
         # a thread of its own: such a wait fills no pool, and holds up no exit
         await asyncio.wrap_future(in_thread(self.core.updates.init_group, body))
         return answer(_success("Succeeded to initialize custom process group."))
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
+        """Leaves a process group, also while it waits for tensors."""
         name = group_name(await read_json(request, required=False))
         await asyncio.wrap_future(in_thread(self.core.updates.interrupt, name))
         job = self.core.scheduler.call(functools.partial(self.core.updates.destroy_group, name))
@@ -47,18 +53,21 @@ class WeightEndpoints:
         return answer(_success("Succeeded to destroy custom process group."))
 
     async def update_weights_from_distributed(self, request: Request) -> Response:
+        """Loads one bucket that rank 0 of a group broadcasts."""
         body = await read_json(request)
         updates = self.core.updates
         suffix = await self._update(body, lambda check: updates.from_distributed(body, check))
         return answer(_success("Succeeded to update parameter online." + suffix))
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
+        """Loads one bucket that lies in the sender's memory on this machine."""
         body = await read_json(request)
         updates = self.core.updates
         suffix = await self._update(body, lambda check: updates.from_tensor(body, check))
         return answer(_success("Success" + suffix))
 
     async def update_weights_from_disk(self, request: Request) -> Response:
+        """Loads a whole HF directory."""
         body = await read_json(request)
         updates = self.core.updates
         try:
@@ -67,11 +76,12 @@ class WeightEndpoints:
         except ControlError as e:
             e.extra.setdefault("num_paused_requests", 0)
             raise
-        self.core.model_path = self.core.name = path  # SGLang renames itself, too
+        self.core.model_path = path  # SGLang renames itself, too
         done = _success("Succeeded to update model weights." + suffix)
         return answer(done | {"num_paused_requests": 0})
 
     async def load_lora_adapter(self, request: Request) -> Response:
+        """Loads a PEFT directory and merges it."""
         body = await read_json(request)
         name, path = _text(body, "lora_name"), _text(body, "lora_path")
         updates = self.core.updates
@@ -79,6 +89,7 @@ class WeightEndpoints:
         return answer(self._loaded_adapters())
 
     async def unload_lora_adapter(self, request: Request) -> Response:
+        """Unloads an adapter."""
         name = _text(await read_json(request), "lora_name")
         updates = self.core.updates
         await self._update({}, lambda check: updates.unload_adapter(name, check))
@@ -91,10 +102,8 @@ class WeightEndpoints:
     async def _update(
         self, body: dict[str, Any], load: Callable[[Callable[[], None]], None]
     ) -> str:
-        """Runs `load` between requests and sets the version; what the answer says about it.
-
-        `load` gets a check to call before it changes anything.
-        """
+        """Runs `load` between requests, then sets the version; returns the end of the answer's
+        text. `load` gets a check to call before it changes anything."""
         scheduler = self.core.scheduler
         version, flush = _version(body, "weight_version"), body.get("flush_cache", True)
 
@@ -117,6 +126,7 @@ class WeightEndpoints:
         return "" if version is None else f" Weight version updated to {version}."
 
     async def update_weight_version(self, request: Request) -> Response:
+        """Sets the version that the tokens from here on are stamped with."""
         body = await read_json(request)
         version = _version(body, "new_version")
         if version is None:
@@ -130,6 +140,7 @@ class WeightEndpoints:
         return answer(done | {"new_version": body["new_version"]})
 
     async def weights_checker(self, request: Request) -> Response:
+        """Answers the checksums of all weights, or of `names`."""
         body = await read_json(request, required=False)
         action, names = body.get("action", "checksum"), body.get("names")
         if action != "checksum":
@@ -142,20 +153,6 @@ class WeightEndpoints:
         job = self.core.scheduler.call(checksums)
         sums = await asyncio.wrap_future(job)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
-
-    async def get_weights_by_name(self, request: Request) -> Response:
-        body = await read_json(request, required=False) or dict(request.query_params)
-        tensor = self.core.updates.store.get(str(body.get("name")))
-        if tensor is None:
-            raise ServerError(f"Get parameter by name failed: no parameter {body.get('name')!r}")
-        try:
-            rows = int(body.get("truncate_size", 100))
-        except (TypeError, ValueError, OverflowError):
-            rows = -1
-        if not 0 <= rows <= MAX_WEIGHT_ROWS:
-            raise ServerError(f"truncate_size must be an integer from 0 to {MAX_WEIGHT_ROWS}")
-        job = self.core.scheduler.call(lambda: tensor[:rows].float().cpu().tolist())
-        return answer(await asyncio.wrap_future(job))
 
 
 def _success(message: str) -> dict[str, Any]:
@@ -180,7 +177,8 @@ def _text(body: dict[str, Any], key: str) -> str:
 
 
 def _disk_path(body: dict[str, Any]) -> str:
-    """`model_path` of a request that asks for nothing this server does not do."""
+    """Returns a request's `model_path`. Raises ControlError where it asks for what this server does
+    not do."""
     path = body.get("model_path")
     if not isinstance(path, str):
         raise ControlError("model_path must be a string")

@@ -35,9 +35,11 @@ _SAFETENSORS_DTYPES = {
 
 
 class WeightStore:
-    """tensors: HF name -> tensor of the model, or a view of one. tied: HF name of a head that is no
-    tensor of its own -> that of its embedding; HF checkpoints may or may not hold it. torn: names
-    of tensors in which a load failed: they hold something between two versions.
+    """Holds the model's tensors by their HF names.
+
+    tensors: the tensors, or views of them. tied: for a head that is no tensor of its own, the name
+    of its embedding by that of the head; HF checkpoints may or may not hold it. torn: the names of
+    tensors in which a load failed: they hold something between two versions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,10 +55,11 @@ class WeightStore:
             self.tensors.pop(names[head], None)
 
     def get(self, name: str) -> torch.Tensor | None:
+        """Returns the tensor of this HF name, of a tied head its embedding, or None."""
         return self.tensors.get(self.tied.get(name, name))
 
     def check(self, specs: Mapping[str, Spec]) -> None:
-        """ControlError naming the first tensor that does not fit the model."""
+        """Raises ControlError, naming the first tensor that does not fit the model."""
         for name, (shape, _) in specs.items():
             own = self.get(name)
             if own is None:
@@ -66,18 +69,16 @@ class WeightStore:
 
     @contextmanager
     def writing(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, the tensors of `names` are written; they are torn where that fails, and whole
-        again, whatever they were before, where it does not.
-        """
+        """Marks the tensors of `names` as torn while the block writes them. They stay torn where it
+        fails, and are whole, whatever they were before, where it does not."""
         own = {self.tied.get(name, name) for name in names}
         self.torn |= own
         yield
         self.torn -= own
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies checked tensors in, cast to the server's dtype, but for those received in place. A
-        tied head follows its embedding, so its own copy is left out (as SGLang does).
-        """
+        """Copies checked tensors in, cast to the server's dtype, but for those received in place.
+        The copy of a tied head is left out, as in SGLang: it follows its embedding."""
         for name, tensor in tensors:
             if name not in self.tied and self.tensors[name].data_ptr() != tensor.data_ptr():
                 self.tensors[name].copy_(tensor)
@@ -93,13 +94,15 @@ class WeightStore:
             own.put_(positions, bits.view(dtype).to(own.dtype))
 
     def place(self, name: str, spec: Spec) -> torch.Tensor | None:
-        """The tensor itself, where a checked one of `spec` can be received straight into it."""
+        """Returns the tensor itself where a checked one of `spec` can be received straight into it,
+        else None."""
         own = self.tensors.get(name)
         fits = own is not None and own.is_contiguous() and own.dtype == spec[1]
         return own if fits else None
 
     def span(self, specs: Mapping[str, Spec]) -> torch.Tensor | None:
-        """The bytes of checked tensors, uint8, where they lie one after another in one storage."""
+        """Returns the bytes of checked tensors, uint8 [n], where they lie one after another in one
+        storage, else None."""
         owns = [self.place(name, spec) for name, spec in specs.items()]
         tensors = [own for own in owns if own is not None]
         if not tensors or len(tensors) < len(owns):
@@ -114,9 +117,9 @@ class WeightStore:
         return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
 
     def can_adopt(self, specs: Mapping[str, Spec]) -> bool:
-        """Whether checked tensors, flattened, may become parameters as they are: whole ones of the
-        server's dtype (experts are fused), and aligned as torch's own, on which kernels may depend.
-        """
+        """Tells whether checked tensors, flattened, may become parameters as they are: they must be
+        whole (experts are fused), of the server's dtype, and aligned like torch's own, as kernels
+        may depend on it."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
         return all(size % ALIGNMENT == 0 for size in sizes) and all(
             name in self._parameters and self.place(name, spec) is not None
@@ -129,9 +132,10 @@ class WeightStore:
             self._parameters[name].data = self.tensors[name] = tensor
 
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """{HF name: tensor_checksum in the server's dtype}, of all or of `names`; no entry for a
-        tied head. What transformers keeps in float32 is cast as well: it is what can be said of
-        every tensor.
+        """Returns tensor_checksum by HF name, of all tensors or of `names`, without tied heads.
+
+        Each is cast to the server's dtype first, also what transformers keeps in float32, so that
+        one rule holds for every tensor.
         """
         wanted = self.tensors.keys() if names is None else self.tensors.keys() & set(names)
         return {name: tensor_checksum(self.tensors[name].to(self.dtype)) for name in wanted}
@@ -162,7 +166,8 @@ def _spec(file: Any, name: str) -> Spec:
 
 
 def _safetensors(path: str) -> list[Path]:
-    """The safetensors files of an HF directory, by its index where there is one."""
+    """Returns the safetensors files of an HF directory, by its index where there is one. Raises
+    ControlError where one is missing."""
     root = Path(path)
     if not root.is_dir():
         raise ControlError(f"{path} is not a directory")
@@ -181,7 +186,7 @@ def _safetensors(path: str) -> list[Path]:
 
 
 def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF checkpoint name, tensor of the model or a view of it).
+    """Yields (HF checkpoint name, tensor of the model or a view of it).
 
     transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
     alone, and those of Mixtral under names of its own.

@@ -8,7 +8,8 @@ import torch
 
 
 def tensor_checksum(t: torch.Tensor) -> str:
-    """SHA-256 (64 hex digits) of the tensor's bytes in row-major order, in the dtype it has.
+    """Returns the SHA-256 (64 hex digits) of the tensor's bytes in row-major order, in the dtype it
+    has.
 
     The shape is not part of it: compare tensors by their HF names, and cast to the dtype of the
     other side first.

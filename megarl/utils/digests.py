@@ -20,7 +20,7 @@ Digest = xxhash.xxh3_128
 
 
 def file_digest(path: Path) -> str:
-    """The checksum of a file's bytes; OSError if it cannot be read."""
+    """Returns the checksum of a file's bytes. Raises OSError if it cannot be read."""
     digest, chunk = Digest(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as f:
         while n := f.readinto(chunk):
@@ -29,14 +29,14 @@ def file_digest(path: Path) -> str:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """`content` with a checksum of its own as another entry, for a json file."""
+    """Returns `content`, for a JSON file, with a checksum of its own as another entry."""
     as_read = json.loads(json.dumps(content))  # keys are text there
     return {**as_read, _SEAL: _of_json(as_read)}
 
 
 def broken_seal(content: Any) -> str | None:
-    """Returns what is wrong with the content of a `seal`ed file, None if nothing is. A file from
-    before there were seals has none, and passes."""
+    """Returns what is wrong with the content of a `seal`ed file, None if nothing is. Content
+    without a seal passes."""
     if not isinstance(content, dict):
         return "it is no json object"
     found = content.get(_SEAL)

@@ -1,4 +1,4 @@
-"""A disk without room, said in one line."""
+"""Tells in one line that a disk has no room."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _TEXT = re.compile(r"No space left on device|Disk quota exceeded|File too large"
 
 
 class DiskFull(RuntimeError):
-    """There is no room for a file. The message says where, how much was asked for and is free, and
-    what to do."""
+    """Tells that there is no room for a file: where, how much was asked for and is free, and what
+    to do."""
 
 
 def check_room(what: str, directory: Path, needed: int) -> None:
-    """DiskFull unless `directory` has `needed` bytes left."""
+    """Raises DiskFull unless `directory` has `needed` bytes left."""
     if needed > shutil.disk_usage(directory).free:
         raise _disk_full(f"{what}: the disk is too full", directory, needed)
 
 
 @contextmanager
 def full_disk_named(what: str, directory: Path, needed: int | None = None) -> Iterator[None]:
-    """A block that writes `needed` bytes to `directory`, or some: where it fails for want of room,
-    a DiskFull is raised instead."""
+    """Raises DiskFull in the place of an error that want of room is behind. The block writes
+    `needed` bytes to `directory`, or some."""
     try:
         yield
     except Exception as e:
@@ -65,7 +65,7 @@ def _disk_full(begin: str, directory: Path, needed: int | None) -> DiskFull:
 
 
 def human(nbytes: float) -> str:
-    """For people: 1.5 GiB."""
+    """Writes bytes for people, as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

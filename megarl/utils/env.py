@@ -1,4 +1,4 @@
-"""Environment variables a training process wants before torch is imported.
+"""Sets environment variables that a training process wants before torch is imported.
 
 Everything is a default: what the user has set stays.
 """
@@ -12,7 +12,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 
 def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
-    """For a process that torchrun or the launcher started; `servers` are host:port."""
+    """Sets the defaults of a process that torchrun or the launcher started; `servers` are
+    host:port."""
     world = int(env.get("WORLD_SIZE", "1"))
     # forked reward workers and tokenizers' own threads do not mix
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -53,21 +54,20 @@ def set_threads_default(env: MutableMapping[str, str], *, processes: int) -> Non
 
 
 def cores() -> int:
-    """CPU cores this process may run on."""
+    """Returns how many CPU cores this process may run on."""
     available = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(available(0)) if available else os.cpu_count() or 1
 
 
 def set_loopback_default(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
-    """Where every peer is on this host, gloo over `lo`: else it resolves the host's name, which
-    containers often cannot.
-    """
+    """Has gloo use `lo` where every peer is on this host: else it resolves the host's name, which
+    containers often cannot."""
     if all(is_loopback(a) for a in servers) and has_interface("lo"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host:port is this machine's loopback, by name or number; no look-up."""
+    """Tells whether host:port is this machine's loopback, by name or number, without a look-up."""
     host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -76,7 +76,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_here(address: str) -> bool:
-    """Whether host:port is on this machine, as a loopback address is on every machine."""
+    """Tells whether host:port is on this machine, as a loopback address is on every machine."""
     if is_loopback(address):
         return True
     host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
@@ -90,4 +90,5 @@ def is_here(address: str) -> bool:
 
 
 def has_interface(name: str) -> bool:
+    """Tells whether this machine has a network interface of this name."""
     return name in [interface for _, interface in socket.if_nameindex()]

@@ -1,4 +1,5 @@
-"""A small synchronous JSON-over-HTTP client for control calls, and threads to make several at once.
+"""Calls servers: a small synchronous JSON-over-HTTP client for control calls, and threads to make
+several at once.
 
 Generation requests go through aiohttp; this is for the few calls that block anyway.
 """
@@ -23,7 +24,7 @@ _SHOWN = 200  # characters of an answer in an error
 
 
 class HttpError(RuntimeError):
-    """A call that failed: `server` is host:port, `status` None when no answer came."""
+    """Tells that a call failed: `server` is host:port, `status` None when no answer came."""
 
     def __init__(self, server: str, call: str, reason: str, status: int | None = None) -> None:
         said = f"answered {status}: {reason}" if status is not None else reason
@@ -32,7 +33,8 @@ class HttpError(RuntimeError):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("10.0.0.1", 30000) from "10.0.0.1:30000", "http://10.0.0.1:30000" or "[::1]:30000"."""
+    """Returns ("10.0.0.1", 30000) of "10.0.0.1:30000", "http://10.0.0.1:30000" or "[::1]:30000".
+    Raises ValueError for anything else."""
     bare = address.removeprefix("http://").rstrip("/")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdigit():
@@ -43,7 +45,7 @@ def split_address(address: str) -> tuple[str, int]:
 def call_json(
     method: str, address: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
 ) -> Any:
-    """The decoded answer (text where it is not JSON, None where it is empty).
+    """Returns the decoded answer (text where it is not JSON, None where it is empty).
 
     Raises HttpError with the server's own message on a status >= 400, on `"success": false`, and
     when no answer comes within `timeout` s.
@@ -67,15 +69,15 @@ def call_json(
 
 
 def authorization() -> dict[str, str]:
-    """The header that says we belong to the job whose servers we call; none without a token."""
+    """Returns the header that says we belong to the job whose servers we call; none without a
+    token."""
     token = job_token()
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def accepted(address: str, path: str, status: int, answer: Any) -> Any:
-    """The answer, or HttpError with the server's own message on a status >= 400 and on
-    `"success": false`.
-    """
+    """Returns the answer. Raises HttpError with the server's own message on a status >= 400 and on
+    `"success": false`."""
     if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):
         return answer
     reason = error_message(answer)
@@ -85,7 +87,8 @@ def accepted(address: str, path: str, status: int, answer: Any) -> Any:
 
 
 def as_object(address: str, path: str, answer: Any, *keys: str) -> dict[str, Any]:
-    """The answer where it is a JSON object with `keys`, else HttpError."""
+    """Returns the answer where it is a JSON object with `keys`. Raises HttpError where it
+    is not."""
     if isinstance(answer, dict) and all(key in answer for key in keys):
         return answer
     wanted = f" with {', '.join(keys)}" if keys else ""
@@ -94,12 +97,14 @@ def as_object(address: str, path: str, answer: Any, *keys: str) -> dict[str, Any
 
 
 def shown(answer: Any) -> str:
-    """One short line of whatever it is."""
+    """Returns an answer, whatever it is, as one short line."""
     text = " ".join((answer if isinstance(answer, str) else repr(answer)).split())
     return f"{text[:_SHOWN]} ..." if len(text) > _SHOWN else text or "nothing"
 
 
 def decode_answer(raw: bytes) -> Any:
+    """Returns the bytes of an answer as JSON, as text where they are none, or None where there are
+    none."""
     if not raw:
         return None
     try:
@@ -109,7 +114,8 @@ def decode_answer(raw: bytes) -> Any:
 
 
 def error_message(answer: Any) -> str:
-    """The human part of an error: {"message"}, {"error": {"message"}}, {"detail"} or the text."""
+    """Returns the human part of an error: {"message"}, {"error": {"message"}}, {"detail"} or the
+    text."""
     if isinstance(answer, dict):
         error = answer.get("error")
         if isinstance(error, dict):

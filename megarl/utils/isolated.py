@@ -1,4 +1,4 @@
-"""A call in a process of its own, for code that may do anything: hang, exit, crash."""
+"""Calls code that may do anything (hang, exit, crash) in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def call_isolated(fn: Callable[..., T], *args: Any, timeout: float) -> T:
-    """fn(*args) in a fresh interpreter with this one's import path. Raises TimeoutError after
-    `timeout` seconds, and ChildProcessError where the process ends without an answer.
-    """
+    """Returns fn(*args), called in a fresh interpreter with this one's import path. Raises
+    TimeoutError after `timeout` seconds, and ChildProcessError where the process ends without an
+    answer."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, fn, args), daemon=True)

@@ -1,4 +1,4 @@
-"""Warnings of libraries that a user of megarl can do nothing about."""
+"""Hides warnings of libraries that a user of megarl can do nothing about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LIBRARIES = ("megatron", "torchdata", r"torch\.distributed")
 def quiet_libraries() -> None:
     """Hides UserWarning, FutureWarning and DeprecationWarning raised in those libraries' code.
 
-    Called by the entry points, never on import: in a user's own program warnings are his to set.
+    Entry points call it, never an import: in a user's own program warnings are the user's to set.
     """
     for library in _LIBRARIES:
         for kind in (UserWarning, FutureWarning, DeprecationWarning):

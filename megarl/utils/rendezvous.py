@@ -1,4 +1,4 @@
-"""Stores that processes meet at: listening where the job is, and nowhere else.
+"""Makes the stores that processes meet at: they listen where the job is, and nowhere else.
 
 torch's own listens on every interface of the machine, also for a job at 127.0.0.1.
 """
@@ -28,10 +28,13 @@ def listen(host: str, port: int = 0, *, timeout: float) -> dist.TCPStore:
     host = "127.0.0.1" if host == "localhost" else host
     bound = _bind(host, port)
     return dist.TCPStore(
-        host, bound.getsockname()[1] if bound else port, None, is_master=True,
-        wait_for_workers=False, timeout=timedelta(seconds=timeout),
+        host,
+        bound.getsockname()[1] if bound else port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
         master_listen_fd=bound.detach() if bound else None,
-    )  # fmt: skip
+    )
 
 
 def meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -> dist.Store:
@@ -50,7 +53,7 @@ def meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) ->
 
 
 def _bind(host: str, port: int) -> socket.socket | None:
-    """A socket that listens there, None where `host` is no address of this machine."""
+    """Returns a socket that listens there, None where `host` is no address of this machine."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:  # a name: what it is here may not be what it is on other machines

@@ -1,4 +1,4 @@
-"""Directories and files that are there whole or not at all, whatever moment a kill comes at.
+"""Makes directories and files that are there whole or not at all, whatever moment a kill comes at.
 
 A directory is written as `.NAME.tmp-TAG` beside its target and renamed once it is synced to disk.
 One rename cannot replace a directory, so an older one steps aside as `.NAME.old-TAG` first.
@@ -18,8 +18,8 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 
 
 def stage(target: Path) -> Path:
-    """A new, empty directory beside `target`. ValueError if `target` is a link: what is put in its
-    place would take the link's, or what it points to, away."""
+    """Returns a new, empty directory beside `target`. Raises ValueError if `target` is a link: what
+    is put in its place would take the link's, or what it points to, away."""
     target = target.absolute()
     if target.is_symlink():
         raise ValueError(
@@ -33,7 +33,7 @@ def stage(target: Path) -> Path:
 
 
 def put_in_place(staging: Path, target: Path) -> None:
-    """Syncs `staging` to disk; then it is `target`, and what `target` was is gone."""
+    """Syncs `staging` to disk and renames it to `target`; what `target` was is gone."""
     target = target.absolute()
     old = _beside(target, "old")
     _sync_tree(staging)
@@ -58,7 +58,8 @@ def remove(directory: Path) -> None:
 
 
 def clean_up(parent: Path) -> list[Path]:
-    """Ends what killed processes left in `parent`; what was found. For the one who writes there."""
+    """Ends what killed processes left in `parent`, and returns what it found. Only the process that
+    writes there may call it."""
     found = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
@@ -84,6 +85,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
+    """Waits until a file, or a directory's list of names, is on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,9 +1,9 @@
-"""A run that is asked to end: SIGINT, SIGTERM and SIGHUP as a wish, not as a blow.
+"""Takes SIGINT, SIGTERM and SIGHUP as a wish to end the run, not as a blow.
 
 `listening()` takes the signals; loops ask `wish()` where it is safe to stop. Before the first step
 (`work_begins`) there is nothing to lose, and the first signal ends the process; afterwards the
-second does. Python runs its own handlers between two bytecodes only, which a collective can hold
-up for minutes: here a thread reads the signals as they come.
+second does. Python runs its own handlers between two bytecodes only, which a collective can hold up
+for minutes: here a thread reads the signals as they come.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _END = 0  # no signal's number: tells the thread to end
 
 
 class StopRequested(Exception):
-    """Raised at a safe point because of a `wish`."""
+    """Ends a loop at a safe point because of a `wish`."""
 
 
 _received: list[int] = []
@@ -30,18 +30,18 @@ _before: dict[signal.Signals, Any] = {}  # handlers that `listening` replaced, w
 
 
 def wish() -> int:
-    """The number of the signal that asks this process to stop, 0 if none has come."""
+    """Returns the number of the signal that asks this process to stop, 0 if none has come."""
     return _received[0] if _received else 0
 
 
 def work_begins() -> None:
-    """From here on one signal is a wish that the loop fulfils."""
+    """Notes that there is work to lose: from here on one signal is a wish that the loop fulfils."""
     global _working
     _working = True
 
 
 def honour(number: int) -> None:
-    """The loop has stopped because signal `number` came, here or on another rank."""
+    """Notes that the loop has stopped because signal `number` came, here or on another rank."""
     global _honoured
     _honoured = number
 
@@ -59,8 +59,8 @@ def heard() -> list[signal.Signals]:
 
 @contextmanager
 def listening(*, spokesman: bool = True) -> Iterator[None]:
-    """Takes the signals in the block; only where it is entered in the main thread. `spokesman`:
-    says on stderr what follows from one."""
+    """Takes the signals in the block, where it is entered in the main thread. `spokesman` says on
+    stderr what follows from one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,7 +93,7 @@ def _restore() -> None:
 
 
 def _forked() -> None:
-    """In a forked child: a signal to it is no wish to end this run, and ends it as ever."""
+    """Gives a forked child its own signals back: one to it is no wish to end this run."""
     if _before:
         signal.set_wakeup_fd(-1)
         _restore()

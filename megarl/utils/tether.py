@@ -1,9 +1,9 @@
-"""Process groups that the kernel ends with the processes they belong to (Linux).
+"""Binds process groups to other processes, so that the kernel ends them together (Linux).
 
-A pipe is written to by nobody. Its writing end is held by those a group must not outlive, its
-reading end by the group's leader, and the kernel is asked to signal the group when the last holder
-of the writing end is gone, however it went. Unlike a parent-death signal this reaches the whole
-group, and does not depend on the thread that started it.
+Nobody writes to a pipe. Its writing end is held by those a group must not outlive, its reading end
+by the group's leader, and the kernel is asked to signal the group when the last holder of the
+writing end is gone, however it went. Unlike a parent-death signal this reaches the whole group, and
+does not depend on the thread that started it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from contextlib import contextmanager
 
 
 class Tether:
-    """held: the writing end; hand it (`pass_fds`) to whoever else is to be outlived by nobody."""
+    """Holds the pipe. `held` is the writing end; hand it (`pass_fds`) to whatever else must not be
+    outlived."""
 
     def __init__(self) -> None:
         self._read, self.held = os.pipe()
 
     @contextmanager
     def end(self) -> Iterator[tuple[int, ...]]:
-        """The `pass_fds` of a process to start inside, whose group `tie` then binds."""
+        """Yields the `pass_fds` of a process to start inside, whose group `tie` then binds."""
         if sys.platform != "linux":
             yield ()
             return
@@ -37,12 +38,14 @@ class Tether:
 
     @staticmethod
     def tie(fds: tuple[int, ...], pgid: int) -> None:
-        """Has the group killed once nobody holds `held`. fds: of `end`, as its leader got them."""
+        """Has the group killed once nobody holds `held`. `fds` are those that `end` gave its
+        leader."""
         for fd in fds:
             fcntl.fcntl(fd, fcntl.F_SETOWN, -pgid)
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
 
     def close(self) -> None:
+        """Closes both ends, which ends the groups if nobody else holds them."""
         os.close(self._read)
         os.close(self.held)

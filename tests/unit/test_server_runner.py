@@ -10,7 +10,7 @@ from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
 from megarl.server.runner import ModelRunner
 from megarl.server.sampling_params import SamplingParams
-from megarl.server.sequence import Report, Sequence
+from megarl.server.sequence import Report, ServedSequence
 from megarl.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
 from tests.tiny import KINDS, MLA_KINDS, VOCAB, save_tiny, tiny_hf
@@ -21,7 +21,7 @@ class _NoCall:
 
 
 def make_sequence(prompt, **report):
-    return Sequence(
+    return ServedSequence(
         rid="r",
         prompt=prompt,
         params=SamplingParams(),

@@ -9,7 +9,7 @@ import torch
 from megarl.server.errors import ServerError, UnknownFieldError
 from megarl.server.sampler import SamplingBatch, seed_keys, truncate, uniforms
 from megarl.server.sampling_params import SamplingParams, parse_sampling_params
-from megarl.server.sequence import Report, Sequence
+from megarl.server.sequence import Report, ServedSequence
 
 VOCAB = 40
 
@@ -19,7 +19,7 @@ class _NoCall:
 
 
 def make_sequence(seed=0, prompt=(3, 4), output=(), stop_ids=(), **params):
-    s = Sequence(
+    s = ServedSequence(
         rid="r",
         prompt=list(prompt),
         params=SamplingParams(**params),
@@ -168,7 +168,7 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_and_none_with_zero_mass()
         ({"top_k": 0}, "top_k"),
         ({"top_k": 2.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
-        ({"n": 0}, "n"),
+        ({"n": 2}, "n"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"max_new_tokens": True}, "max_new_tokens"),
         ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens"),

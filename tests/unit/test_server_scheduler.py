@@ -11,7 +11,7 @@ import torch
 from megarl.server.errors import ControlError, ServerError
 from megarl.server.sampling_params import SamplingParams
 from megarl.server.scheduler import Scheduler
-from megarl.server.sequence import Report, Sequence
+from megarl.server.sequence import Report, ServedSequence
 
 VOCAB = 8
 
@@ -81,7 +81,7 @@ class Call:
 def world():
     """(scheduler, runner, finish): `finish(seq)` waits until `seq` is done."""
     runner, dead = FakeRunner(), threading.Event()
-    done: dict[Sequence, Future] = {}
+    done: dict[ServedSequence, Future] = {}
 
     def notify(deliveries):
         for seq, _, finished in deliveries:
@@ -97,7 +97,7 @@ def world():
 
     def submit(count=1, tokens=5, params=None):
         seqs = [
-            Sequence(
+            ServedSequence(
                 rid=f"r{i}",
                 prompt=[1, 2],
                 params=params or SamplingParams(),

@@ -4,7 +4,7 @@ runs.py        reads run directories
 held_out.py    what was reached on held-out prompts, the gain and its interval
 metrics.py     which curves are drawn; phases.py: where the time of a step goes
 svg.py         draws, on the axes of scale.py
-page.py        lays out; samples.py: completions, turn by turn; assets.py: style and script
+page.py        lays out; assets.py: style and script
 summary.py     adds up what the run did, also for the console and summary.json
 
 The file needs no network; charts are inline SVG.

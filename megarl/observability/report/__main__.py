@@ -9,6 +9,7 @@ from megarl.observability.report import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the report that the command line asks for and prints its path."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.observability.report",
         description="Write one self-contained HTML report about one or several runs.",

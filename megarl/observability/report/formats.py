@@ -1,14 +1,15 @@
-"""Numbers as the report and the console's summary write them."""
+"""Writes numbers as the report and the console's summary show them."""
 
 from __future__ import annotations
 
 
 def percent(value: float) -> str:
+    """Writes a share as 12.3%."""
     return f"{100 * value:.1f}%"
 
 
 def plain(value: float) -> str:
-    """Short enough for an axis, three digits that matter."""
+    """Writes a number short enough for an axis, with three digits that matter."""
     if value == 0:
         return "0"
     if abs(value) >= 100_000 or abs(value) < 1e-3:
@@ -18,8 +19,10 @@ def plain(value: float) -> str:
 
 
 def signed(value: float) -> str:
+    """Writes a number with its sign."""
     return f"+{plain(value)}" if value > 0 else plain(value)
 
 
 def seconds(value: float) -> str:
+    """Writes seconds with their unit."""
     return "0" if value == 0 else f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"

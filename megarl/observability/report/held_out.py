@@ -18,9 +18,8 @@ COLORS = 7  # c0..c6 tell runs apart
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One thing that evaluations measure. `keys` are its names in stats.jsonl, `score` what one
-    sample's reward counts for.
-    """
+    """Describes one thing that evaluations measure. `keys` are its names in stats.jsonl; `score`
+    turns one sample's reward into its score."""
 
     name: str
     keys: tuple[str, ...]
@@ -28,13 +27,14 @@ class Measure:
     score: Callable[[float], float]
 
     def interval(self, bounds: tuple[float, float]) -> str:
-        """ "3.1 to 21.9", of a value or of a gain."""
+        """Writes the interval of a value or of a gain, as "3.1 to 21.9"."""
         low, high = bounds
         if self is REWARD:
             return f"{plain(low)} to {plain(high)}"
         return f"{100 * low:.1f} to {100 * high:.1f}"
 
     def difference(self, gain: float) -> str:
+        """Writes a gain with its sign and unit."""
         return signed(gain) if self is REWARD else f"{100 * gain:{'+' if gain else ''}.1f} points"
 
 
@@ -49,9 +49,8 @@ REWARD = Measure(name="reward", keys=("eval/reward",), format=plain, score=float
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """From the first to the last evaluation. `interval` is that of last - first, None where the
-    run has no intervals.
-    """
+    """Compares the first with the last evaluation. `interval` is that of last - first; it is None
+    where the run has no intervals."""
 
     measure: Measure
     first: float
@@ -60,20 +59,22 @@ class Gain:
 
     @property
     def up(self) -> bool:
-        """Returns whether the whole interval of the gain is above 0."""
+        """Tells whether the whole interval of the gain is above 0."""
         return self.interval is not None and self.interval[0] > 0
 
     @property
     def down(self) -> bool:
+        """Tells whether the whole interval of the gain is below 0."""
         return self.interval is not None and self.interval[1] < 0
 
     @property
     def difference(self) -> str:
+        """Writes the gain."""
         return self.measure.difference(self.last - self.first)
 
     @property
     def bounds(self) -> str:
-        """ ", 95% CI 3.1 to 21.9", or nothing."""
+        """Writes ", 95% CI 3.1 to 21.9", or nothing."""
         return "" if self.interval is None else f", 95% CI {self.measure.interval(self.interval)}"
 
 
@@ -96,7 +97,7 @@ def graded(run: Run) -> bool:
 
 
 def gain(run: Run, measure: Measure) -> Gain | None:
-    """None of a run with fewer than two evaluations."""
+    """Compares the evaluations of a run; returns None for a run with fewer than two."""
     rows = _evaluations(run, measure)
     if len(rows) < 2:
         return None
@@ -110,7 +111,7 @@ def gain(run: Run, measure: Measure) -> Gain | None:
 
 
 def last_interval(run: Run, measure: Measure) -> tuple[float, float] | None:
-    """Returns that of the last evaluation's value."""
+    """Returns (low, high) of the last evaluation's value, or None."""
     rows = _evaluations(run, measure)
     estimate = _estimate(rows[-1], measure) if rows else None
     return None if estimate is None else (estimate.low, estimate.high)
@@ -128,7 +129,8 @@ def _estimate(row: dict[str, Any], measure: Measure) -> Estimate | None:
 
 
 def _correlation(run: Run, measure: Measure, first: float, last: float) -> float:
-    """Returns that of the two evaluations where they answered the same prompts, else 0."""
+    """Returns the correlation of the two evaluations where they answered the same prompts,
+    else 0."""
     before, after = (run.eval_rewards.get(int(step)) for step in (first, last))
     if not before or not after or set(before) != set(after):
         return 0.0
@@ -139,7 +141,7 @@ def _correlation(run: Run, measure: Measure, first: float, last: float) -> float
 
 
 def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> str:
-    """The measure with its confidence intervals, by step or by minutes of the run."""
+    """Draws the measure with its confidence intervals, by step or by minutes of the run."""
     x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)
     lines = []
     for r, run in enumerate(runs):

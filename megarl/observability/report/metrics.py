@@ -1,4 +1,4 @@
-"""Which metrics of a run are drawn, and how: METRICS is the list, in reading order."""
+"""Chooses which metrics of a run are drawn, and how: METRICS is the list, in reading order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ GAP = "train_rollout_logprob_abs_diff"
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A chart of one quantity: `series` are (name, key of stats.jsonl), the main one first. Drawn
-    only if `where`, another key, is above 0 somewhere.
-    """
+    """Describes the chart of one quantity. `series` are (name, key of stats.jsonl), the main one
+    first. It is drawn only if `where`, another key, is above 0 somewhere."""
 
     title: str
     note: str = ""
@@ -122,20 +121,22 @@ METRICS = (
 
 
 def smoothing_window(n: int) -> int:
-    """Points to average over: none for short runs, about a twentieth of long ones."""
+    """Returns how many points to average over: none for short runs, about a twentieth of
+    long ones."""
     return 0 if n < 24 else max(5, n // 20)
 
 
 def end_window(n: int) -> int:
-    """How many of n noisy values to average at either end; the two windows do not overlap."""
+    """Returns how many of n noisy values to average at either end; the two windows do not
+    overlap."""
     return max(1, min(5, n // 2))
 
 
 def all_charts(runs: list[Run]) -> str:
-    """Every chart that has data, in reading order.
+    """Draws every chart that has data, in reading order.
 
     Steps of RL and of supervised training are not the same thing: a run of the other kind than the
-    first one stands beside it by wall time only.
+    first one stands beside it by time alone.
     """
     peers = [run for run in runs if _is_rl(run) == _is_rl(runs[0])]
     main = held_out.headline(runs[0])
@@ -154,7 +155,8 @@ def _is_rl(run: Run) -> bool:
 
 
 def _metric(runs: list[Run], metric: Metric) -> str:
-    """Colour tells runs apart, or series where there is one run; dashes tell series apart."""
+    """Draws one metric. Colour tells runs apart, or series where there is one run; dashes tell
+    series apart."""
     if metric.where and not any(value > 0 for run in runs for value in run.values(metric.where)):
         return ""
     several, lines = len(runs) > 1, []

@@ -24,8 +24,7 @@ from megarl.observability.report.held_out import (
     last_interval,
 )
 from megarl.observability.report.metrics import GAP, all_charts, end_window
-from megarl.observability.report.runs import Run
-from megarl.observability.report.samples import samples_section
+from megarl.observability.report.runs import Run, pair_samples
 from megarl.observability.report.summary import summary_lines
 
 _ARROW = " <small>→</small> "
@@ -40,13 +39,15 @@ def render_page(
     config: str,
     max_samples: int,
 ) -> str:
+    """Returns the report as one HTML page. The first run is the one it is about; `samples` are
+    records as in samples.jsonl, of which it shows `max_samples` prompts."""
     sections = [
         _header(runs[0], title, subtitle),
         _tiles(runs[0]),
         _comparison(runs) if len(runs) > 1 else "",
         _charts(runs),
         _summary(runs[0]),
-        samples_section([dict(s) for s in samples], max_samples),
+        _samples([dict(s) for s in samples], max_samples),
         _config(config),
         "<footer>Written by megarl. One file, no network.</footer>",
     ]
@@ -82,7 +83,7 @@ def _tiles(run: Run) -> str:
 
 
 def _tile(name: str, value: str, more: str) -> str:
-    """`value` and `more` are HTML."""
+    """Returns one tile; `value` and `more` are HTML."""
     return (
         f'<div class="tile"><div class="name">{escape(name)}</div>'
         f'<div class="value">{value}</div><div class="more">{more}</div></div>'
@@ -107,7 +108,7 @@ def _held_out_tile(run: Run, measure: Measure) -> str:
 
 
 def _gain(change: Gain) -> str:
-    """Green and red only for what is more than chance."""
+    """Writes a gain, in green or red only where it is more than chance."""
     css = "up" if change.up else "down" if change.down else ""
     difference = f'<span class="{css}">{change.difference}</span>' if css else change.difference
     return difference + change.bounds
@@ -227,4 +228,49 @@ def _config(config: str) -> str:
     return (
         '<h2>Configuration</h2><div class="panel"><details><summary>config.yaml</summary>'
         f"<pre>{escape(masked_yaml(config))}</pre></details></div>"
+    )
+
+
+def _samples(samples: list[dict[str, Any]], limit: int) -> str:
+    """Shows completions of the same prompts before and after, turn by turn."""
+    pairs = pair_samples(samples)[:limit]
+    if not pairs:
+        return ""
+    shown = [w for w in ("before", "after") if any(p[w] for p in pairs)]
+    head = "".join(f"<th>{w.capitalize()}</th>" for w in shown)
+    rows = "".join(
+        f"<tr><td><pre>{escape(p['prompt'])}</pre>"
+        f'<div class="answer">answer: {escape(str(p["answer"]))}</div></td>'
+        + "".join(f"<td>{_completion(p[w])}</td>" for w in shown)
+        + "</tr>"
+        for p in pairs
+    )
+    return (
+        '<h2>Samples</h2><div class="panel"><table class="samples"><thead><tr><th>Prompt</th>'
+        f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _completion(sample: dict[str, Any] | None) -> str:
+    if sample is None:
+        return "–"
+    return _chip(sample.get("reward")) + _text(sample)
+
+
+def _chip(reward: float | None) -> str:
+    if reward is None:
+        return ""
+    css, mark = ("right", "✓") if reward >= 1 else ("part", "◐") if reward > 0 else ("wrong", "✗")
+    return f'<span class="chip {css}">{mark} reward {plain(float(reward))}</span>'
+
+
+def _text(sample: dict[str, Any]) -> str:
+    """Shows the completion, or turn by turn what the model wrote and what it was told."""
+    turns = sample.get("turns")
+    if not turns:
+        return f"<pre>{escape(str(sample.get('completion', '')))}</pre>"
+    return "".join(
+        f'<div class="turn {"" if turn["who"] == "model" else "told"}">'
+        f"<b>{escape(turn['who'])}</b><pre>{escape(turn['text'].strip())}</pre></div>"
+        for turn in turns
     )

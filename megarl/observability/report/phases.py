@@ -1,4 +1,5 @@
-"""Where the time of a step goes: its phases, each with a colour of its own in every report."""
+"""Draws where the time of a step goes: its phases, each with a colour of its own in every
+report."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ _MAX_BARS = 70
 
 
 def phase_color(name: str) -> int:
+    """Returns the colour class of a phase; a phase that is not listed gets one by its spelling."""
     if name == "other":
         return GREY
     return PHASES.get(name, sorted(PHASES.values())[zlib.crc32(name.encode()) % len(PHASES)])
 
 
 def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """(steps, [(phase, seconds per step)]): the phases inside a step, and "other" for the rest."""
+    """Returns (steps, [(phase, seconds per step)]): the phases inside a step, and "other" for the
+    rest."""
     rows = [row for row in run.rows if row.get("timing/step_s") is not None]
     names = {m[1] for row in rows for key in row if (m := _PHASE.fullmatch(key))}
     names -= {"step", *OUTSIDE_STEP}
@@ -50,7 +53,7 @@ def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:
 
 
 def step_time(run: Run, *, several: bool = False) -> str:
-    """Stacked seconds per step; long runs are averaged over neighbouring steps."""
+    """Draws the stacked seconds per step; long runs are averaged over neighbouring steps."""
     steps, phases = step_phases(run)
     if not steps:
         return ""

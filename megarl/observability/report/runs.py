@@ -1,4 +1,4 @@
-"""A run as the report reads it: metrics by step, samples, configuration."""
+"""Reads a run for the report: metrics by step, samples, configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ EVAL_REWARDS_FILE = "eval_rewards.jsonl"
 
 @dataclass(kw_only=True)
 class Run:
-    """`rows` are the objects of stats.jsonl, one per step, ascending."""
+    """Holds what a run left behind. `rows` are the objects of stats.jsonl, one per step,
+    ascending."""
 
     label: str
     rows: list[dict[str, Any]]
@@ -26,7 +27,8 @@ class Run:
     eval_rewards: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
     def points(self, *keys: str, x: str = "step") -> Points:
-        """(x, value) wherever one of `keys` (aliases, the first present wins) has a number."""
+        """Returns (x, value) wherever one of `keys` (aliases, the first present wins) has a
+        number."""
         out = []
         for row in self.rows:
             value = next((row[k] for k in keys if row.get(k) is not None), None)
@@ -35,17 +37,21 @@ class Run:
         return out
 
     def values(self, *keys: str) -> list[float]:
+        """Returns the values of `points`, by step."""
         return [y for _, y in self.points(*keys)]
 
     @property
     def elapsed(self) -> float | None:
+        """Returns the seconds that the run took so far, None where no row says it."""
         seconds = [row["elapsed_s"] for row in self.rows if row.get("elapsed_s") is not None]
         return max(seconds) if seconds else None
 
 
 def load_run(source: str | Path) -> Run:
-    """`source` is a run directory, or "label=directory"; the label defaults to its last two names
-    (<experiment>/<trial>). Raises FileNotFoundError naming the missing stats.jsonl.
+    """Reads a run. `source` is its directory, or "label=directory"; the label defaults to its last
+    two names (<experiment>/<trial>).
+
+    Raises FileNotFoundError naming a missing stats.jsonl, ValueError for a file that is not JSON.
     """
     label, directory = "", Path(source)
     if "=" in str(source) and not directory.exists():
@@ -71,7 +77,7 @@ def load_run(source: str | Path) -> Run:
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every object of the file, but for lines that a crash cut short."""
+    """Returns every object of the file, but for lines that a crash cut short."""
     text = path.read_text(encoding="utf-8")
     rows = []
     for i, line in enumerate(text.split("\n")):
@@ -86,9 +92,8 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def pair_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record per prompt in order of appearance: {"prompt", "answer", "before", "after"}; the
-    last two are sample records or None. The latest of several counts.
-    """
+    """Returns one record per prompt in order of appearance: {"prompt", "answer", "before",
+    "after"}. The last two are sample records or None; the latest of several counts."""
     pairs: dict[str, dict[str, Any]] = {}
     for s in samples:
         prompt = prompt_text(s.get("prompt", ""))
@@ -100,7 +105,7 @@ def pair_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt is text, or a list of chat messages."""
+    """Returns a prompt, which is text or a list of chat messages, as text."""
     if isinstance(prompt, list):
         return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
     return str(prompt)

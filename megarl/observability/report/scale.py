@@ -1,4 +1,4 @@
-"""Axes of a chart: data to pixels, and round numbers to write beside them."""
+"""Scales the axes of a chart: data to pixels, and round numbers to write beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class Scale:
-    """Data to pixels along one axis; linear, or base-10 logarithmic."""
+    """Maps data to pixels along one axis, linearly or by the base-10 logarithm."""
 
     def __init__(self, lo: float, hi: float, a: float, b: float, *, log: bool = False) -> None:
         self.log = log
@@ -20,9 +20,8 @@ class Scale:
 
 
 def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
-    """About n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi], but for a
-    rounding error: 1.0000001 is no reason for a tick at 1.25.
-    """
+    """Returns about n round numbers (1, 2, 2.5, 5 times a power of ten) that enclose [lo, hi], but
+    for a rounding error: 1.0000001 is no reason for a tick at 1.25."""
     if hi <= lo:
         hi = lo + (abs(lo) * 0.1 or 1.0)
     rough = (hi - lo) / max(1, n - 1)
@@ -33,7 +32,8 @@ def nice_ticks(lo: float, hi: float, n: int = 5) -> list[float]:
 
 
 def log_ticks(lo: float, hi: float) -> list[float]:
-    """Powers of ten that enclose [lo, hi], every second or third of them when there are many."""
+    """Returns powers of ten that enclose [lo, hi], every second or third of them when there are
+    many."""
     first, last = math.floor(math.log10(lo)), math.ceil(math.log10(hi))
     last = max(last, first + 1)
     step = max(1, math.ceil((last - first) / 5))

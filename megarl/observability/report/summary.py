@@ -1,6 +1,7 @@
-"""The summary of a run: what it did, and that its books balance.
+"""Sums up a run: what it did, and that its books balance.
 
-A pure function of stats.jsonl, so that the totals of a resumed run are those of the whole run.
+The summary is a pure function of stats.jsonl, so that the totals of a resumed run are those of the
+whole run.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def summarize(
     final: Mapping[str, float] | None = None,
     error: BaseException | None = None,
 ) -> Summary:
-    """Plain data for summary.json. `final`: counters rollout/... as the run ends, which win over
-    those of the last step; `error`: what ended the run. Figures that the kind of run does not have
-    (supervised training has no rollouts) are left out.
+    """Returns plain data for summary.json.
+
+    final: counters rollout/... as the run ends, which win over those of the last step. error: what
+    ended the run. Metrics that the kind of run does not have (supervised training has no rollouts)
+    are left out.
     """
     last = (run.rows[-1] if run.rows else {}) | dict(final or {})
     steps = run.rows[-1]["step"] if run.rows else 0
@@ -87,8 +90,8 @@ def _total(run: Run, figure: str) -> int:
 
 
 def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
-    """`samples` were trained and `skipped` were not, as the steps' metrics have it: the books must
-    agree."""
+    """Returns the counts of prompts. `samples` were trained and `skipped` were not, as the steps'
+    metrics have it: the books must agree."""
     counts = {name: int(last[f"rollout/{name}"]) for name in COUNTERS}
     prompts, handed_out = (int(last[f"rollout/{n}"]) for n in ("trained", "handed_out"))
     booked = int(last["rollout/trained_samples"]), int(last.get("rollout/skipped_samples", 0))
@@ -104,14 +107,15 @@ def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
 
 
 def _ends(run: Run, *keys: str) -> list[float]:
-    """[first, last], means over end_window values."""
+    """Returns [first, last], means over end_window values."""
     values = run.values(*keys)
     n = end_window(len(values))
     return [statistics.fmean(values[:n]), statistics.fmean(values[-n:])]
 
 
 def _held_out(run: Run, name: str, measure: Measure) -> Summary:
-    """[first, last] of the evaluations, and the 95 % interval of the gain where there is one."""
+    """Returns [first, last] of the evaluations, and the 95 % interval of the gain where there is
+    one."""
     values, change = run.values(*measure.keys), gain(run, measure)
     out: Summary = {name: [values[0], values[-1]]} if values else {}
     if change is not None and change.interval is not None:
@@ -128,7 +132,8 @@ def _phases(run: Run, seconds: float) -> dict[str, float]:
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
-    """(name, text) for people, in reading order; the console and the report show the same."""
+    """Returns (name, text) for people, in reading order; the console and the report show
+    the same."""
     of = f" of {summary['total_steps']}" if summary["total_steps"] else ""
     lines = [
         ("status", summary["status"]),
@@ -155,7 +160,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _held_out_lines(summary: Summary) -> list[tuple[str, str]]:
-    """An accuracy that is 0 throughout says nothing beside a reward in parts of a point."""
+    """Returns the lines of evaluations. An accuracy that is 0 throughout is left out: it says
+    nothing beside a reward in parts of a point."""
     measures = {"accuracy": ACCURACY, "eval_reward": REWARD}
     names = [name for name in measures if name in summary]
     if "eval_reward" in names and not any(summary.get("accuracy", ())):
@@ -194,11 +200,12 @@ def _time_split(phases: Mapping[str, float]) -> str:
 
 
 def artifacts(run_dir: Path) -> dict[str, str]:
-    """What the run left behind: name -> path."""
+    """Returns the paths of what the run left behind, by name."""
     return {name: str(run_dir / file) for name, file in _PATHS.items() if (run_dir / file).exists()}
 
 
 def print_summary(summary: Summary, console: Console | None = None) -> None:
+    """Prints the summary in a frame, then its paths."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")

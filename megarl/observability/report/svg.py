@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Pure: points in, text out.
+"""Draws charts as inline SVG. Pure: points in, text out.
 
 A chart is a <figure> with a header (title, legend), the drawing, and a JSON block from which the
 page's script makes the hover box. Colours are CSS classes (c0, c1, ...), so that light, dark and
@@ -28,9 +28,8 @@ GREY = 7  # the colour class of what belongs to no series
 
 @dataclass(kw_only=True)
 class Line:
-    """One series. `whiskers` are (x, low, high); `smooth` is a window in points, 0 draws as is.
-    Points may be means of `per_point` steps each.
-    """
+    """Describes one series. `whiskers` are (x, low, high); `smooth` is a window in points, and 0
+    draws them as they are. Points may be means of `per_point` steps each."""
 
     label: str
     points: Points
@@ -44,6 +43,9 @@ class Line:
 
 @dataclass(kw_only=True)
 class LineChart:
+    """Describes a chart of lines over one axis. `y_from` and `y_to` are what its axis must reach;
+    `named` has the legend name also a single line."""
+
     title: str
     lines: list[Line]
     note: str = ""
@@ -57,7 +59,7 @@ class LineChart:
 
 @dataclass(kw_only=True)
 class StackedChart:
-    """`layers`: (label, color class, one height per x). Bars sit at `xs`."""
+    """Describes bars at `xs`, stacked of `layers`: (label, color class, one height per x)."""
 
     title: str
     xs: Sequence[float]
@@ -68,7 +70,7 @@ class StackedChart:
 
 
 def smooth(points: Points, window: int) -> list[tuple[float, float]]:
-    """Centred moving average; at the ends over what there is of the window."""
+    """Returns the centred moving average, at the ends over what there is of the window."""
     values, half = [y for _, y in points], window // 2
     out = []
     for i, (x, _) in enumerate(points):
@@ -78,12 +80,12 @@ def smooth(points: Points, window: int) -> list[tuple[float, float]]:
 
 
 def bin_size(n: int, limit: int = MAX_POINTS) -> int:
-    """How many of n neighbouring points make one, for at most `limit`."""
+    """Returns how many of n neighbouring points make one, for at most `limit`."""
     return max(1, math.ceil(n / limit))
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most `limit` points: neighbours averaged."""
+    """Averages neighbours, so that at most `limit` points are left."""
     size = bin_size(len(points), limit)
     if size == 1:
         return list(points)
@@ -92,6 +94,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
 
 
 def line_chart(chart: LineChart) -> str:
+    """Draws a chart of lines; returns "" where there is no point."""
     lines = [_prepare(line, chart.log) for line in chart.lines]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
@@ -114,9 +117,8 @@ def line_chart(chart: LineChart) -> str:
 
 
 def _line_legend(lines: list[Line], named: bool) -> Legend:
-    """Which line is which, where there are several or `named`; and what thin and thick mean, where
-    the thick ones are averages.
-    """
+    """Returns the lines' names where there are several, or `named`; and what thin and thick mean,
+    where the thick ones are averages."""
     legend = []
     if named or len(lines) > 1:
         legend = [
@@ -190,6 +192,7 @@ def _path(points: Points, x: Scale, y: Scale) -> str:
 
 
 def stacked_chart(chart: StackedChart) -> str:
+    """Draws a chart of stacked bars; returns "" where there is no bar."""
     totals = [sum(parts) for parts in zip(*(h for _, _, h in chart.layers), strict=True)]
     if not totals:
         return ""
@@ -224,7 +227,8 @@ def stacked_chart(chart: StackedChart) -> str:
 
 
 def _hover_lines(lines: list[Line], x: Scale, y: Scale, chart: LineChart) -> dict[str, object]:
-    """Per x of any line: the values standing there, as text, and the height of their dots."""
+    """Returns for each x of any line the values standing there, as text, and the height of their
+    dots."""
     xs = sorted({px for line in lines for px, _ in line.points})
     series = []
     for line in lines:
@@ -274,7 +278,7 @@ def _tick_text(value: float) -> str:
 
 
 def _place(x_label: str, value: float) -> str:
-    """ "step 12", or "3.4 minutes"."""
+    """Returns "step 12", or "3.4 minutes"."""
     return f"step {_tick_text(value)}" if x_label == "step" else f"{value:.1f} {x_label}"
 
 

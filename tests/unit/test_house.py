@@ -1,0 +1,64 @@
+"""`make house` counts what stands in a file, and puts the file into its row."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+HOUSE = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "house.py"))
+
+FILE = '''"""A module.
+
+Of three lines."""
+
+# a comment
+import os  # noqa: F401
+
+
+class Shown:
+    """Says it."""
+
+    def said(self) -> None:
+        """Says it, too."""
+
+    def unsaid(self, x: object) -> object:
+        assert x is not None and os
+        return x  # type: ignore[no-any-return]
+
+    def _own(self) -> str:
+        return """no docstring"""
+
+
+class _Hidden:
+    def method(self) -> None: ...
+'''
+
+
+def test_every_line_is_of_one_kind() -> None:
+    found = HOUSE["count"](FILE)
+    assert (found.lines, found.docstrings, found.comments, found.blank) == (24, 5, 1, 8)
+    assert found.code == 24 - 5 - 1 - 8
+    assert (found.classes, found.functions) == (2, [2, 3, 2, 1])
+    assert (found.public, found.documented) == (3, 2)  # Shown, said; unsaid has none
+    assert (found.not_none, found.ignores, found.noqa, found.skips) == (1, 1, 1, 0)
+
+
+def test_core_and_satellites_stand_apart_and_add_up() -> None:
+    paths = ("parallel/groups.py", "parallel/cpu_adam.py", "rollout/server/app.py", "run.py")
+    table = HOUSE["rows"](dict.fromkeys(paths, FILE))
+    assert [(name, c.lines) for name, c in table] == [
+        ("parallel", 24), ("= core", 24),
+        ("CPU backend", 24), ("server", 24), ("= satellites", 48),
+        ("top level", 24), ("= rest", 24),
+        ("= whole", 96),
+    ]  # fmt: skip
+    assert table[-1][1].cells()[6] == "24/24/24"
+    lines = HOUSE["markdown"](table).splitlines()
+    assert len(lines) == len(table) + 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_a_revision_git_does_not_know_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert HOUSE["main"](["--rev", "no-such-revision"]) == 2
+    assert "--rev no-such-revision: " in capsys.readouterr().err
