@@ -37,8 +37,8 @@ _SWITCH_INTERVAL = 5e-4
 
 # an endpoint's route has its name, and its method is POST but for these
 _METHODS = {
-    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ["GET"]),
-    **dict.fromkeys(("flush_cache", "weights_checker"), ["GET", "POST"]),
+    **{name: ["GET"] for name in ("health", "ready", "model_info", "server_info")},
+    **{name: ["GET", "POST"] for name in ("flush_cache", "weights_checker")},
 }
 # what shows no weights and changes nothing but by computing
 _OPEN = {"health", "ready", "model_info", "server_info", "generate"}

@@ -26,6 +26,7 @@ from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
 from megarl.data import build_dataset
+from megarl.data.sources import SOURCES
 from megarl.rollout import RemoteSGLangEngine, RewardPool, Trajectory, get_reward_fn
 from megarl.rollout.server_process import server_command
 from tests.sglang import servers as sglang
@@ -341,7 +342,7 @@ def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None
     space: dict[str, Any] = {"__name__": "capitals_loader"}
     (code,) = blocks(ROOT / "docs" / "data.md", "python")
     exec(compile(code, "docs/data.md", "exec"), space)
-    monkeypatch.setitem(sources.SOURCES, "capitals", space["capitals"])
+    monkeypatch.setitem(SOURCES, "capitals", space["capitals"])
     rows = {
         split: build_dataset(
             DatasetConfig(type="capitals", split=split, options={"polite": True}),
