@@ -144,7 +144,7 @@ def run_client(address: str, mine: list[list[dict]]) -> dict:
         client.resume()
         future = client.update_weights(WeightUpdateMeta(type="distributed", version=1))
         if client.drives:
-            call_json(f"http://{address}/set_version", {})
+            call_json("POST", address, "/set_version", {}, timeout=10)
         future.result()
         said["version"] = client.get_version()
         said["evaluated"] = client.on_driver(
