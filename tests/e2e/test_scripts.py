@@ -92,6 +92,6 @@ def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
         "        response.output_tokens, skip_special_tokens=True)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(cell())\n"
-        "    print(len(response_tokens := batch['input_ids']), 'rows')\n"
+        "    print(len(batch['input_ids']), 'rows')\n"
     )
     assert run([str(cells)]).rstrip().endswith("2 rows")
