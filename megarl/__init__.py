@@ -1,0 +1,167 @@
+"""megarl: reinforcement learning of language models, by megatron-core and SGLang.
+
+Everything that a script needs, by its public name:
+
+    from megarl import MegatronActor, RemoteSGLangEngine, load_expr_config, stats_tracker
+
+A name loads its module on first use, so that `import megarl` is instant. docs/api.md lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role
+    from megarl.api.batch import Batch, Tokens
+    from megarl.api.engine import TrainEngine
+    from megarl.api.inference import InferenceEngine, RolloutWorkflow
+    from megarl.api.records import (
+        FinetuneSpec,
+        ModelRequest,
+        ModelResponse,
+        SaveLoadMeta,
+        ServersLost,
+        WeightUpdateMeta,
+    )
+    from megarl.config.base import arg
+    from megarl.config.errors import ConfigError
+    from megarl.config.loader import load_config, load_expr_config, run_dir
+    from megarl.config.recipes import GRPOConfig, PPOConfig, SFTConfig
+    from megarl.config.rollout import GenerationHyperparameters
+    from megarl.data import build_dataloader, build_dataset
+    from megarl.data.tokenizer import load_hf_tokenizer
+    from megarl.engine import MegatronEngine
+    from megarl.observability import stats_tracker
+    from megarl.observability.stats_logger import StatsLogger
+    from megarl.parallel.rank_zero import on_rank_zero
+    from megarl.rollout import (
+        ChatWorkflow,
+        RemoteSGLangEngine,
+        RewardPool,
+        RLVRWorkflow,
+        SGLangEngine,
+        Trajectory,
+        get_reward_fn,
+        pad,
+    )
+    from megarl.trainer.evaluation import Evaluator
+    from megarl.trainer.frequency import Frequency
+    from megarl.trainer.ppo import PPOTrainer
+    from megarl.trainer.publisher import WeightPublisher
+    from megarl.trainer.rl import RLTrainer
+    from megarl.trainer.roles import (
+        MegatronActor,
+        MegatronCritic,
+        MegatronLoRARef,
+        MegatronRef,
+        MegatronRewardModel,
+        MegatronSFT,
+    )
+    from megarl.trainer.saver import Saver
+    from megarl.trainer.session import RolloutSession
+    from megarl.utils.batch import concat_padded_tensors
+
+_HOME = {
+    "algos": "Actor Critic LoRARef Ref RewardModel Role SFT",
+    "api.batch": "Batch Tokens",
+    "api.engine": "TrainEngine",
+    "api.inference": "InferenceEngine RolloutWorkflow",
+    "api.records": "FinetuneSpec ModelRequest ModelResponse SaveLoadMeta ServersLost "
+    "WeightUpdateMeta",
+    "config.base": "arg",
+    "config.errors": "ConfigError",
+    "config.loader": "load_config load_expr_config run_dir",
+    "config.recipes": "GRPOConfig PPOConfig SFTConfig",
+    "config.rollout": "GenerationHyperparameters",
+    "data": "build_dataloader build_dataset",
+    "data.tokenizer": "load_hf_tokenizer",
+    "engine": "MegatronEngine",
+    "observability.stats_tracker": "stats_tracker",
+    "observability.stats_logger": "StatsLogger",
+    "parallel.rank_zero": "on_rank_zero",
+    "rollout": "ChatWorkflow RLVRWorkflow RemoteSGLangEngine RewardPool SGLangEngine Trajectory "
+    "get_reward_fn pad",
+    "trainer.evaluation": "Evaluator",
+    "trainer.frequency": "Frequency",
+    "trainer.ppo": "PPOTrainer",
+    "trainer.publisher": "WeightPublisher",
+    "trainer.rl": "RLTrainer",
+    "trainer.roles": "MegatronActor MegatronCritic MegatronLoRARef MegatronRef "
+    "MegatronRewardModel MegatronSFT",
+    "trainer.saver": "Saver",
+    "trainer.session": "RolloutSession",
+    "utils.batch": "concat_padded_tensors",
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = [
+    "ChatWorkflow",
+    "Trajectory",
+    "pad",
+    "Actor",
+    "Batch",
+    "ConfigError",
+    "Critic",
+    "Evaluator",
+    "FinetuneSpec",
+    "Frequency",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "LoRARef",
+    "MegatronActor",
+    "MegatronCritic",
+    "MegatronEngine",
+    "MegatronLoRARef",
+    "MegatronRef",
+    "MegatronRewardModel",
+    "MegatronSFT",
+    "ModelRequest",
+    "ModelResponse",
+    "PPOConfig",
+    "PPOTrainer",
+    "RLTrainer",
+    "RLVRWorkflow",
+    "Ref",
+    "RemoteSGLangEngine",
+    "RewardModel",
+    "RewardPool",
+    "Role",
+    "RolloutSession",
+    "RolloutWorkflow",
+    "SFT",
+    "SFTConfig",
+    "SGLangEngine",
+    "SaveLoadMeta",
+    "Saver",
+    "ServersLost",
+    "StatsLogger",
+    "Tokens",
+    "TrainEngine",
+    "WeightPublisher",
+    "WeightUpdateMeta",
+    "arg",
+    "build_dataloader",
+    "build_dataset",
+    "concat_padded_tensors",
+    "get_reward_fn",
+    "load_config",
+    "load_expr_config",
+    "load_hf_tokenizer",
+    "on_rank_zero",
+    "run_dir",
+    "stats_tracker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'megarl' has no attribute {name!r}; docs/api.md lists them")
+    module = importlib.import_module(f"megarl.{_MODULE[name]}")
+    return module if _MODULE[name].endswith(f".{name}") else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

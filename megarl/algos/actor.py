@@ -65,11 +65,11 @@ class Actor(Role):
         self.decode = decode
         self.loss, self.advantages = loss_of(config), advantages_of(config)
 
-    def compute_logp(self, batch: Data) -> Any:
+    def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
-        for a plain dict."""
+        for a plain dict. temperature: None is that of generation."""
         self._plan(batch)
-        return self.forward_logp(batch, self.temperature)
+        return self.forward_logp(batch, self.temperature if temperature is None else temperature)
 
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
@@ -117,6 +117,13 @@ class Actor(Role):
         put(
             batch, "advantages", whiten(whole, "advantages") if spec.whiten else whole["advantages"]
         )
+
+    def compute_advantages_and_returns(self, batch: Data, **kw: Any) -> dict[str, Any]:
+        """Computes the advantages (see compute_advantages) and returns them by name; without a
+        critic the returns are the advantages."""
+        self.compute_advantages(batch, **kw)
+        advantages = batch["advantages"]
+        return {"advantages": advantages, "returns": batch.get("returns", advantages)}
 
     def _kl_to_ref(self, batch: Batch) -> Tensor:
         """[B] float64: the KL to the reference summed over each sample's trained tokens."""

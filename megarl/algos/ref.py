@@ -20,10 +20,10 @@ class Ref(Role):
         self.config = config
         self.temperature = temperature
 
-    def compute_logp(self, batch: Data) -> Any:
-        """Returns log-probabilities at the actor's sampling temperature, 0 at t=0: Tokens for a
-        Batch, [B,S] for a plain dict."""
-        return self.forward_logp(batch, self.temperature)
+    def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
+        """Returns log-probabilities, 0 at t=0: Tokens for a Batch, [B,S] for a plain dict.
+        temperature: None is the actor's sampling temperature."""
+        return self.forward_logp(batch, self.temperature if temperature is None else temperature)
 
 
 class LoRARef(Ref):
@@ -33,9 +33,9 @@ class LoRARef(Ref):
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor.config, actor.engine, temperature=actor.temperature)
 
-    def compute_logp(self, batch: Data) -> Any:
+    def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         with self.engine.disable_adapter():
-            return super().compute_logp(batch)
+            return super().compute_logp(batch, temperature)
 
     def destroy(self) -> None:
         """The actor's affair."""

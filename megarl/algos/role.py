@@ -56,7 +56,8 @@ class Role:
         sequence, any id, makes the last state the one before it.
         """
         batch = as_batch(data)
-        self.engine.place(batch)
+        if isinstance(data, Batch):
+            self.engine.place(batch)
         longer = _one_token_longer(batch)
         inputs = longer if isinstance(data, Batch) else longer.padded()
         values = self.engine.forward(inputs, outputs=("values",))
@@ -66,6 +67,11 @@ class Role:
         inside = torch.ones(len(values.values), dtype=torch.bool)
         inside[ends] = False
         return Tokens(values.values[inside], values.lengths - 1), batch.gather(values.values[ends])
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's part of the model."""
+        return self.engine.device
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.engine.initialize(addr, ft_spec)

@@ -55,6 +55,11 @@ class Saved:
 
 
 class TrainEngine(ABC):
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank, on which it computes."""
+        return torch.device("cpu")
+
     @abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Process groups, model, weights, optimizer, schedule. `ft_spec`: its end."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.servers import listed_addresses
 from megarl.config.weight_sync import WeightSyncConfig
+
+
+class Where(TypedDict):
+    """A place in a run: steps and epochs count from 1; the epoch of `step` ended with it or not."""
+
+    step: int
+    epoch: int
+    epoch_ended: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,11 @@ class FinetuneSpec:
     def total_train_steps(self) -> int:
         steps = self.total_train_epochs * self.steps_per_epoch
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def where(self, step: int) -> Where:
+        """Returns where a run is after `step` steps, as Saver, Frequency and Recovery take it."""
+        per_epoch = self.steps_per_epoch
+        return {"step": step, "epoch": -(-step // per_epoch), "epoch_ended": step % per_epoch == 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,17 +231,24 @@ class SaveLoadMeta:
 
 @dataclass(kw_only=True)
 class ModelRequest:
-    """One sample to generate. `rid` is unique per attempt; `seed` overrides gconfig.seed."""
+    """One sample to generate, from token ids or, with a client that has a tokenizer, from text.
 
-    rid: str
-    input_ids: list[int]
-    gconfig: GenerationHyperparameters
+    `rid` is unique per attempt; `seed` overrides gconfig.seed.
+    """
+
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    input_ids: list[int] = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     seed: int | None = None
+    text: str = ""
 
 
 @dataclass(kw_only=True)
 class ModelResponse:
-    """Tokens with the logprob and the weight version that produced each of them."""
+    """Tokens with the logprob and the weight version that produced each of them.
+
+    `completion`: the output as text, where the client has a tokenizer; else empty.
+    """
 
     input_tokens: list[int]
     output_tokens: list[int] = field(default_factory=list)
@@ -235,6 +256,7 @@ class ModelResponse:
     output_versions: list[int] = field(default_factory=list)
     stop_reason: str = "length"
     latency: float = math.nan
+    completion: str = ""
 
     @property
     def input_len(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -47,18 +48,25 @@ Source = str | os.PathLike[str] | Sequence[str] | None
 
 
 @overload
-def load_config(source: Source, overrides: Sequence[str] = ()) -> BaseConfig: ...
+def load_config(
+    source: Source, overrides: Sequence[str] = (), *, foreign: bool = False
+) -> BaseConfig: ...
 @overload
 def load_config(source: Source, overrides: Sequence[str] = (), *, cls: type[C]) -> C: ...
 
 
 def load_config(
-    source: Source, overrides: Sequence[str] = (), *, cls: type[BaseConfig] | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    cls: type[BaseConfig] | None = None,
+    foreign: bool = False,
 ) -> BaseConfig:
     """Returns the configuration. Raises ConfigError with everything that is wrong.
 
     source: a YAML path, or a command line (`--config X.yaml a.b=c ...`), or None. cls: the
-    dataclass to make; without it `recipe` decides, or the `config_class` of the `trainer`.
+    dataclass to make; without it `recipe` decides, or the `config_class` of the `trainer`. foreign:
+    leaves out top-level keys that the dataclass lacks; a script that extends it reads them.
     """
     if source is not None and not isinstance(source, str | os.PathLike):
         command = parse_command_line(source, options=("config",))
@@ -72,6 +80,9 @@ def load_config(
     cls = recipe_class(tree, {name: value for _, name, value in parsed}, cls)
     for plus, name, value in parsed:
         _apply_override(tree, cls, plus, name, value, problems)
+    if foreign:
+        known = {field.name for field in fields(cls)}
+        tree = {name: value for name, value in tree.items() if name in known}
     node = OmegaConf.structured(cls)
     _merge(node, tree, cls, "", problems)
     cfg = _to_object(node, problems)
@@ -81,6 +92,17 @@ def load_config(
     assert isinstance(cfg, cls)
     remember(cfg, OmegaConf.to_container(node, resolve=False))
     return cfg
+
+
+def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
+    """Returns a script's configuration and the path of its YAML file.
+
+    cls: its dataclass, a recipe's (GRPOConfig, ...) or the script's own below one. args: the
+    command line, `--config X.yaml a.b=c +new.key=v`.
+    """
+    return load_config(args, cls=cls), parse_command_line(args, options=("config",)).options.get(
+        "config"
+    )
 
 
 def config_yaml(cfg: BaseConfig) -> str:

@@ -51,6 +51,9 @@ class BaseConfig:
     fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
     seed: int = arg(1, bounds=SEED, help="seed of data order, initial weights and dropout")
     tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
+    trust_remote_code: bool = arg(
+        False, help="run the code that lies beside the tokenizer; it may do anything"
+    )
     total_train_epochs: int = arg(1, bounds=POSITIVE, help="passes over the training set")
     total_train_steps: int | None = arg(
         None,

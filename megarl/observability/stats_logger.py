@@ -12,11 +12,14 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.config.loader import run_dir
+from megarl.config.recipes import BaseConfig
 from megarl.config.run import StatsLoggerConfig
+from megarl.config.secrets import public_tree
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
 from megarl.utils.staging import write_whole
@@ -70,10 +73,35 @@ class StatsLogger:
                 )
             )
 
+    @classmethod
+    def for_run(cls, cfg: BaseConfig, *, from_step: int | None = None) -> StatsLogger:
+        """Makes the logger of a run, in its directory. from_step: see __init__."""
+        return cls(
+            cfg.stats_logger,
+            run_dir=run_dir(cfg),
+            experiment_name=cfg.experiment_name,
+            trial_name=cfg.trial_name,
+            run_config=public_tree(cfg),
+            from_step=from_step,
+        )
+
     def commit(
-        self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None
+        self,
+        epoch: int,
+        step: int,
+        global_step: int,
+        stats: Mapping[str, float] | Sequence[Mapping[str, float]],
     ) -> None:
-        """One step's metrics; step 0 is what was measured before the first update."""
+        """Logs what step `global_step` of a script's loop gave: one dict, or several that do not
+        share names. epoch, its step and global_step count from 0; the row is that of
+        global_step + 1 finished steps, with `epoch` as a metric.
+        """
+        several = [stats] if isinstance(stats, Mapping) else stats
+        merged = {name: value for part in several for name, value in part.items()}
+        self.log(global_step + 1, {"epoch": float(epoch)} | merged)
+
+    def log(self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None) -> None:
+        """Logs the metrics of `step` finished steps; 0 is what was measured before the first."""
         self._total_steps, self._committed = total_steps, True
         for sink in self._sinks:
             sink.write(step, stats, total_steps)
@@ -213,6 +241,7 @@ class WandbSink:
                 f"stats_logger.wandb.mode={mode} needs the wandb package: "
                 "pip install 'megarl[wandb]', or set stats_logger.wandb.mode=disabled"
             ) from e
+        self._run_dir, self._table = run_dir, wandb.Table
         id_file = run_dir / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
@@ -236,4 +265,20 @@ class WandbSink:
         self._run.log({**stats, "step": step})
 
     def close(self) -> None:
+        samples = _read_samples(self._run_dir / "samples.jsonl")
+        if samples:
+            columns: list[str | int] = list(dict.fromkeys(name for row in samples for name in row))
+            data = [[_cell(row.get(str(name))) for name in columns] for row in samples]
+            self._run.log({"samples": self._table(columns=columns, data=data)})
         self._run.finish()
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    """Returns the completions that evaluations wrote before and after training."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _cell(value: Any) -> Any:
+    """Returns a value as a table of wandb shows it."""
+    return value if isinstance(value, str | int | float | None) else json.dumps(value)

@@ -6,7 +6,23 @@ Names load on first use, so that reward workers and the launcher do not import t
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.rollout.client import RemoteSGLangEngine
+    from megarl.rollout.executor import RolloutExecutor
+    from megarl.rollout.local import SGLangEngine
+    from megarl.rollout.rewards import (
+        RewardError,
+        RewardPool,
+        check_rows,
+        get_reward_fn,
+        reward_of,
+    )
+    from megarl.rollout.server_process import ServerProcess, start_server
+    from megarl.rollout.staleness import StalenessManager
+    from megarl.rollout.trajectory import ChatWorkflow, Trajectory, pad
+    from megarl.rollout.workflows.rlvr import RLVRWorkflow
 
 _HOME = {
     "RemoteSGLangEngine": "client",
@@ -25,7 +41,23 @@ _HOME = {
     "get_reward_fn": "rewards",
     "reward_of": "rewards",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "ChatWorkflow",
+    "RLVRWorkflow",
+    "RemoteSGLangEngine",
+    "RewardError",
+    "RewardPool",
+    "RolloutExecutor",
+    "SGLangEngine",
+    "ServerProcess",
+    "StalenessManager",
+    "Trajectory",
+    "check_rows",
+    "get_reward_fn",
+    "pad",
+    "reward_of",
+    "start_server",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -40,15 +40,21 @@ class RemoteSGLangEngine(InferenceEngine):
     `submit`, `wait` and `agenerate` are errors there.
 
     Everything asynchronous runs in one thread with its own event loop; the synchronous methods may
-    be called from any other thread. `seed` keys requests that carry none while gconfig.seed is set.
+    be called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
+    `tokenizer` is for requests by text and for the text of responses.
     """
 
     def __init__(
-        self, config: RolloutConfig, *, weight_sync: WeightSyncConfig | None = None, seed: int = 1
+        self,
+        config: RolloutConfig,
+        *,
+        weight_sync: WeightSyncConfig | None = None,
+        seed: int = 1,
+        tokenizer: Any = None,
     ) -> None:
         self.config = config
         self._sync = weight_sync or WeightSyncConfig()
-        self._seed = seed
+        self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
         self._updated: int | None = None  # the last version that update_weights saw arrive
         self._adapter: str | None = None  # that requests ask for
@@ -175,7 +181,26 @@ class RemoteSGLangEngine(InferenceEngine):
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         loop = self._open()[0]
-        return await loop.here(self._generate([self._sample(i, r) for i, r in enumerate(reqs)]))
+        samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
+        responses = await loop.here(self._generate(samples))
+        if self._tokenizer is not None:
+            for response in responses:
+                response.completion = self._tokenizer.decode(
+                    response.output_tokens, skip_special_tokens=True
+                )
+        return responses
+
+    def _encoded(self, req: ModelRequest) -> ModelRequest:
+        """The request with the ids of its text, if it has text alone."""
+        if req.input_ids or not req.text:
+            return req
+        if self._tokenizer is None:
+            raise ValueError(
+                f"request {req.rid} has text and no input_ids: give the client a tokenizer "
+                "(RemoteSGLangEngine(config, tokenizer=...)), or the request its ids"
+            )
+        ids = self._tokenizer(req.text, add_special_tokens=False)["input_ids"]
+        return dataclasses.replace(req, input_ids=list(ids))
 
     def _sample(self, index: int, req: ModelRequest) -> Sample:
         seed = req.seed

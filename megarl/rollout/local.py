@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from megarl.api.records import FinetuneSpec
 from megarl.config.rollout import RolloutConfig, ServerConfig
@@ -28,8 +29,9 @@ class SGLangEngine(RemoteSGLangEngine):
         log_dir: Path | str = "logs",
         weight_sync: WeightSyncConfig | None = None,
         seed: int = 1,
+        tokenizer: Any = None,
     ) -> None:
-        super().__init__(config, weight_sync=weight_sync, seed=seed)
+        super().__init__(config, weight_sync=weight_sync, seed=seed, tokenizer=tokenizer)
         if server.count < 1:
             raise ValueError(f"server.count={server.count}: SGLangEngine starts at least 1")
         if not (server.path or model_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.generation import stable_seed
-from megarl.rollout.rewards import RewardPool
+from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
 _NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
@@ -92,8 +92,10 @@ class ChatWorkflow(RolloutWorkflow):
     """What a workflow of one or more turns is made of: `begin`, `generate`, `tell`, `score`. A
     subclass writes `arun_episode` with them, and ends with `return pad(samples, rewards)`.
 
-    reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float runs in
-    reward_pool. Rows hold `prompt_ids` (and `prompt`), or `messages` for the chat template.
+    reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
+    with named parameters of its own, see rewards.reward_arguments; it runs in reward_pool, by
+    default one that all workflows of the process share. Rows hold `prompt_ids` (and `prompt`), or
+    `messages` for the chat template, which gets chat_template_kwargs (enable_thinking, ...).
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class ChatWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         *,
-        reward_pool: RewardPool,
+        reward_pool: RewardPool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if gconfig.n_samples < 1:
             raise ValueError(f"gconfig.n_samples={gconfig.n_samples}: use at least 1")
-        self.reward_fn, self.reward_pool = reward_fn, reward_pool
+        self.reward_fn, self.reward_pool = reward_fn, reward_pool or shared_pool()
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.gconfig, self.tokenizer = gconfig, tokenizer
 
     def begin(self, data: dict[str, Any]) -> list[Trajectory]:
@@ -154,7 +158,7 @@ class ChatWorkflow(RolloutWorkflow):
         policy's answer and its next one."""
         told = {"role": role, "content": content}
         chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = self._template(chat)
         rest = self._encode(text.partition(_MARK)[2])
         # the end of its turn stands there already, unless max_new_tokens cut the answer short
         sample.read(rest[1:] if rest[0] == sample.tokens[-1] else rest)
@@ -169,8 +173,11 @@ class ChatWorkflow(RolloutWorkflow):
         return await all_of(
             self.reward_pool.score(
                 self.reward_fn,
-                (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
-                row,
+                *reward_arguments(
+                    self.reward_fn,
+                    (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
+                    row,
+                ),
                 row_id=row_id,
             )
             for s in samples
@@ -184,10 +191,14 @@ class ChatWorkflow(RolloutWorkflow):
     def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
         prompt, ids = data.get("prompt"), data.get("prompt_ids")
         if prompt is None:
-            prompt = self.tokenizer.apply_chat_template(
-                data["messages"], tokenize=False, add_generation_prompt=True
-            )
+            prompt = self._template(data["messages"])
         return prompt, list(self._encode(prompt) if ids is None else ids)
+
+    def _template(self, messages: Sequence[dict[str, Any]]) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
+        return text
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

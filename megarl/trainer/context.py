@@ -9,12 +9,11 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
-from megarl.config.secrets import public_tree
+from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.observability.logging import get_logger
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
@@ -35,7 +34,9 @@ class RunContext:
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         self.cfg = cfg
         self.run_dir = run_dir(cfg)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.tokenizer_path or model_path)
+        self.tokenizer: Any = load_hf_tokenizer(
+            cfg.tokenizer_path or model_path, trust_remote_code=cfg.trust_remote_code
+        )
         self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
         self._logger: StatsLogger | None = None
         self._lock: TextIO | None = None
@@ -50,14 +51,8 @@ class RunContext:
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
-            self._logger = StatsLogger(
-                self.cfg.stats_logger,
-                run_dir=self.run_dir,
-                experiment_name=self.cfg.experiment_name,
-                trial_name=self.cfg.trial_name,
-                run_config=public_tree(self.cfg),
-                from_step=self.resumed.step if self.resumed else None,
-            )
+            from_step = self.resumed.step if self.resumed else None
+            self._logger = StatsLogger.for_run(self.cfg, from_step=from_step)
         return self
 
     def _claim(self) -> None:
@@ -102,4 +97,4 @@ class RunContext:
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
         if self._logger is not None:
-            self._logger.commit(step, stats, total_steps=total_steps)
+            self._logger.log(step, stats, total_steps=total_steps)

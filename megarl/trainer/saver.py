@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import SaveLoadMeta
+from megarl.config.check import engines, model_path
 from megarl.config.earlier_run import STATS_FILE
 from megarl.config.engine import LoRAConfig
+from megarl.config.loader import run_dir
+from megarl.config.recipes import BaseConfig
 from megarl.config.run import SaverConfig
-from megarl.observability.logging import get_logger
+from megarl.observability.logging import env_rank, get_logger
+from megarl.parallel.rank_zero import on_rank_zero
 from megarl.trainer.frequency import Frequency
 from megarl.utils.disk import full_disk_named
 from megarl.utils.staging import remove
@@ -50,10 +56,23 @@ class Saver:
         clock: Callable[[], float],
         is_zero: bool,
     ) -> None:
+        """clock: seconds, the same on every rank; is_zero: whether this is rank 0."""
         self.config, self.models = config, models
         self.final = models[0].home / "final"
         self.freq = Frequency(config, clock)
         self._is_zero = is_zero
+
+    @classmethod
+    def for_run(cls, cfg: BaseConfig, model: Saves, name: str = "actor") -> Saver:
+        """Makes a script's saver of one model, whose section of the configuration is `name`."""
+        saved = Saved(
+            model=model,
+            base_model_path=model_path(cfg, name),
+            home=run_dir(cfg),
+            lora=engines(cfg)[name].lora,
+        )
+        clock = partial(on_rank_zero, time.monotonic)
+        return cls(cfg.saver, models=[saved], clock=clock, is_zero=env_rank() == 0)
 
     def maybe_save(self, *, step: int, epoch: int, epoch_ended: bool) -> None:
         if not self.freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended):

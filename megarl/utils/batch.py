@@ -46,6 +46,9 @@ def concat_padded(batches: Sequence[Padded]) -> Padded:
     return out
 
 
+concat_padded_tensors = concat_padded  # the name other systems have
+
+
 def select(batch: Padded, index: Sequence[int] | torch.Tensor) -> Padded:
     """Rows `index` of every tensor, trimmed to the longest of them."""
     idx = torch.as_tensor(index, dtype=torch.long)

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.api.batch import Batch, Tokens
 from megarl.api.records import FinetuneSpec
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.run import SelfCheckConfig
+from megarl.parallel.placement import split_minibatches
 from tests.dist.engine_jobs import save_model
-from tests.dist.world import World
 from tests.tiny import random_batch
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -31,12 +32,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2": (dict(pp=2), {}),
 }
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=80, train_batch_size=8)
-
-
-@pytest.fixture(scope="module")
-def world2():
-    with World(2) as w:
-        yield w
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +152,8 @@ def skipped_updates(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_skipped_update_changes_no_bit_on_any_rank(world2, model, tmp_path, layout):
-    a, b = world2.run(skipped_updates, model, str(tmp_path), *LAYOUTS[layout])
+def test_a_skipped_update_changes_no_bit_on_any_rank(worlds, model, tmp_path, layout):
+    a, b = worlds(2).run(skipped_updates, model, str(tmp_path), *LAYOUTS[layout])
     assert a["first"]["skipped_updates"] == 0
     for r in (a, b):
         assert r["skipped"] == [2, 2, 2, 2] and r["untouched"] == [True] * 4
@@ -177,6 +172,49 @@ def test_a_skipped_update_changes_no_bit_on_any_rank(world2, model, tmp_path, la
     assert "loss = nan, grad_norm = 1." in findings[4]
     assert "advantages: " in findings[6]
     assert "not finite in 1 of 4 sequences, rows" in findings[8]
+
+
+def holders(path: str, out: str) -> dict[str, Any]:
+    """A Batch whose rows lie on two ranks: a fault in a row of rank 1, then in all."""
+    run = Run(path, out, {}, max_skips=100)
+    b = run.batch()
+    batch = Batch.from_local(b if dist.get_rank() == 0 else None)
+    batch.minibatches = split_minibatches(batch.unit_ids, 2, seed=0)
+    run.actor.engine.place(batch)
+    theirs = int((batch.home.of_row == 1).nonzero()[0])
+    healthy, token = run.actor._loss, int(b["input_ids"][theirs][b["loss_mask"][theirs]][0])
+    run.actor._loss = partial(nan_where, healthy, token)
+    stats = run.actor.ppo_update(batch)
+    run.actor._loss = healthy
+    spoilt = batch.select(range(8))
+    values = spoilt["advantages"].values.clone()
+    if dist.get_rank() == 1:
+        values[spoilt["loss_mask"].values] = math.inf
+    spoilt["advantages"] = Tokens(values, spoilt["advantages"].lengths)
+    run.check.begin_step(4)
+    more = run.actor.ppo_update(spoilt)
+    run.actor.temperature = 1.0
+    run.check.watch(run.actor, first_ratio_to="prox_logp")
+    said = run.error_of(lambda: run.actor.ppo_update(batch))
+    run.close()
+    return dict(stats=stats, more=more, row=theirs, said=said, skipped=batch["skipped"].tolist())
+
+
+def test_holders_save_and_show_their_own_rows(worlds, model, tmp_path):
+    zero, one = worlds(2).run(holders, model, str(tmp_path))
+    assert zero["stats"] == one["stats"] and zero["skipped"] == one["skipped"]
+    assert zero["stats"]["skipped_updates"] >= 1 and zero["skipped"][zero["row"]]
+    assert zero["more"]["skipped_updates"] == 2
+    for step, words in ((3, "sequences, rows"), (4, "advantages: ")):
+        mains = sorted((tmp_path / "nonfinite").glob(f"step_00000{step}_mb?.pt"))
+        assert mains
+        for path in mains:
+            own, theirs = torch.load(path), torch.load(path.with_suffix(".rank1.pt"))
+            assert words in own["finding"] and own["rows"] and theirs["rows"]
+            assert not set(own["rows"]) & set(theirs["rows"])
+            assert len(theirs["batch"]["input_ids"]) == len(theirs["rows"])
+    assert "step 4: the first update does not start from ratio 1" in zero["said"]
+    assert "»" in zero["said"] and one["said"] == zero["said"].splitlines()[0]
 
 
 def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
@@ -235,8 +273,8 @@ def make_ref(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("parallel", [dict(tp=2), dict(pp=2)], ids=["tp2", "pp2"])
-def test_every_rank_stops_with_the_same_error(world2, model, tmp_path, parallel):
-    zero, one = world2.run(stops, model, str(tmp_path), parallel)
+def test_every_rank_stops_with_the_same_error(worlds, model, tmp_path, parallel):
+    zero, one = worlds(2).run(stops, model, str(tmp_path), parallel)
     for fault in ("nan", "temperature", "dropout", "weights", "other"):
         assert one[fault] == zero[fault].splitlines()[0], fault  # told at length once
     assert "step 3, mini-batch 0: the update is not finite: loss = nan" in zero["nan"]

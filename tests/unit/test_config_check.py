@@ -74,7 +74,7 @@ def test_a_sound_ppo_passes(model: Path) -> None:
     [
         ("critic.optimizer=null", ["critic.optimizer=null", "set critic.optimizer.lr"]),
         ("critic.parallel.tp=2", ["critic.parallel", "world size 1"]),
-        ("critic.ppo_n_minibatches=3", ["critic.ppo_n_minibatches=3", "sequences of a step"]),
+        ("critic.ppo_n_minibatches=300", ["critic.ppo_n_minibatches=300", "sequences of a step"]),
         ("critic.value_clip=0", ["critic.value_clip=0", "or null"]),
         ("discount=1.1", ["discount=1.1", "0 to 1"]),
         ("gae_lambda=-1", ["gae_lambda=-1", "0 to 1"]),
@@ -160,7 +160,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["ref.optimizer.lr=1"], ["ref.optimizer", "frozen"]),
         (["ref.parallel.tp=3"], ["ref.parallel", "3*1*1 = 3", "world size 1"]),
         (["gconfig.n_samples=1"], ["gconfig.n_samples=1", "actor.adv_norm=group"]),
-        (["actor.ppo_n_minibatches=5"], ["actor.ppo_n_minibatches=5", "8*4 = 32"]),
+        (["actor.ppo_n_minibatches=33"], ["actor.ppo_n_minibatches=33", "8*4 = 32"]),
         (["actor.eps_clip=1.5"], ["actor.eps_clip=1.5"]),
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
         (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),

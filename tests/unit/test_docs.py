@@ -83,6 +83,12 @@ def test_reference_has_every_key_of_every_recipe() -> None:
     assert "| `rollout.max_concurrent_rollouts` | int &#124; None | `null` |" in page
 
 
+def test_the_step_of_the_readme_is_the_sources() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert hooks().with_step(readme) == readme
+    assert "self.actor.ppo_update(batch)" in readme
+
+
 @pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
 def test_yaml_blocks_load(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "yaml"):
@@ -373,7 +379,7 @@ def test_own_conversations_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
 def test_python_blocks_compile_and_their_imports_exist() -> None:
     for page in TEXTS:
         for code in blocks(page, "python"):
-            if "--8<--" in code or code.startswith("async def"):
+            if "--8<--" in code or re.search(r"^(async def|response = await)", code, re.M):
                 continue
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):

@@ -151,7 +151,7 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(cfg, tmp_path, monkeypatch,
         StatsLoggerConfig(wandb=WandbConfig(mode="offline")), run_dir=run, experiment_name="e",
         trial_name=cfg.trial_name, run_config=public_tree(cfg),
     )  # fmt: skip
-    logger.commit(1, {"loss": 1.0})
+    logger.log(1, {"loss": 1.0})
     logger.close()
     lock.close()
     files = [p for p in run.rglob("*") if p.is_file()]

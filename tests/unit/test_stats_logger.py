@@ -43,7 +43,7 @@ def rows(run_dir: Path) -> list[dict]:
 
 def test_jsonl_has_one_flushed_object_per_step(tmp_path, capsys):
     logger = open_logger(tmp_path / "deep" / "run")
-    logger.commit(1, {"loss": 0.5, "bad": math.nan, "worse": math.inf}, total_steps=2)
+    logger.log(1, {"loss": 0.5, "bad": math.nan, "worse": math.inf}, total_steps=2)
     got = rows(tmp_path / "deep" / "run")  # before close
     logger.close()
     assert len(got) == 1
@@ -57,7 +57,7 @@ def test_a_run_that_continues_keeps_what_came_before_and_counts_on(tmp_path):
     kept, moved = '{"step": 1, "elapsed_s": 100.0}', '{"step": 2, "elapsed_s": 150.0}'
     path.write_text(f'{kept}\n{moved}\n{{"step": 3, "elap')  # killed in mid-line
     logger = open_logger(tmp_path, from_step=1)
-    logger.commit(2, {"loss": 1.0})
+    logger.log(2, {"loss": 1.0})
     logger.close()
     first, last = path.read_text().splitlines()
     assert first == kept
@@ -71,7 +71,7 @@ def test_a_run_that_continues_keeps_what_came_before_and_counts_on(tmp_path):
 def test_a_run_that_starts_anew_moves_all_rows_away(tmp_path):
     (tmp_path / "stats.jsonl").write_text('{"step": 1, "elapsed_s": 100.0}\n')
     logger = open_logger(tmp_path)
-    logger.commit(1, {"loss": 1.0})
+    logger.log(1, {"loss": 1.0})
     logger.close()
     (row,) = rows(tmp_path)
     assert row["elapsed_s"] < 60.0
@@ -82,7 +82,7 @@ def test_tensorboard_hides_superseded_steps(tmp_path):
     for from_step, steps in ((None, (1, 2, 3)), (1, (2,))):
         logger = open_logger(tmp_path, tensorboard=True, from_step=from_step)
         for step in steps:
-            logger.commit(step, {"loss": 10.0 * len(steps) + step})
+            logger.log(step, {"loss": 10.0 * len(steps) + step})
         logger.close()
         time.sleep(1.1)  # event files are read in the order of the second in their names
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,14 +95,14 @@ def test_tensorboard_hides_superseded_steps(tmp_path):
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     logger = open_logger(tmp_path / "run", report=True)
-    logger.commit(1, {"loss": 1.0})
+    logger.log(1, {"loss": 1.0})
     logger.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
 def test_close_writes_the_report(tmp_path):
     logger = open_logger(tmp_path, report=True)
-    logger.commit(1, {"reward/mean": 0.5})
+    logger.log(1, {"reward/mean": 0.5})
     logger.close()
     logger.close()  # twice is fine
     assert "<svg" in (tmp_path / "report.html").read_text()
@@ -110,7 +110,7 @@ def test_close_writes_the_report(tmp_path):
 
 def test_tensorboard_events_hold_the_values(tmp_path):
     logger = open_logger(tmp_path, tensorboard=True)
-    logger.commit(3, {"reward/mean": 0.25})
+    logger.log(3, {"reward/mean": 0.25})
     logger.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -125,7 +125,7 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
     ids = []
     for step in (1, 2):
         logger = open_logger(tmp_path, wandb=WandbConfig(mode="offline"))
-        logger.commit(step, {"loss": float(step)})
+        logger.log(step, {"loss": float(step)})
         logger.close()
         ids.append((tmp_path / "wandb_id.txt").read_text())
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -79,7 +79,7 @@ def test_a_refused_start_leaves_the_summary_of_a_finished_run(tmp_path, capsys):
         )  # fmt: skip
 
     first = start()
-    first.commit(1, rl_row(1), total_steps=1)
+    first.log(1, rl_row(1), total_steps=1)
     first.close()
     written = {name: (tmp_path / name).read_bytes() for name in ("summary.json", "report.html")}
     assert json.loads(written["summary.json"])["status"] == "finished"
@@ -87,7 +87,7 @@ def test_a_refused_start_leaves_the_summary_of_a_finished_run(tmp_path, capsys):
     start(from_step=1).close(final={})  # nothing to do
     assert written == {name: (tmp_path / name).read_bytes() for name in written}
     again = start(from_step=1)
-    again.commit(2, rl_row(2), total_steps=2)
+    again.log(2, rl_row(2), total_steps=2)
     again.close(error=ValueError("later"))
     assert "failed: ValueError" in (tmp_path / "summary.json").read_text()
 
@@ -155,7 +155,7 @@ def log(run_dir, rows, **end) -> None:
         run_config={}, from_step=rows[0]["step"] - 1 if rows else None,
     )  # fmt: skip
     for row in rows:
-        logger.commit(row["step"], row, total_steps=4)
+        logger.log(row["step"], row, total_steps=4)
     logger.close(**end)
 
 

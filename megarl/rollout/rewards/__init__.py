@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 from megarl.config.dataset import DatasetConfig
@@ -38,6 +38,46 @@ _REWARDS = {
 def no_reward(*args: Any, **row: Any) -> float:
     """Returns 0, for runs whose rewards come from a reward model or from the workflow."""
     return 0.0
+
+
+def reward_arguments(
+    reward_fn: RewardFn, own: tuple[str, str, list[int], list[int]], row: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments that a reward is called with, by position and by name.
+
+    own: prompt, completion, prompt_ids, completion_ids; row: the rest of the data row. A reward
+    that takes four arguments by position gets them so, and the row by name. Another gets what its
+    parameters name of prompt(s), completion(s), prompt_ids, completion_ids and the row, as
+    `gsm8k_reward_fn(completions, answer)` does.
+    """
+    try:
+        parameters = inspect.signature(reward_fn).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return own, row
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = {p.name for p in parameters}
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return own, row
+    if len(by_position) >= len(own) and not names & {"completions", "prompts"}:
+        return own, row
+    prompt, completion, prompt_ids, completion_ids = own
+    known = row | {
+        "prompt": prompt,
+        "prompts": prompt,
+        "completion": completion,
+        "completions": completion,
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+    }
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return (), known
+    return (), {name: value for name, value in known.items() if name in names}
+
+
+@cache
+def shared_pool() -> RewardPool:
+    """Returns the pool of workflows that were made without one; it ends with the process."""
+    return RewardPool(2, timeout=15.0)
 
 
 def is_registered(name: str) -> bool:
@@ -89,5 +129,7 @@ __all__ = [
     "RewardTimeout",
     "check_rows",
     "get_reward_fn",
+    "reward_arguments",
     "reward_of",
+    "shared_pool",
 ]

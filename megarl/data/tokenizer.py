@@ -1,0 +1,21 @@
+"""Tokenizers of Hugging Face directories and hub names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def load_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Returns the tokenizer of a directory or hub name. trust_remote_code: run code that lies
+    beside it, which some published tokenizers need; it may do anything."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ValueError as e:
+        if "trust_remote_code" not in str(e):
+            raise
+        raise ValueError(
+            f"the tokenizer of {path} needs code that lies beside it: read that code, then set "
+            "trust_remote_code=true"
+        ) from e

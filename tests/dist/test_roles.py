@@ -1,0 +1,237 @@
+"""Roles over a Batch: the same numbers for every layout and origin of the samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.algos import Actor, Critic, sequence_weight, token_weight
+from megarl.api.batch import Batch
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig
+from megarl.config.engine import MoEConfig
+from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
+from tests.dist.invariance import UPDATES, worst
+from tests.tiny import random_batch
+
+N, EPISODES = 11, 4  # samples, and episodes they belong to
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "cp2": (2, dict(cp=2)),
+    "pp2": (2, dict(pp=2)),
+    "dp4": (4, {}),
+}
+ORIGINS = ("one driver", "all drive", "everywhere")
+FIELDS = ("advantages", "returns", "token_rewards", "whitened")
+
+
+def samples() -> Tensors:
+    """What a rollout and the roles before the update would have given."""
+    b = dict(random_batch(n=N, seed=3))
+    g = torch.Generator().manual_seed(7)
+    shape, mask = b["input_ids"].shape, b["loss_mask"]
+    for name in ("prox_logp", "ref_logp", "values"):
+        b[name] = torch.randn(shape, generator=g) * b["attention_mask"]
+    b["logprobs"] = b["prox_logp"] + 0.01 * torch.randn(shape, generator=g) * mask
+    b["versions"] = torch.where(mask, 0, -1).int()
+    b["last_value"] = torch.randn(N, generator=g)
+    b["rewards"] = torch.randn(N, generator=g)
+    b["truncated"] = torch.arange(N) % 3 == 0
+    b["episode_ids"] = torch.arange(N) * EPISODES // N
+    b["group_ids"] = b["episode_ids"].clone()
+    return b
+
+
+def episodes(b: Tensors) -> list[Tensors]:
+    """By episode, each padded to its own length."""
+    from megarl.utils.batch import select
+
+    return [select(b, (b["episode_ids"] == k).nonzero().flatten()) for k in range(EPISODES)]
+
+
+def bring(b: Tensors, origin: str) -> Batch:
+    parts, rank, size = episodes(b), dist.get_rank(), dist.get_world_size()
+    if origin == "everywhere":
+        return Batch.from_padded(b)
+    if origin == "one driver":
+        return Batch.from_local(parts if rank == 0 else None)
+    return Batch.from_local(parts[rank::size])
+
+
+def whole(batch: Batch, name: str) -> torch.Tensor:
+    return batch.fetch(range(len(batch)), [name])[name]
+
+
+def make_actor(path: str, parallel: dict[str, Any], **config: Any) -> Any:
+    engine = make_engine(path, parallel, **({"moe": config["moe"]} if "moe" in config else {}))
+    return Actor(PPOActorConfig(**config), engine, temperature=1.0)
+
+
+def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
+    """By origin: what the estimators and the weights W make of the same samples."""
+    actor, out = make_actor(path, parallel, ppo_n_minibatches=3), {}
+    white = Actor(PPOActorConfig(adv_norm="batch"), actor.engine, temperature=1.0)
+    for origin in ORIGINS:
+        batch = bring(samples(), origin)
+        actor._plan(batch)
+        actor.engine.place(batch)
+        assert len(batch.rows) < N or actor.engine.layout.dp == 1
+        kw = dict(discount=0.9, gae_lambda=0.95, kl_ctl=0.1, bootstrap=True)
+        white.compute_gae(batch, **kw)
+        made = {name: whole(batch, name) for name in FIELDS[:3]}
+        actor.compute_advantages(batch)
+        made["whitened"], made["grouped"] = made["advantages"], whole(batch, "advantages")
+        made["W"] = torch.stack([batch.row_sums(w) for w in (token_weight, sequence_weight)])
+        out[origin] = made
+    actor.destroy()
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return save_model(models, "qwen3", True)
+
+
+def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
+    first = None
+    for ranks, parallel in LAYOUTS.values():
+        for by_origin in worlds(ranks).run(estimates, model, parallel):
+            for made in by_origin.values():
+                first = first or made
+                assert made.keys() == first.keys()
+                for name, value in made.items():
+                    assert torch.equal(value, first[name]), name
+    assert first["W"].sum() > N and first["whitened"].std() > 0.1
+
+
+def updates(
+    path: str, parallel: dict[str, Any], n: int, origin: str, *, spoil: bool = False
+) -> dict[str, Any]:
+    """PPO's step without a critic: metrics, and the weights after it."""
+    from megarl.rollout.episode import without_failed
+
+    actor = make_actor(path, parallel, ppo_n_minibatches=n, logp_gap_warn=100.0)
+    b = samples()
+    if spoil:
+        parts = [without_failed(spoilt(part))[0] for part in episodes(b)]
+        batch = Batch.from_local(parts if dist.get_rank() == 0 else None)
+    else:
+        batch = bring(b, origin)
+    actor.compute_prox_logp(batch)
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update(batch)
+    after = {"stats": stats, "weights": state(actor.engine), "rows": batch.rows.tolist()}
+    actor.destroy()
+    return after
+
+
+def spoilt(part: Tensors) -> Tensors:
+    """The episode with samples in it that failed: NaN, ids of no vocabulary, no token at all."""
+    n = len(part["input_ids"])
+    rows = torch.arange(n).repeat_interleave(2)
+    out = {k: v[rows].clone() for k, v in part.items()}
+    out["valid"] = torch.arange(2 * n) % 2 == 1
+    for v in out.values():
+        if v.is_floating_point():
+            v[::2] = torch.nan
+    out["input_ids"][::2] = 10**6
+    out["attention_mask"][::2] = out["loss_mask"][::2] = False
+    return out
+
+
+def test_weights_after_a_step_do_not_depend_on_origin_or_failed_samples(worlds, model):
+    for parallel in ({}, dict(pp=2)):
+        runs = [worlds(2).run(updates, model, parallel, 3, origin) for origin in ORIGINS]
+        runs.append(worlds(2).run(updates, model, parallel, 3, "one driver", spoil=True))
+        (first, _), *others = runs
+        for got, _ in others:
+            assert got["stats"] == first["stats"]
+            for name, value in first["weights"].items():
+                assert torch.equal(got["weights"][name], value), name
+        assert {tuple(b["rows"]) for _, b in runs} == {tuple(runs[0][1]["rows"])}
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_any_number_of_minibatches_in_any_layout(worlds, model, n):
+    alone = worlds(1).run(updates, model, {}, n, "one driver")[0]
+    assert alone["stats"]["n_updates"] == n
+    start = worlds(1).run(untrained, model)[0]
+    for ranks, parallel in list(LAYOUTS.values())[1:]:
+        got = worlds(ranks).run(updates, model, parallel, n, "all drive")[0]
+        assert worst(got["weights"], alone["weights"], start) < (n * UPDATES,)
+        for key in ("loss", "advantage", "pg_loss"):
+            assert got["stats"][key] == pytest.approx(alone["stats"][key], rel=1e-4, abs=1e-5)
+
+
+def untrained(path: str) -> Tensors:
+    engine = make_engine(path, {})
+    weights = state(engine)
+    engine.destroy()
+    return weights
+
+
+def critic_elsewhere(path: str, critic_path: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """An actor with dp=2, and a critic in `parallel`, of whose batch it borrows."""
+    actor = make_actor(path, {}, ppo_n_minibatches=2, logp_gap_warn=100.0)
+    engine = make_engine(critic_path, parallel, head="value")
+    critic = Critic(PPOCriticConfig(ppo_n_minibatches=3), engine)
+    batch = bring(samples(), "one driver")
+    actor.compute_prox_logp(batch)
+    rows = batch.rows
+    critic.compute_values(batch)
+    assert torch.equal(batch.rows, rows)
+    out = {name: whole(batch, name) for name in ("values", "prox_logp")}
+    out["last_value"] = batch["last_value"]
+    actor.compute_gae(batch, discount=1.0, gae_lambda=0.95, kl_ctl=0.0, bootstrap=True)
+    stats = critic.ppo_update(batch)
+    assert stats["n_updates"] == 3 and actor.ppo_update(batch)["n_updates"] == 2
+    out |= {"critic": state(engine), "stats": stats}
+    plain = samples()
+    critic.compute_values(plain)
+    assert plain["values"].shape == plain["input_ids"].shape
+    engine.destroy()
+    actor.destroy()
+    return out
+
+
+def test_a_critic_in_another_layout_borrows_and_gives_back(worlds, models, model):
+    from tests.dist.reference import hf_model
+
+    path = models / "scorer"
+    hf_model("qwen3", tie=True, head="value").save_pretrained(path)
+    same = worlds(2).run(critic_elsewhere, model, str(path), {})[0]
+    for parallel in (dict(pp=2), dict(cp=2)):
+        got = worlds(2).run(critic_elsewhere, model, str(path), parallel)[0]
+        assert torch.equal(got["prox_logp"], same["prox_logp"])
+        for name in ("values", "last_value"):
+            torch.testing.assert_close(got[name], same[name], rtol=0, atol=1e-5)
+        assert got["stats"]["loss"] == pytest.approx(same["stats"]["loss"], rel=1e-4)
+    lengths = samples()["attention_mask"].sum(1)
+    assert (same["values"][:, 1] != 0).all() and (same["last_value"] != 0).all()
+    assert not same["values"][torch.arange(same["values"].shape[1]) >= lengths[:, None]].any()
+
+
+def replayed(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    actor = make_actor(
+        path, parallel, ppo_n_minibatches=3, moe=MoEConfig(router_replay=True), logp_gap_warn=100.0
+    )
+    batch = bring(samples(), "one driver")
+    actor.compute_prox_logp(batch)
+    routed = whole(batch, "routed_experts")
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update(batch)
+    actor.destroy()
+    return {"stats": stats, "routed": routed}
+
+
+def test_routes_are_replayed_where_the_batch_lies(worlds, models):
+    path = save_model(models, "qwen3_moe", False)
+    alone = worlds(1).run(replayed, path, {})[0]
+    assert alone["routed"].dtype == torch.uint8
+    got = worlds(2).run(replayed, path, dict(ep=2))[0]
+    assert torch.equal(got["routed"], alone["routed"])
+    assert got["stats"]["loss"] == pytest.approx(alone["stats"]["loss"], rel=1e-4, abs=1e-5)
+    assert got["stats"]["first_ratio_abs_dev"] < 1e-5
