@@ -222,6 +222,28 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     assert checksums(untied[0]) == checksums(untied[1]) == loaded
 
 
+def test_a_transport_from_outside_of_the_package(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    """One file, named by its import path, with options; a rank's failure is every rank's."""
+    source, saved = save_tiny(tmp_path / "new", "qwen2", seed=33), tmp_path / "saved"
+    meta = replace(
+        metas_for(untied, 205, verify="off")[0], path=str(tmp_path / "shared"),
+        type="tests.dist.bucket_files:BucketFiles", options={"prefix": "part"},
+    )  # fmt: skip
+    stats = world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], sender=1)
+    assert stats[0] == stats[1] and stats[0][0]["weight_sync/bytes"] > 0
+    assert len(list((tmp_path / "shared" / "v205").glob("part-*.safetensors"))) > 5
+    sent = [checksums(s) for s in untied]
+    assert [version(s) for s in untied] == ["205"] * 2
+    load(untied[0], saved)
+    assert sent[0] == sent[1] == checksums(untied[0])
+    bad = replace(meta, version=206, options={"fail_on": 1})
+    good = replace(meta, version=207, options={})
+    for r in world.run(run_failing_sync, source, dict(tp=2), bad, good):
+        assert "rank 1: OSError: no room" in r.error and r.recovered["weight_sync/bytes"] > 0
+
+
 def run_apart(*args: Any) -> list[dict[str, float]]:
     """As if the ranks were on hosts of their own."""
     with mock.patch.object(sync_buffers, "attach", lambda _: None):

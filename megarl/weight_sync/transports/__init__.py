@@ -1,7 +1,7 @@
 """The contract of a transport, a way to send weights to the generation servers.
 
 A new transport is one file with one subclass of `Transport`, here or anywhere: a user names it by
-`weight_sync.type: package.module:Name`, and its keyword arguments in `weight_sync.options`. One of
+`weight_sync.type: pkg.module:name`, and its keyword arguments in `weight_sync.options`. One of
 megarl's own also has a line in config/transports.py, where names, help and requirements stand.
 """
 
