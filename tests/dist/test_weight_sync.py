@@ -556,7 +556,7 @@ def test_ranks_with_different_plans_find_out(
 ) -> None:
     errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
     assert errors[0] == errors[1] and "bucket_bytes" in errors[0]
-    assert re.search(r"in bucket \d+, rank 1 has (model\.\S+ \[.*|nothing) where", errors[0])
+    assert re.search(r"rank 1 has model\.\S+ \[.* of bucket \d+, .* where rank 0 has ", errors[0])
 
 
 # ---- groups
