@@ -22,13 +22,16 @@ from megarl.config.transports import (
 from megarl.trainer.named import transport_needs
 from megarl.trainer.user_code import Named, code_problems
 from megarl.weight_sync import Transport
-from tests.dist.bucket_files import BucketFiles
-
-OUTSIDE = "tests.dist.bucket_files:BucketFiles"
+from tests.transports import documented_transport
 
 
 class Unfinished(Transport):
     """Sends nothing."""
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return documented_transport(tmp_path_factory.mktemp("outside"))
 
 
 def grpo(*overrides: str) -> GRPOConfig:
@@ -57,23 +60,23 @@ def test_an_alias_means_the_same() -> None:
     assert WeightUpdateMeta(type="nccl").type == "distributed"
 
 
-def test_one_from_outside_says_what_it_needs() -> None:
-    assert requirements_of(OUTSIDE) == BucketFiles.requirements == Requirements(directory=True)
+def test_one_from_outside_says_what_it_needs(outside: str) -> None:
+    assert requirements_of(outside) == Requirements(directory=True)
     with pytest.raises(ValueError, match="needs a path on shared storage"):
-        WeightUpdateMeta(type=OUTSIDE)
+        WeightUpdateMeta(type=outside)
     with pytest.raises(ValueError, match="sends whole weights as they are"):
-        WeightUpdateMeta(type=OUTSIDE, path="p", delta=True)
-    cfg = grpo(f"weight_sync.type={OUTSIDE}", "weight_sync.options={prefix: part}").weight_sync
+        WeightUpdateMeta(type=outside, path="p", delta=True)
+    cfg = grpo(f"weight_sync.type={outside}", "weight_sync.options={prefix: part}").weight_sync
     meta = WeightUpdateMeta.from_config(cfg, path="p", addresses=["a:1"], version=1)
-    assert (meta.type, dict(meta.options), meta.adapter) == (OUTSIDE, {"prefix": "part"}, None)
+    assert (meta.type, dict(meta.options), meta.adapter) == (outside, {"prefix": "part"}, None)
 
 
 @pytest.mark.parametrize(
     "target, words",
     (
         ("rdma", "not one of distributed, disk, colocated, adapter, nccl, and no pkg.module:name"),
-        ("tests.dist.bucket_files:Nobody", "has no Nobody"),
-        ("tests.dist.bucket_files:Path", "a type without `requirements`; expected a subclass of"),
+        ("tests.transports:Nobody", "has no Nobody"),
+        ("tests.transports:Path", "a type without `requirements`; expected a subclass of"),
     ),
 )
 def test_what_is_no_transport_is_refused(target: str, words: str) -> None:
@@ -81,14 +84,14 @@ def test_what_is_no_transport_is_refused(target: str, words: str) -> None:
         WeightUpdateMeta(type=target)
 
 
-def test_mistakes_are_found_before_a_start() -> None:
-    assert problems(OUTSIDE, prefix="part") == []
-    (found,) = problems(OUTSIDE, prefx="part")
+def test_mistakes_are_found_before_a_start(outside: str) -> None:
+    assert problems(outside, prefix="part") == []
+    (found,) = problems(outside, prefx="part")
     assert found.startswith("weight_sync.options.prefx='part': BucketFiles has no such option")
-    (found,) = problems(OUTSIDE, "server.type=sglang")
-    assert found.startswith(f"weight_sync.type={OUTSIDE}: server.type=sglang: only the embedded")
-    (found,) = problems(OUTSIDE, "weight_sync.delta=true")
-    assert f"goes with weight_sync.type=distributed, not with {OUTSIDE}" in found
+    (found,) = problems(outside, "server.type=sglang")
+    assert found.startswith(f"weight_sync.type={outside}: server.type=sglang: only the embedded")
+    (found,) = problems(outside, "weight_sync.delta=true")
+    assert f"goes with weight_sync.type=distributed, not with {outside}" in found
     (found,) = problems(f"{__name__}:Unfinished")
     assert "has no method upload; write a subclass of Transport" in found
     (found,) = problems("disk", prefix="part")  # one of megarl's own has no options
