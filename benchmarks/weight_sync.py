@@ -51,7 +51,7 @@ class Case:
     layout: Layout
     flattened: bool = True
     verify: str = "off"
-    owners: int = 1
+    senders: int = 1
 
 
 CASES = {
@@ -59,7 +59,7 @@ CASES = {
     "tp2": Case(layout=Layout(tp=2)),
     "pp2": Case(layout=Layout(pp=2)),
     "tp2pp2": Case(layout=Layout(tp=2, pp=2)),
-    "tp2pp2-2-owners": Case(layout=Layout(tp=2, pp=2), owners=2),
+    "tp2pp2-2-senders": Case(layout=Layout(tp=2, pp=2), senders=2),
     "tp1-per-tensor": Case(layout=Layout(), flattened=False),
     "tp1-sampled": Case(layout=Layout(), verify="sample"),
     "tp1-verified": Case(layout=Layout(), verify="full"),
@@ -209,7 +209,7 @@ def measure(
         meta = WeightUpdateMeta(
             type="distributed", version=version, addresses=addresses, timeout=600,
             bucket_bytes=args.bucket_mib << 20, flattened=case.flattened, verify=case.verify,
-            owners=case.owners,
+            senders=case.senders,
         )  # fmt: skip
         before = timed(plain) if plain else (0.0, 0.0)
         dist.barrier(group=group)

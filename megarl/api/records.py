@@ -13,6 +13,7 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.servers import listed_addresses
+from megarl.config.transports import requirements_of, transport_name
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -31,7 +32,6 @@ class FinetuneSpec:
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
-    updates_per_step: int = 1
     max_steps: int | None = None
 
     @property
@@ -55,16 +55,17 @@ class WeightUpdateMeta:
 
     version: what the servers will report afterwards, higher than after the update before; None is
     the next one, so that a meta made once serves a whole run.
-    type: "distributed" ("nccl" is an alias) | "disk" | "colocated" | "adapter", of a model trained
-    with LoRA the adapters alone; path: shared directory (disk, adapter);
-    addresses: host:port of every server; alloc_mode: optional text for the log;
-    comm_backend: "nccl" | "gloo", None picks by device.
+    type: a name in config.transports ("distributed", of which "nccl" is an alias, "disk",
+    "colocated", "adapter"), or pkg.module:name of a Transport; options: keyword arguments of
+    such a one; path: shared directory (disk, adapter);
+    addresses: host:port of every server; alloc_mode: kept for scripts that state it, without
+    effect: the layout is the engine's; comm_backend: "nccl" | "gloo", None picks by device.
     delta: send only what changed since the last update the servers hold (distributed).
     delta_on_host: the copy this needs lies in host memory, not beside the parameters.
     quantization: "none" | "fp8_block": the layers' linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": checksums of a few tensors, others for every version, are compared
     with the servers' afterwards | "full": of all. True and False stand for "full" and "off".
-    owners: ranks that gather and send buckets in turn (distributed); None is one for each stage.
+    senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
     timeout: seconds all of it may take; server_timeout: those without a sign of life from a server.
     """
 
@@ -72,12 +73,13 @@ class WeightUpdateMeta:
     version: int | None = None
     addresses: tuple[str, ...] = ()
     path: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     alloc_mode: str | None = None
     comm_backend: str | None = None
     bucket_bytes: int = 512 << 20
     flattened: bool = True
     verify: str | bool = "off"
-    owners: int | None = 1
+    senders: int | None = 1
     delta: bool = False
     delta_on_host: bool = True
     quantization: str = "none"
@@ -85,14 +87,12 @@ class WeightUpdateMeta:
     server_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.type == "nccl":
-            object.__setattr__(self, "type", "distributed")
-        if self.type not in ("distributed", "disk", "colocated", "adapter"):
-            raise ValueError(
-                f"WeightUpdateMeta.type={self.type!r}: use 'distributed', 'disk', 'colocated' or "
-                "'adapter'"
-            )
-        if self.type in ("disk", "adapter") and not self.path:
+        try:
+            object.__setattr__(self, "type", transport_name(self.type))
+            needs = requirements_of(self.type)
+        except ValueError as e:
+            raise ValueError(f"WeightUpdateMeta.type={e}") from e
+        if needs.directory and not self.path:
             raise ValueError(f"WeightUpdateMeta.type={self.type!r} needs a path on shared storage")
         if isinstance(self.verify, bool):
             object.__setattr__(self, "verify", "full" if self.verify else "off")
@@ -106,7 +106,7 @@ class WeightUpdateMeta:
             )
         if self.delta and self.quantization != "none":
             raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
-        if self.type != "distributed" and (self.delta or self.quantization != "none"):
+        if not needs.less and (self.delta or self.quantization != "none"):
             raise ValueError(
                 f"WeightUpdateMeta.type={self.type!r} sends whole weights as they are: leave delta "
                 "and quantization, or use type='distributed'"
@@ -153,6 +153,7 @@ class WeightUpdateMeta:
         that write files."""
         return cls(
             type=config.type,
+            options=config.options,
             path=str(path),
             addresses=tuple(addresses) or tuple(listed_addresses()),
             bucket_bytes=config.bucket_mb << 20,
@@ -160,7 +161,7 @@ class WeightUpdateMeta:
             delta=config.delta,
             delta_on_host=config.delta_on_host,
             quantization=config.quantization,
-            owners=config.owners,
+            senders=config.senders,
             timeout=config.timeout,
             server_timeout=config.server_timeout,
             **({"verify": config.verify} | fields),
@@ -176,7 +177,8 @@ class WeightUpdateMeta:
     @property
     def adapter(self) -> str | None:
         """The name of the adapter requests must ask for afterwards."""
-        return f"{ADAPTER_PREFIX}{self.number}" if self.type == "adapter" else None
+        named = requirements_of(self.type).adapters
+        return f"{ADAPTER_PREFIX}{self.number}" if named else None
 
     def settled(self, current: int, last: int | None) -> WeightUpdateMeta:
         """Returns this update with its version. Whoever uploads weights or waits for them asks

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.agree import together
 from megarl.parallel import mcore
+from megarl.parallel.agreement import together
 from megarl.parallel.groups import collective_timeout
 
 _group: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from megarl.ckpt.agree import failures_named, from_zero, removed_on_failure, staged, together
 from megarl.ckpt.background import Background, to_host, writers_group
 from megarl.ckpt.marker import (
     MARKER,
@@ -36,9 +35,11 @@ from megarl.ckpt.marker import (
     write_marker,
 )
 from megarl.ckpt.restricted import check_common, restricted_reading
+from megarl.ckpt.staged import failures_named, removed_on_failure, staged
 from megarl.ckpt.writer import Writer
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
+from megarl.parallel.agreement import from_zero, together
 from megarl.utils.disk import check_room, full_disk_named
 from megarl.utils.staging import put_in_place
 

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ckpt.agree import staged, together
 from megarl.ckpt.hf_dir import check_target, write_config, write_sidecars
 from megarl.ckpt.hf_files import plan_files, write_files
 from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
+from megarl.ckpt.staged import staged
 from megarl.models.families import EMBEDDING, OUTPUT
 from megarl.models.gather import BucketGatherer
 from megarl.models.param_loading import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
+from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
 from megarl.utils.staging import put_in_place
 

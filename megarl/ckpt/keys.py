@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.ckpt.agree import from_zero, together
 from megarl.ckpt.restricted import read_metadata
 from megarl.models.names import checkpoint_key, checkpoint_keys
 from megarl.models.piece_table import PieceTable
 from megarl.parallel import mcore  # noqa: F401  before megatron
+from megarl.parallel.agreement import from_zero, together
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip

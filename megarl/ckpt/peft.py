@@ -10,14 +10,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.ckpt.agree import staged, together
 from megarl.ckpt.hf_dir import check_target
+from megarl.ckpt.staged import staged
 from megarl.models.adapters import Adapters
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.lora import adapter_config, check_adapter_config
 from megarl.models.param_loading import load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel import mcore
+from megarl.parallel.agreement import together
 from megarl.parallel.layout import Layout
 from megarl.utils.staging import put_in_place
 

@@ -109,7 +109,7 @@ ALIASES: Mapping[str, str] = {
     "max_staleness": "rollout.max_head_offpolicyness",
     "staleness_threshold": "rollout.max_head_offpolicyness",
     "max_trajectory_age_steps": "rollout.max_head_offpolicyness",
-    "weight_update_mode": "weight_sync.type",
+    "weight_update_mode": "weight_sync.type", "weight_sync.owners": "weight_sync.senders",
     # the run
     "num_epochs": "total_train_epochs", "num_train_epochs": "total_train_epochs",
     "total_epochs": "total_train_epochs", "num_epoch": "total_train_epochs",

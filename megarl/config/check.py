@@ -24,8 +24,8 @@ from megarl.config.check_engine import lora_problems, optimizer_problems, precis
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import (
     generation_problems,
-    owner_problems,
     rollout_problems,
+    sender_problems,
     server_problems,
 )
 from megarl.config.engine import TrainEngineConfig
@@ -46,7 +46,7 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
         problems += _critic_problems(cfg)
     if isinstance(cfg, GRPOConfig):
         problems += _grpo_problems(cfg)
-        problems += owner_problems(cfg, world_size)
+        problems += sender_problems(cfg, world_size)
     elif isinstance(cfg, SFTConfig):
         problems += _sft_problems(cfg)
     raise_if_any(problems)

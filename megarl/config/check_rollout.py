@@ -9,6 +9,7 @@ from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.transports import Requirements, built_in_transport
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 
@@ -46,27 +47,34 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     for address in r.addresses:
         if not is_address(address):
             yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"
-    if sync.type == "colocated" and r.addresses and not any(map(is_here, r.addresses)):
-        yield (
-            "weight_sync.type=colocated: none of rollout.addresses is on this machine; use "
-            "weight_sync.type=distributed or disk"
-        )
-    yield from _less_to_send_problems(cfg)
-    if sync.type == "adapter":
-        yield from _adapter_problems(cfg)
+    if (built_in := built_in_transport(sync.type)) is not None:
+        yield from transport_problems(cfg, built_in.requirements)
 
 
-def owner_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
-    owners = cfg.weight_sync.owners
-    if owners is not None and world_size and owners > world_size:
+def sender_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
+    senders = cfg.weight_sync.senders
+    if senders is not None and world_size and senders > world_size:
         yield (
-            f"weight_sync.owners={owners}: there are {world_size} trainer processes; use at most "
+            f"weight_sync.senders={senders}: there are {world_size} trainer processes; use at most "
             "that many, or null for one on each pipeline stage"
         )
 
 
-def _adapter_problems(cfg: GRPOConfig) -> Iterator[str]:
-    key, server = "weight_sync.type=adapter", cfg.server
+def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
+    """Yields what of `cfg` does not go with a transport that has these needs."""
+    r, key = cfg.rollout, f"weight_sync.type={cfg.weight_sync.type}"
+    if needs.shares_devices and r.addresses and not any(map(is_here, r.addresses)):
+        yield (
+            f"{key}: none of rollout.addresses is on this machine; use "
+            "weight_sync.type=distributed or disk"
+        )
+    yield from _less_to_send_problems(cfg, needs)
+    if needs.adapters:
+        yield from _adapter_problems(cfg, key)
+
+
+def _adapter_problems(cfg: GRPOConfig, key: str) -> Iterator[str]:
+    server = cfg.server
     if cfg.actor.lora is None:
         yield f"{key}: sends LoRA adapters alone; set actor.lora, or weight_sync.type=distributed"
         return
@@ -84,10 +92,10 @@ def _adapter_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _less_to_send_problems(cfg: GRPOConfig) -> Iterator[str]:
+def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
     sync, sglang = cfg.weight_sync, cfg.server.type == "sglang" and cfg.server.count > 0
     fp8 = sync.quantization != "none"
-    if sync.type in ("disk", "colocated", "adapter") and (sync.delta or fp8):
+    if not needs.less and (sync.delta or fp8):
         key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
         yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with {sync.type}"
     if sync.delta and fp8:

@@ -7,16 +7,15 @@ from typing import Any
 
 from megarl.config.base import arg
 from megarl.config.bounds import POSITIVE, TIMEOUT
+from megarl.config.transports import ALIASES, HELP, TRANSPORTS
 
 
 @dataclass(kw_only=True)
 class WeightSyncConfig:
     type: str = arg(
         "distributed",
-        help="distributed: stream buckets over NCCL/gloo; disk: through a shared HF directory; "
-        "colocated: servers on the trainers' machines and GPUs read the trainers' memory; "
-        "adapter: with actor.lora, the adapters alone, through a shared PEFT directory",
-        choices=("distributed", "nccl", "disk", "colocated", "adapter"),
+        help=HELP,
+        choices=(*TRANSPORTS, *ALIASES),
         or_path=True,
     )
     options: dict[str, Any] = arg(factory=dict, help="options of a transport of your own")
@@ -41,7 +40,7 @@ class WeightSyncConfig:
         help="what happens to requests in flight: abort (resumed by the client) or retract",
         choices=("abort", "retract"),
     )
-    owners: int | None = arg(
+    senders: int | None = arg(
         1,
         bounds=POSITIVE,
         help="trainer ranks that gather and send buckets in turn, spread over pipeline stages and "

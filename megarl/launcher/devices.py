@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
+from megarl.config.transports import Requirements
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
 _ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
@@ -64,9 +65,11 @@ def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: in
     )
 
 
-def check_devices(cfg: GRPOConfig, devices: Devices) -> None:
-    """Raises ConfigError where trainers and the launcher's servers cannot work on `devices`."""
-    streamed = cfg.weight_sync.type in ("distributed", "nccl")
+def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> None:
+    """Raises ConfigError where trainers and the launcher's servers cannot work on `devices`. needs:
+    those of the transport of weights.
+    """
+    streamed = needs.process_group
     if devices.shared and streamed:
         raise ConfigError(
             [

@@ -42,6 +42,7 @@ from megarl.config.loader import load_config, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import masked_override
 from megarl.config.servers import ADDRESSES_ENV
+from megarl.config.transports import Requirements
 from megarl.launcher.devices import Devices, check_devices, share_out, visible_gpus
 from megarl.launcher.processes import (
     POLL_INTERVAL,
@@ -55,7 +56,13 @@ from megarl.launcher.processes import (
 )
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, log_tail, start_server
-from megarl.trainer.named import check_code, check_data, check_place, check_tokenizer
+from megarl.trainer.named import (
+    check_code,
+    check_data,
+    check_place,
+    check_tokenizer,
+    transport_needs,
+)
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
 from megarl.utils.env import (
     set_loopback_default,
@@ -114,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_named(job: Job, *, writes: bool) -> None:
     """Data, and code, which is imported in a process of its own; the run directory."""
-    own = job.script.parent == PACKAGE
-    path = [] if own else [str(job.script.resolve().parent)]  # as python script.py has it
+    own, path = job.script.parent == PACKAGE, import_path(job.script)
     check_place(job.cfg)
     if own:  # another script may have another
         check_tokenizer(job.cfg)
@@ -123,6 +129,11 @@ def check_named(job: Job, *, writes: bool) -> None:
     check_code(job.cfg, rows, isolated=True, path=path)
     if writes:
         check_writable(job.cfg)
+
+
+def import_path(script: Path) -> list[str]:
+    """Returns what `python script.py` puts in front of the import path, nothing for our own."""
+    return [] if script.parent == PACKAGE else [str(script.resolve().parent)]
 
 
 def plan(command: CommandLine) -> Job:
@@ -141,18 +152,20 @@ def plan(command: CommandLine) -> Job:
     check_models(cfg)
     check_run_dir(cfg)
     servers = 0
-    colocated = isinstance(cfg, GRPOConfig) and cfg.weight_sync.type == "colocated"
+    needs = Requirements()
+    if isinstance(cfg, GRPOConfig):
+        needs = transport_needs(cfg, import_path(script))
     if isinstance(cfg, GRPOConfig) and not cfg.rollout.addresses:
         servers = cfg.server.count
     gpus = visible_gpus(os.environ)
     devices = share_out(
-        gpus[:nproc] if colocated else gpus,
+        gpus[:nproc] if needs.shares_devices else gpus,
         trainers=nproc,
         servers=servers,
         server_tp=cfg.server.tp if isinstance(cfg, GRPOConfig) else 1,
     )
     if isinstance(cfg, GRPOConfig):
-        check_devices(cfg, devices)
+        check_devices(cfg, devices, needs)
     return Job(
         cfg=cfg,
         script=script,

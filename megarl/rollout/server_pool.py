@@ -26,9 +26,11 @@ from megarl.utils.http import (
     as_object,
     authorization,
     decode_answer,
+    in_thread,
     shown,
     split_address,
 )
+from megarl.utils.liveness import LINGER, Deadline, outcomes, start_calls
 
 log = get_logger(__name__)
 
@@ -39,7 +41,6 @@ PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generate
 # how long a pause waits to hear from lost servers; those that are back answer at once
 RETURN_TIMEOUT = 1.0
 CLOSE_TIMEOUT = 5.0  # of a resume at the end
-LOOK_EVERY = 1.0  # seconds between looks after servers that keep us waiting
 
 
 class _State(Enum):
@@ -244,26 +245,19 @@ class ServerPool:
     async def everywhere(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> dict[str, Any]:
-        """One control call (idempotent, all of them) to every server at once: {address: answer or
-        its HttpError}. A server gets no more time than it gives signs of life.
+        """Makes one control call to every server at once: {address: answer or its HttpError}. A
+        server gets no more time than it gives signs of life.
         """
-
-        async def ask(server: _Server) -> Any:
-            try:
-                return await self._call_watched(server.address, method, path, body, timeout)
-            except HttpError as error:
-                if not gone({server.address: error}):
-                    raise
-            await asyncio.sleep(RETRY_DELAY)  # it may have been closing an idle connection
-            return await self._call_watched(server.address, method, path, body, timeout)
-
         servers = self._present
-        answers = await asyncio.gather(*map(ask, servers), return_exceptions=True)
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, HttpError):
-                raise answer
+        calls = start_calls([s.address for s in servers], method, path, body, timeout)
+        deadline = Deadline(timeout + LINGER, patience=self._server_timeout)
+        answers: dict[str, Any] = await asyncio.wrap_future(
+            in_thread(outcomes, calls, path, deadline)
+        )
+        for server in servers:
+            answer = answers[server.address]
             server.silent = isinstance(answer, HttpError) and answer.status is None
-        return {s.address: answer for s, answer in zip(servers, answers, strict=True)}
+        return answers
 
     async def control(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
         """POST to every server in `timeout` s (weight_sync.timeout). Drops those that give no
@@ -290,24 +284,6 @@ class ServerPool:
             if isinstance(info, HttpError):
                 raise info
             as_object(address, "/model_info", info, "weight_version")
-
-    async def _call_watched(
-        self, address: str, method: str, path: str, body: dict[str, Any] | None, timeout: float
-    ) -> Any:
-        """`call`, given up where the server answers nothing else either. What answers /model_info
-        is its HTTP side alone, whatever its workers do.
-        """
-        call = asyncio.ensure_future(self.call(address, method, path, body, timeout=timeout))
-        try:
-            while not (await asyncio.wait({call}, timeout=LOOK_EVERY))[0]:
-                try:
-                    await self.call(address, "GET", "/model_info", timeout=self._server_timeout)
-                except HttpError as error:
-                    if error.status is None and not call.done():
-                        raise
-            return call.result()
-        finally:
-            call.cancel()
 
     async def call(
         self,

@@ -19,6 +19,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.transports import Requirements, built_in_transport, requirements_of
 from megarl.data import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
 from megarl.trainer.user_code import Named, code_problems
@@ -132,6 +133,29 @@ def check_code(
     raise_if_any(_isolated(code_problems, named, path, what=what))
 
 
+def transport_needs(cfg: GRPOConfig, path: Sequence[str] = ()) -> Requirements:
+    """Returns what the transport of weights needs. Raises ConfigError where it cannot be loaded. A
+    user's own is imported in a process of its own, with `path` in front of the import path.
+    """
+    type_ = cfg.weight_sync.type
+    if (built_in := built_in_transport(type_)) is not None:
+        return built_in.requirements
+    if type_.startswith("__main__:"):  # what a script defines itself, it finds itself
+        return Requirements()
+    found = _isolated(_needs_of, type_, path, what=[f"weight_sync.type={type_}"])
+    if isinstance(found, str):
+        raise ConfigError([found])
+    return found
+
+
+def _needs_of(type_: str, path: Sequence[str]) -> Requirements | str:
+    sys.path[:0] = path
+    try:
+        return requirements_of(type_)
+    except ValueError as e:
+        return f"weight_sync.type: {e}"
+
+
 def _isolated(fn: Callable[..., T], *args: Any, what: Sequence[str]) -> T:
     try:
         return call_isolated(fn, *args, timeout=IMPORT_TIMEOUT)
@@ -157,6 +181,9 @@ def _named_rl_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Ite
         yield _named("rollout.workflow", cfg.rollout.workflow, "workflow")
     if cfg.rollout.backend != ours.rollout.backend:
         yield _named("rollout.backend", cfg.rollout.backend, "backend")
+    if built_in_transport(cfg.weight_sync.type) is None or cfg.weight_sync.options:
+        sync = SeamConfig(type=cfg.weight_sync.type, options=cfg.weight_sync.options)
+        yield _named("weight_sync.type", sync, "transport", config=cfg)
     for kind in ("loss", "advantages"):
         if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
             yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)

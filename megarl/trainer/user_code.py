@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.config.check_rollout import transport_problems
+from megarl.config.transports import transport_class
 from megarl.rollout.rewards import get_reward_fn
 from megarl.utils.importing import load_object
 from megarl.utils.signatures import call_problem, option_problems
@@ -50,9 +52,9 @@ CALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """Code that a key names, with its options. kind: "reward" or a key of CALLS. row: what a reward
-    gets by keyword, None where a workflow of the user's decides that. config: the section that a
-    loss or an advantage is made of.
+    """Code that a key names, with its options. kind: "reward", "transport" or a key of CALLS. row:
+    what a reward gets by keyword, None where a workflow of the user's decides that. config: the
+    section that a loss or an advantage is made of; all of the configuration for a transport.
     """
 
     key: str
@@ -73,6 +75,8 @@ def _problems(code: Named) -> Iterator[str]:
     try:
         if code.kind == "reward":
             yield from _of_reward(code)
+        elif code.kind == "transport":
+            yield from _of_transport(code)
         elif code.kind in ("loss", "advantages"):
             yield from _of_algorithm(code)
         else:
@@ -120,6 +124,17 @@ def _of_algorithm(code: Named) -> Iterator[str]:
     yield from wrong
     if not wrong:
         (specs.loss_of if code.kind == "loss" else specs.advantages_of)(code.config)
+
+
+def _of_transport(code: Named) -> Iterator[str]:
+    """Asks the class what is wrong with the job, too; `code.config` is all of it."""
+    found, key = transport_class(code.target), f"{code.key}={code.target}"
+    yield from option_problems(found, code.options, key="weight_sync.options", positional=1)
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        yield f"{key}: has no method {', '.join(missing)}; write a subclass of Transport"
+        return
+    yield from transport_problems(code.config, found.requirements)
+    yield from (f"{key}: {problem}" for problem in found.validate(code.config))
 
 
 def _of_call(code: Named, fn: Any) -> Iterator[str]:

@@ -6,23 +6,23 @@ import os
 
 import torch
 
-from megarl.weight_sync.agreement import Agreement
+from megarl.parallel.agreement import Agreement
 from megarl.wire.shared_memory import SharedMemoryHandle, attach, offer
 
 ALIGNMENT = 64  # bytes, that of torch's host allocator
 
 
 class BucketBuffers:
-    """Two buckets on the owner. On hosts they are kept from one upload to the next: the kernel
+    """Two buckets on the sender. On hosts they are kept from one upload to the next: the kernel
     takes longer to hand out fresh pages than a gather takes to fill them.
 
     shared: they are mapped by every rank, as they are where all ranks are processes of one host;
     `pair` then is the same memory everywhere. Else the other ranks' `pair` is empty.
     """
 
-    def __init__(self, agreement: Agreement, owner: int, device: torch.device) -> None:
+    def __init__(self, agreement: Agreement, sender: int, device: torch.device) -> None:
         self.agreement, self.device = agreement, device
-        self._owner, self._owning = owner, agreement.rank == owner
+        self._sender, self._sending = sender, agreement.rank == sender
         self._several_on_hosts = agreement.size > 1 and device.type == "cpu"
         self.drop()
 
@@ -34,10 +34,10 @@ class BucketBuffers:
     @property
     def nbytes(self) -> int:
         """That this rank has allocated."""
-        return sum(b.nbytes for b in self.pair) if self._owning else 0
+        return sum(b.nbytes for b in self.pair) if self._sending else 0
 
     def slot(self, turn: int) -> torch.Tensor | None:
-        """For the owner's bucket number `turn`; where it is not shared, on the owner alone."""
+        """For the sender's bucket number `turn`; where it is not shared, on the sender alone."""
         return self.pair[turn % 2] if self.pair else None
 
     def hold(self, nbytes: int) -> bool:
@@ -57,9 +57,9 @@ class BucketBuffers:
         self._size = size
 
     def _share(self, nbytes: int) -> torch.Tensor | None:
-        """Collective. None on all ranks where one cannot reach the owner's memory."""
+        """Collective. None on all ranks where one cannot reach the sender's memory."""
         mine = self.agreement.together(self._offer, nbytes)
-        offered = self.agreement.gather(mine)[self._owner]
+        offered = self.agreement.gather(mine)[self._sender]
         try:
             flat = None if offered is None else self.agreement.together(attach, offered)
             return flat if all(self.agreement.gather(flat is not None)) else None
@@ -68,9 +68,9 @@ class BucketBuffers:
                 os.close(mine.fd)
 
     def _offer(self, nbytes: int) -> SharedMemoryHandle | None:
-        return offer(nbytes) if self._owning else None
+        return offer(nbytes) if self._sending else None
 
     def _allocate(self, size: int) -> list[torch.Tensor]:
-        if not self._owning:
+        if not self._sending:
             return []
         return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]

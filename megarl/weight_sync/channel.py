@@ -7,18 +7,16 @@ import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.utils.http import in_thread, split_address
+from megarl.utils.liveness import Deadline
 from megarl.utils.rendezvous import listen
-from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.plan import rank_offsets
-from megarl.weight_sync.servers import Answer, Servers, absent, failures, raise_if_lost, wait_for
+from megarl.weight_sync.servers import GRACE, BucketTransfer, Servers, failures
 from megarl.wire.process_group import (
     address_towards,
     destroy_update_group,
@@ -27,10 +25,6 @@ from megarl.wire.process_group import (
     set_group_timeout,
 )
 
-T = TypeVar("T")
-
-# A broken broadcast shows sooner than the server's own words about it; wait this long for them.
-GRACE = 5.0
 # How much longer than a sync may take its collectives live: ours is the readable error, and NCCL's
 # watchdog ends the process.
 MARGIN = 60.0
@@ -39,7 +33,7 @@ CLOSE_TIMEOUT = 30.0
 
 
 class UpdateChannel:
-    """Rank 0 of a group whose other ranks are the servers' workers. Lives on the owner only.
+    """Rank 0 of a group whose other ranks are the servers' workers. Lives on senders only.
 
     Opening joins the group while every server is asked to. A channel that failed once is closed
     for good: its group may hold half a broadcast.
@@ -63,22 +57,11 @@ class UpdateChannel:
         asked = servers.start("/init_weights_update_group", bodies, deadline.left)
         joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)
         what = f"connecting to {len(offsets)} servers over {backend}"
-        Exchange(what, joined, asked).wait(deadline)
+        BucketTransfer(what, joined, asked).wait(deadline)
         self.group: dist.ProcessGroup = joined.result()
-        self._in_session = False
         # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
         # is not in the way of the stream that gathers.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def begin(self, deadline: Deadline) -> None:
-        """Opens an update session on every server that knows sessions."""
-        self._in_session = True
-        self._in_session = self.servers.begin_update(deadline)
-
-    def end(self, deadline: Deadline) -> None:
-        if self._in_session:
-            self._in_session = False
-            self.servers.end_update(deadline)
 
     def deliver(
         self,
@@ -86,7 +69,7 @@ class UpdateChannel:
         tensors: Sequence[torch.Tensor],
         body: Mapping[str, Any],
         deadline: Deadline,
-    ) -> Exchange[float]:
+    ) -> BucketTransfer:
         """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
         stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
         """
@@ -94,7 +77,9 @@ class UpdateChannel:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
-        return Exchange(what, in_thread(_broadcast, tensors, self.group, self._stream), answers)
+        return BucketTransfer(
+            what, in_thread(_broadcast, tensors, self.group, self._stream), answers
+        )
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
@@ -106,52 +91,10 @@ class UpdateChannel:
         patience = GRACE if abort else CLOSE_TIMEOUT
         name = {"group_name": self.group_name}
         rounds = [self.servers.start("/destroy_weights_update_group", name, patience)]
-        if self._in_session:
-            rounds.append(self.servers.start("/end_weight_update", {}, patience))
+        rounds.append(self.servers.abandon_update(patience))
         cf.wait([f for calls in rounds for f in calls.values()], patience)
         destroy_update_group(self.group, abort=abort)
         return [said for calls in rounds for said in failures(calls)]
-
-
-@dataclass(frozen=True)
-class Exchange(Generic[T]):
-    """Something both we and every server must do, at the same time, for either to succeed."""
-
-    what: str
-    ours: Future[T]
-    theirs: Mapping[str, Future[Answer]]
-    begun: float = field(default_factory=time.monotonic)
-
-    def wait(self, deadline: Deadline) -> None:
-        """Returns when all sides are done. At the first failure, or at the deadline, raises a
-        RuntimeError with what the failed servers said: ServersLost where some said nothing.
-        """
-        how = cf.FIRST_EXCEPTION
-        lost = wait_for(self.theirs, deadline, also=[self.ours], return_when=how)
-        sides: list[Future[Any]] = [self.ours, *self.theirs.values()]
-        if not lost and all(f.done() and f.exception() is None for f in sides):
-            return
-        if not lost and not deadline.over:
-            if not failures(self.theirs):
-                patience = min(GRACE, deadline.left)
-                cf.wait(self.theirs.values(), patience, return_when=cf.FIRST_EXCEPTION)
-            lost = absent(self.theirs, deadline)
-        raise_if_lost(lost, self.what)
-        raise RuntimeError(f"{self.what}: {self._reason(deadline)}")
-
-    def answered(self) -> float:
-        """When the last server answered."""
-        return max(f.result().at for f in self.theirs.values())
-
-    def _reason(self, deadline: Deadline) -> str:
-        if said := failures(self.theirs):
-            return "; ".join(said)
-        silent = ", ".join(s for s, f in self.theirs.items() if not f.done())
-        broken = self.ours.exception() if self.ours.done() else None
-        if broken is not None:
-            return f"{type(broken).__name__}: {broken}" + (f" (silent: {silent})" if silent else "")
-        waiting = silent or "the collective, though every server answered"
-        return f"no answer within weight_sync.timeout={deadline.timeout:g} s from {waiting}"
 
 
 def _broadcast(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,14 +10,12 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.adapters import Adapters
 from megarl.models.piece_table import PieceTable
+from megarl.parallel.agreement import SLACK, Agreement
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.adapter import AdapterTransport
-from megarl.weight_sync.agreement import SLACK, Agreement, Deadline
-from megarl.weight_sync.colocated import ColocatedTransport
-from megarl.weight_sync.disk import DiskTransport
-from megarl.weight_sync.distributed import DistributedTransport
+from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import Dtypes, uniform_dtype
+from megarl.weight_sync.transports import Transport, WeightSource, make_transport
 from megarl.wire.process_group import bounded
 
 
@@ -30,7 +27,8 @@ class WeightSender:
     params: canonical name -> local parameter; read at every upload.
     group:  spans the layout's ranks; None is the default group.
     dtype:  what is sent, one for all or by HF name; None is the parameters' own.
-    owner:  the rank that gathers and sends (files are always written by rank 0).
+    sender: the rank that gathers and sends, the first of them where there are several (files are
+            always written by rank 0).
     adapters: of the model at base_model_path; then they can be sent alone.
     """
 
@@ -43,52 +41,48 @@ class WeightSender:
         group: dist.ProcessGroup | None = None,
         *,
         dtype: Dtypes | None = None,
-        owner: int = 0,
+        sender: int = 0,
         adapters: Adapters | None = None,
         base_model_path: str = "",
     ) -> None:
-        if not 0 <= owner < layout.world_size:
-            raise ValueError(f"owner={owner}: use a rank of the layout, 0..{layout.world_size - 1}")
-        self.owner, self._group = owner, group
+        if not 0 <= sender < layout.world_size:
+            raise ValueError(
+                f"sender={sender}: use a rank of the layout, 0..{layout.world_size - 1}"
+            )
         trained = {n: p for n, p in params.items() if n not in table.buffers}
-        self._agreement = Agreement(group)
-        where: dict[str, Any] = dict(
-            table=table, layout=layout, rank=rank, params=params, group=group, owner=owner,
+        self._source = WeightSource(
+            table=table, layout=layout, rank=rank, params=params, group=group, sender=sender,
             dtype=dtype or uniform_dtype(trained), device=next(iter(params.values())).device,
-            agreement=self._agreement,
+            adapters=adapters, base_model_path=base_model_path, agreement=Agreement(group),
         )  # fmt: skip
-        self._disk = DiskTransport(**where)
-        self._adapter = AdapterTransport(
-            adapters, layout, rank, group, base_model_path=base_model_path,
-            agreement=self._agreement,
-        )  # fmt: skip
-        self._streaming: dict[str, DistributedTransport | ColocatedTransport] = {
-            "distributed": DistributedTransport(**where),
-            "colocated": ColocatedTransport(**where),
-        }
+        self._transports: dict[str, Transport] = {}  # by type and options
 
     def upload(self, meta: WeightUpdateMeta) -> dict[str, float]:
         """Collective over the engine's ranks; returns when every server serves `meta.version`.
 
-        The servers should be paused. Returns the owner's metrics on every rank: bytes, buckets,
-        broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any rank or
-        server is an error on every rank, in at most `meta.timeout` plus half a minute; the servers
-        may then hold a mixture, under their old version, and the next upload starts from scratch.
+        The servers should be paused. Returns the leading rank's metrics on every rank: bytes,
+        buckets, broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any
+        rank or server is an error on every rank, in at most `meta.timeout` plus half a minute; the
+        servers may then hold a mixture, under their old version, and the next upload starts from
+        scratch.
         """
         deadline = Deadline(meta.timeout, patience=meta.server_timeout)
-        phases = Phases()
-        files: dict[str, DiskTransport | AdapterTransport] = {
-            "disk": self._disk, "adapter": self._adapter,
-        }  # fmt: skip
-        transport = files.get(meta.type) or self._streaming[meta.type]
-        self._agreement.set_timeout(meta.timeout)
-        with bounded(self._group, meta.timeout + SLACK):  # gathers go through the engine's group
+        phases, agreement = Phases(), self._source.agreement
+        agreement.set_timeout(meta.timeout)
+        transport = agreement.together(self._transport, meta)
+        with bounded(self._source.group, meta.timeout + SLACK):  # gathers go through this group
             transport.upload(meta, deadline, phases)
         phases.metrics["servers"] = float(len(meta.addresses))
-        return self._agreement.gather(phases.stats())[0 if meta.type in files else self.owner]
+        return agreement.gather(phases.stats())[transport.lead]
+
+    def _transport(self, meta: WeightUpdateMeta) -> Transport:
+        key = f"{meta.type} {dict(meta.options)}"
+        if key not in self._transports:
+            self._transports[key] = make_transport(meta.type, self._source, meta.options)
+        return self._transports[key]
 
     def close(self) -> None:
         """Leaves the groups. Collective only in that every rank should do it."""
-        for transport in self._streaming.values():
+        for transport in self._transports.values():
             transport.close()
-        self._agreement.close()
+        self._source.agreement.close()

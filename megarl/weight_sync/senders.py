@@ -15,7 +15,7 @@ def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...
     """Ranks evenly apart, so that they sit on different stages and nodes."""
     size = layout.world_size
     if not 1 <= count <= size:
-        raise ValueError(f"weight_sync.owners={count}: use 1 to {size}, the trainer's ranks")
+        raise ValueError(f"weight_sync.senders={count}: use 1 to {size}, the trainer's ranks")
     return tuple((first + i * size // count) % size for i in range(count))
 
 

@@ -1,8 +1,7 @@
 """Control calls to all generation servers at once, by SGLang's HTTP protocol.
 
-A server is lost (ServersLost) when its connection breaks, or when it keeps us waiting and gives no
-sign of life either for `Deadline.patience` seconds. Its loss may show as another's failure first (a
-broadcast passed on by servers), so the others are looked at before anyone is blamed.
+The loss of one server (see utils.liveness) may show as another's failure first (a broadcast passed
+on by servers), so the others are looked at before anyone is blamed.
 """
 
 from __future__ import annotations
@@ -11,28 +10,17 @@ import concurrent.futures as cf
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megarl.api.records import INITIAL_VERSION, ServersLost
-from megarl.utils.http import STRANGER, HttpError, as_object, call_json, in_thread, shown
-from megarl.weight_sync.agreement import Deadline
+from megarl.utils.http import STRANGER, HttpError, as_object, shown
+from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, start_calls, wait_for
 
-LINGER = 2.0  # seconds
-LOOK_EVERY = 1.0  # seconds between looks after servers that keep us waiting
-# answered by a server's HTTP side alone, whatever its workers do
-SIGN_OF_LIFE = "/model_info"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A server's answer and the moment it came (time.monotonic)."""
-
-    server: str
-    value: Any
-    at: float
+# A broken broadcast shows sooner than the server's own words about it; wait this long for them.
+GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +66,8 @@ class ServerInfo:
 
 
 class Servers:
+    """The servers of one update. Raises ValueError for no address, or one given twice."""
+
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
             raise ValueError(
@@ -87,6 +77,7 @@ class Servers:
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"server addresses {list(addresses)}: one is given twice; remove it")
         self.addresses = tuple(addresses)
+        self._in_session = False
 
     def start(
         self,
@@ -99,11 +90,7 @@ class Servers:
         """Calls every server in a thread of its own; `body` is one for all or one per server. The
         caller waits `timeout` s and words the error; a thread ends a little later.
         """
-        bodies = list(body) if isinstance(body, Sequence) else [body] * len(self.addresses)
-        return {
-            server: in_thread(_call, method, server, path, b, timeout + LINGER)
-            for server, b in zip(self.addresses, bodies, strict=True)
-        }
+        return start_calls(self.addresses, method, path, body, timeout + LINGER)
 
     def call(
         self,
@@ -113,7 +100,9 @@ class Servers:
         *,
         method: str = "POST",
     ) -> dict[str, Any]:
-        """Every server's answer. Raises one RuntimeError with the messages of all that failed."""
+        """Returns every server's answer. Raises one RuntimeError with the messages of all that
+        failed, ServersLost where some are lost.
+        """
         return _finish(path, self.start(path, body, deadline.left, method=method), deadline)
 
     def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
@@ -121,8 +110,8 @@ class Servers:
         return {server: ServerInfo.parse(server, answer) for server, answer in answers.items()}
 
     def started_again(self, deadline: Deadline) -> list[str]:
-        """Of servers that have been updated, those that hold their first weights: they are new
-        processes at old addresses, in no group.
+        """Returns those that hold the weights they started with, though they have been updated:
+        they are new processes at old addresses, in no group.
         """
         # what SGLang's /server_info says of it is what the process was started with
         path, key = "/model_info", "weight_version"
@@ -130,91 +119,98 @@ class Servers:
         return [s for s, a in answers.items() if as_object(s, path, a, key)[key] == INITIAL_VERSION]
 
     def begin_update(self, deadline: Deadline) -> bool:
-        """Opens an update session everywhere. False where the servers know no sessions (404). What
-        a trainer that died has left open is ended first.
+        """Opens an update session on every server that knows sessions (others answer 404), and
+        returns whether any does. A session that a dead trainer has left open is ended first.
         """
+        self._in_session = True  # until the answers say that there is none
         path, body = "/begin_weight_update", {"selector": "all"}
         calls = self.start(path, body, deadline.left)
         raise_if_lost(wait_for(calls, deadline), path)
         if stale := [s for s, f in calls.items() if _is_open(f)]:
             others = Servers(stale)
-            others.end_update(deadline)
+            _finish_session("/end_weight_update", others._end(deadline.left), deadline)
             calls |= others.start(path, body, deadline.left)
-        return _finish_session(path, calls, deadline)
+        self._in_session = _finish_session(path, calls, deadline)
+        return self._in_session
 
     def end_update(self, deadline: Deadline) -> None:
-        path = "/end_weight_update"
-        _finish_session(path, self.start(path, {}, deadline.left), deadline)
+        """Ends the session that `begin_update` opened; nothing where it opened none."""
+        if self._in_session:
+            self._in_session = False
+            _finish_session("/end_weight_update", self._end(deadline.left), deadline)
+
+    def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
+        """Starts to end the session of an update that failed, if there is one, or the servers would
+        refuse the next one. The caller waits.
+        """
+        calls = self._end(timeout) if self._in_session else {}
+        self._in_session = False
+        return calls
+
+    def _end(self, timeout: float) -> dict[str, Future[Answer]]:
+        return self.start("/end_weight_update", {}, timeout)
 
 
-def failures(calls: Mapping[str, Future[Answer]]) -> list[str]:
-    """What went wrong at the servers whose call has failed so far."""
+@dataclass(frozen=True)
+class BucketTransfer:
+    """Something both we and every server must do, at the same time, for either to succeed.
+
+    ours: gives the moment (time.monotonic) at which our side was done.
+    """
+
+    what: str
+    ours: Future[Any]
+    theirs: Calls
+    begun: float = field(default_factory=time.monotonic)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when all sides are done. At the first failure, or at the deadline, raises a
+        RuntimeError with what the failed servers said: ServersLost where some said nothing.
+        """
+        how = cf.FIRST_EXCEPTION
+        lost = wait_for(self.theirs, deadline, also=[self.ours], return_when=how)
+        sides: list[Future[Any]] = [self.ours, *self.theirs.values()]
+        if not lost and all(f.done() and f.exception() is None for f in sides):
+            return
+        if not lost and not deadline.over:
+            if not failures(self.theirs):
+                patience = min(GRACE, deadline.left)
+                cf.wait(self.theirs.values(), patience, return_when=cf.FIRST_EXCEPTION)
+            lost = absent(self.theirs, deadline)
+        raise_if_lost(lost, self.what)
+        raise RuntimeError(f"{self.what}: {self._reason(deadline)}")
+
+    def answered(self) -> float:
+        """Returns when the last server answered (time.monotonic)."""
+        return max(f.result().at for f in self.theirs.values())
+
+    def _reason(self, deadline: Deadline) -> str:
+        if said := failures(self.theirs):
+            return "; ".join(said)
+        silent = ", ".join(s for s, f in self.theirs.items() if not f.done())
+        error = self.ours.exception() if self.ours.done() else None
+        if error is not None:
+            return f"{type(error).__name__}: {error}" + (f" (silent: {silent})" if silent else "")
+        waiting = silent or "the collective, though every server answered"
+        return f"no answer within weight_sync.timeout={deadline.timeout:g} s from {waiting}"
+
+
+def failures(calls: Calls) -> list[str]:
+    """Returns what went wrong at the servers whose call has failed so far."""
     return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
 
 
-def wait_for(
-    calls: Mapping[str, Future[Answer]],
-    deadline: Deadline,
-    *,
-    also: Sequence[Future[Any]] = (),
-    return_when: str = cf.ALL_COMPLETED,
-) -> dict[str, str]:
-    """cf.wait for the calls and `also`, but not for lost servers: why they are, by server."""
-    asked: dict[str, Future[Any]] = {}
-    while not deadline.over:
-        sides, left = [*calls.values(), *also], min(LOOK_EVERY, deadline.left)
-        done, pending = cf.wait(sides, left, return_when=return_when)
-        failed = any(f.exception() is not None for f in done)
-        if not pending or (failed and return_when == cf.FIRST_EXCEPTION):
-            break
-        for server in _silent(calls):
-            if server not in asked or (asked[server].done() and not _no_answer(asked[server])):
-                asked[server] = in_thread(sign_of_life, server, deadline.patience)
-        if lost := {s: str(asked[s].exception()) for s in _silent(calls) if _no_answer(asked[s])}:
-            return lost
-    return broken(calls)
-
-
-def absent(calls: Mapping[str, Future[Answer]], deadline: Deadline) -> dict[str, str]:
-    """The servers whose call broke, and those still silent that give no sign of life either: why,
-    by server.
-    """
-    patience = max(1.0, min(deadline.patience, deadline.left))
-    asked = {s: in_thread(sign_of_life, s, patience) for s in _silent(calls)}
-    cf.wait(asked.values(), patience + LINGER)
-    return broken(calls) | {s: str(f.exception()) for s, f in asked.items() if _no_answer(f)}
-
-
-def broken(calls: Mapping[str, Future[Answer]]) -> dict[str, str]:
-    """The servers whose connection failed, at or in the middle of their call: why, by server."""
-    gone = {s: f.exception() for s, f in calls.items() if _no_answer(f)}
-    return {s: str(e) for s, e in gone.items() if e and not isinstance(e.__cause__, TimeoutError)}
-
-
-def sign_of_life(server: str, patience: float) -> None:
-    """HttpError without a status where there is none."""
-    call_json("GET", server, SIGN_OF_LIFE, timeout=patience)
-
-
-def _silent(calls: Mapping[str, Future[Answer]]) -> list[str]:
-    return [s for s, f in calls.items() if not f.done()]
-
-
-def _no_answer(call: Future[Any]) -> bool:
-    """Whether a call has ended without any answer, not even a refusal."""
-    error = call.exception() if call.done() else None
-    return isinstance(error, HttpError) and error.status is None
-
-
-def raise_if_lost(lost: Mapping[str, str], what: str) -> None:
-    """lost: why, by server; `what` was going on."""
+def raise_if_lost(lost: Mapping[str, object], what: str) -> None:
+    """Raises ServersLost where there are any. lost: why, by server; `what` was going on."""
     if lost:
         reasons = {server: f"{why} ({what})" for server, why in lost.items()}
         raise ServersLost("; ".join(reasons.values()), reasons)
 
 
-def _finish(path: str, calls: Mapping[str, Future[Answer]], deadline: Deadline) -> dict[str, Any]:
-    """Every server's answer, or one RuntimeError for all that failed or kept silent."""
+def _finish(path: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
+    """Returns every server's answer, or raises one RuntimeError for all that failed or kept
+    silent.
+    """
     raise_if_lost(wait_for(calls, deadline), path)
     late = f"{path} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
     said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]
@@ -223,8 +219,8 @@ def _finish(path: str, calls: Mapping[str, Future[Answer]], deadline: Deadline) 
     return {server: f.result().value for server, f in calls.items()}
 
 
-def _finish_session(path: str, calls: Mapping[str, Future[Answer]], deadline: Deadline) -> bool:
-    """Whether any of the servers knows sessions."""
+def _finish_session(path: str, calls: Calls, deadline: Deadline) -> bool:
+    """Returns whether any of the servers knows sessions."""
     raise_if_lost(wait_for(calls, deadline), path)
     unknown = {s for s, f in calls.items() if _status(f) == 404}
     _finish(path, {s: f for s, f in calls.items() if s not in unknown}, deadline)
@@ -232,16 +228,9 @@ def _finish_session(path: str, calls: Mapping[str, Future[Answer]], deadline: De
 
 
 def _is_open(begin: Future[Answer]) -> bool:
-    """Whether SGLang refused to begin a session because there is one."""
+    """Returns whether SGLang refused to begin a session because there is one."""
     error = begin.exception() if begin.done() else None
     return isinstance(error, HttpError) and "already open" in error.reason
-
-
-def _call(
-    method: str, server: str, path: str, body: dict[str, Any] | None, timeout: float
-) -> Answer:
-    value = call_json(method, server, path, body, timeout=timeout)
-    return Answer(server, value, time.monotonic())
 
 
 def _status(future: Future[Answer]) -> int | None:

@@ -1,134 +1,126 @@
-"""One sync of the streaming transport, step by step."""
+"""The bucket loop: one sync, bucket by bucket, whatever carries them to the servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any
-
-import torch
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models.gather import BucketGatherer
-from megarl.weight_sync.agreement import Agreement, Deadline
-from megarl.weight_sync.buffers import BucketBuffers
-from megarl.weight_sync.channel import Exchange, UpdateChannel
-from megarl.weight_sync.delta_base import PAYS, DeltaBase
+from megarl.models.gather import Bucket, BucketGatherer
+from megarl.utils.liveness import Deadline
+from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import SyncPlan, update_body
-from megarl.weight_sync.quantize import quantize_bucket
+from megarl.weight_sync.plan import SyncPlan
+from megarl.weight_sync.servers import BucketTransfer
+from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
-from megarl.wire import block_fp8
-from megarl.wire.buckets import Bucket
 
-# of the same phase of several owners: these follow each other, the others are at the same time
+# of the same phase of several senders: these follow each other, the others are at the same time
 _IN_TURN = ("broadcast", "load_wait")
 
 
-@dataclass
-class Counts:
-    """What an owner has sent. changed, of compared: numbers that differ from the version before."""
-
-    bytes: int = 0
-    broadcasts: int = 0
-    changed: int = 0
-    compared: int = 0
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What the sender remembers, where all servers can apply changes to it.
-
-    base: the servers' name for what they hold, None where it is something else; id: for what they
-    will hold.
-    """
-
-    remembered: DeltaBase
-    base: str | None
-    id: str
-
-
-@dataclass
-class _Ready:
-    """A gathered bucket in the form it is sent in: nothing where nothing changed."""
-
-    bucket: Bucket
-    flat: torch.Tensor
-    tensors: Sequence[torch.Tensor]
-    changes: dict[str, Any] | None = None
-
-    def extra_bytes(self, buffers: BucketBuffers) -> int:
-        """Of memory that is none of the buffers: FP8, changes."""
-        storages = {
-            s.data_ptr(): s for t in (self.flat, *self.tensors) if (s := t.untyped_storage())
-        }
-        for buffer in buffers.pair:
-            storages.pop(buffer.untyped_storage().data_ptr(), None)
-        return sum(s.nbytes() for s in storages.values())
-
-
 @dataclass(kw_only=True)
-class Stream:
-    """Every rank takes the same steps, together; all but the owners only gather.
+class BucketStream(ABC):
+    """Every rank takes the same steps, together; all but the senders only gather.
 
     Step k gathers what `plan.gathers` says while bucket k-1 is under way, waits until every server
-    has answered for k-1, and lets k follow. Where k has another owner it hears of that answer from
-    the others: it sends at the beginning of the next step.
+    has answered for k-1, and lets k follow. A sender that has not heard of that answer itself
+    (another one sent k-1), or has yet to hear from other ranks where they have bucket k
+    (`exchanges`), sends k at the beginning of the next step.
     """
 
+    exchanges: ClassVar[bool] = False
+
+    source: WeightSource
     plan: SyncPlan
-    rank: int
     gatherer: BucketGatherer
-    buffers: Mapping[int, BucketBuffers]
-    channel: UpdateChannel | None
-    verifier: Verifier | None
-    changes: Changes | None
     meta: WeightUpdateMeta
     deadline: Deadline
     phases: Phases
-    counts: Counts = field(default_factory=Counts)
-    extra_bytes: int = 0  # at most, beyond buffers and messages
-    _ready: dict[int, _Ready] = field(default_factory=dict)
-    _under_way: tuple[Exchange[float], _Ready] | None = None
+    verifier: Verifier | None
+    counts: Counter[str] = field(default_factory=Counter)
+    _ready: dict[int, Ready] = field(default_factory=dict)
+    _under_way: tuple[BucketTransfer, Ready] | None = None
+
+    @abstractmethod
+    def gather(self, bucket: Bucket) -> Ready | None:
+        """Gathers a bucket. Returns it on its sender, None elsewhere. Collective."""
+
+    @abstractmethod
+    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        """Starts to bring a bucket to all servers; `what` names it in errors. On its sender."""
+
+    @abstractmethod
+    def memory(self) -> int:
+        """Returns the most bytes that this rank has allocated for the sync so far."""
+
+    def exchange(self) -> None:  # noqa: B027 (most need none)
+        """Tells other ranks what they need to know of the bucket of this step. Collective."""
+
+    def run(self) -> None:
+        """Returns when all servers hold all buckets, and were compared where that was asked for.
+        Collective.
+        """
+        together = self.source.agreement.together
+        for k in range(len(self.plan.buckets)):
+            together(self.step, k)
+            self.exchange()
+        together(self.finish)
 
     def step(self, k: int) -> None:
-        owners = self.plan.owners
-        if k > 0 and owners[k - 1] != owners[max(0, k - 2)]:
+        """Takes step k of as many as there are buckets."""
+        if k > 0 and not self._follows_at_once(k - 1):
             self._send(k - 1)
         for index in self.plan.gathers[k]:
-            self._gather(self.plan.buckets[index])
+            ready = self.gather(self.plan.buckets[index])
+            if ready is not None:
+                self._ready[index] = ready
         self._settle()
-        if owners[k] == owners[max(0, k - 1)]:
+        if self._follows_at_once(k):
             self._send(k)
 
     def finish(self) -> None:
         """After the last step: returns when the servers have loaded the last bucket."""
         last = len(self.plan.buckets) - 1
-        if self.plan.owners[last] != self.plan.owners[max(0, last - 1)]:
+        if not self._follows_at_once(last):
             self._send(last)
         self._settle()
 
-    def account(self, agreement: Agreement) -> None:
-        """Collective, at the end. The metrics of all owners together, the same on every rank.
+    def verify(self) -> None:
+        """Compares what all senders have sent with what the servers hold. Collective."""
+        agreement, senders, verifier = self.source.agreement, tuple(self.plan.sizes), self.verifier
+        sent = agreement.gather_from(senders, verifier.sent if verifier else {})
+
+        def check() -> bool:
+            if verifier is None or self.source.rank != senders[0]:
+                return False
+            verifier.sent = {name: sum_ for sums in sent for name, sum_ in sums.items()}
+            return verifier.check(self.deadline)
+
+        verified = agreement.gather(agreement.together(check))
+        self.phases.metrics["verified"] = float(any(verified))
+
+    def account(self) -> None:
+        """Notes the metrics of all senders together, the same on every rank, at the end.
+        Collective.
 
         changed: the part of the numbers that differ from the version before, where versions were
         compared; then bytes_whole is what all of them would have been. peak_extra_bytes: the most
         that a rank has allocated for the sync, the delta's copy aside.
         """
-        extra = self.extra_bytes + self.gatherer.message_bytes
-        extra += sum(b.nbytes for b in self.buffers.values())
-        seconds = self.phases.collect() if self.channel is not None else {}
-        ranks = agreement.gather((asdict(self.counts), seconds, extra))
-        total = {key: sum(counts[key] for counts, _, _ in ranks) for key in ranks[0][0]}
+        seconds = self.phases.collect() if self.source.rank in self.plan.sizes else {}
+        ranks = self.source.agreement.gather((self.counts, seconds, self.memory()))
+        total = sum((counts for counts, _, _ in ranks), Counter())
         for phase in {p for _, own, _ in ranks for p in own}:
             values = [own.get(phase, 0.0) for _, own, _ in ranks]
             self.phases.seconds[phase] = sum(values) if phase in _IN_TURN else max(values)
-        metrics = {
+        metrics: dict[str, float] = {
             "bytes": total["bytes"],
             "buckets": len(self.plan.buckets),
             "broadcasts": total["broadcasts"],
-            "owners": len(set(self.plan.owners)),
+            "senders": len(self.plan.sizes),
             "peak_extra_bytes": max(extra for _, _, extra in ranks),
         }
         if total["compared"]:
@@ -136,87 +128,43 @@ class Stream:
             metrics["bytes_whole"] = self.plan.nbytes
         self.phases.metrics |= {name: float(value) for name, value in metrics.items()}
 
-    def _gather(self, bucket: Bucket) -> None:
-        index, device = bucket.index, self.gatherer.device
-        buffers = self.buffers[self.plan.owners[index]]
-        with self.phases.time_on(device, "gather"):
-            flat = self.gatherer.gather(
-                bucket, buffers.slot(self.plan.turns[index]), shared=buffers.shared,
-                packing=partial(self.phases.time_on, device, "pack"),
-            )  # fmt: skip
-        if flat is not None:
-            with self.phases.time_on(device, "encode"):
-                self._ready[index] = self._encode(bucket, flat)
-            self._count_memory()
+    def is_last(self, bucket: Bucket) -> bool:
+        """Returns whether the version arrives with this bucket."""
+        return bucket.index == len(self.plan.buckets) - 1
+
+    def in_memory(self) -> list[Ready]:
+        """Returns the buckets that are gathered, or under way."""
+        return [*self._ready.values(), *([self._under_way[1]] if self._under_way else ())]
+
+    def _follows_at_once(self, k: int) -> bool:
+        senders = self.plan.senders
+        return not self.exchanges and senders[k] == senders[max(0, k - 1)]
 
     def _send(self, k: int) -> None:
-        if self.plan.owners[k] != self.rank:
+        if self.plan.senders[k] != self.source.rank:
             return
-        assert self.channel is not None
         ready = self._ready.pop(k)
+        self.counts.update(compared=ready.compared, changed=ready.changed)
         if ready.tensors:
-            self._under_way = self._deliver(self.channel, ready), ready
+            self._under_way = self.deliver(ready, self._describe(self.plan.buckets[k])), ready
         if self.verifier is not None:
             with self.phases.time("checksum"):
                 self.verifier.add(ready.bucket.views(ready.flat))
+
+    def _describe(self, bucket: Bucket) -> str:
+        first, final = bucket.members[0].name, bucket.members[-1].name
+        return (
+            f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
+            f"{len(self.plan.buckets)} ({first} to {final})"
+        )
 
     def _settle(self) -> None:
         """Waits until every server has loaded the bucket under way, if there is one."""
         if self._under_way is None:
             return
-        exchange, self._under_way = self._under_way[0], None
-        exchange.wait(self.deadline)
-        sent, answered = exchange.ours.result(), exchange.answered()
-        self.phases.add("broadcast", sent - exchange.begun)
-        self.phases.add("load_wait", max(0.0, answered - sent))
-
-    def _encode(self, bucket: Bucket, flat: torch.Tensor) -> _Ready:
-        if self.meta.quantization == "fp8_block":
-            bucket, flat = quantize_bucket(bucket, flat)
-        whole = (
-            [flat] if self.meta.flattened else [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
-        )
-        ready = _Ready(bucket, flat, whole)
-        if self.changes is None:
-            return ready
-        remembered, base = self.changes.remembered, self.changes.base
-        if base is not None:
-            delta = remembered.changes(bucket, flat)
-            self.counts.changed += delta.changed
-            self.counts.compared += delta.count
-            if not delta.changed and not self._is_last(bucket):
-                ready.tensors = []
-                return ready
-            if delta.payload.numel() < PAYS * bucket.nbytes:
-                ready.tensors = [delta.payload]
-                ready.changes = {"base": base, "chunks": delta.body()}
-        remembered.keep(bucket, flat, on_host=self.meta.delta_on_host)
-        return ready
-
-    def _deliver(self, channel: UpdateChannel, ready: _Ready) -> Exchange[float]:
-        bucket = ready.bucket
-        self.counts.bytes += sum(t.nbytes for t in ready.tensors)
-        self.counts.broadcasts += len(ready.tensors)
-        body = update_body(
-            bucket,
-            group_name=channel.group_name,
-            flattened=self.meta.flattened,
-            version=self.meta.number,
-            last=self._is_last(bucket),
-            weights_id=None if self.changes is None else self.changes.id,
-            changes=ready.changes,
-        )
-        first, final = bucket.members[0].name, bucket.members[-1].name
-        what = (
-            f"weights of version {self.meta.number}, bucket {bucket.index + 1} of "
-            f"{len(self.plan.buckets)} ({first} to {final})"
-        )
-        return channel.deliver(what, ready.tensors, body, self.deadline)
-
-    def _is_last(self, bucket: Bucket) -> bool:
-        return bucket.index == len(self.plan.buckets) - 1
-
-    def _count_memory(self) -> None:
-        held = [*self._ready.values(), *([self._under_way[1]] if self._under_way else ())]
-        extra = sum(r.extra_bytes(self.buffers[self.rank]) for r in held)
-        self.extra_bytes = max(self.extra_bytes, extra)
+        transfer, self._under_way = self._under_way[0], None
+        transfer.wait(self.deadline)
+        left, answered = transfer.ours.result(), transfer.answered()
+        if left > transfer.begun:  # else nothing had to leave
+            self.phases.add("broadcast", left - transfer.begun)
+        self.phases.add("load_wait", max(0.0, answered - left))

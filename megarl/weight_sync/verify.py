@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megarl.api.records import WeightUpdateMeta
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync.agreement import Deadline
+from megarl.utils.liveness import Deadline
 from megarl.weight_sync.servers import ServerInfo, Servers
 from megarl.wire import block_fp8
 
@@ -42,6 +43,15 @@ class Verifier:
             raise RuntimeError(f"servers hold weights in different dtypes: {dtypes}")
         self.dtype = dtypes.pop() if dtypes else None
         self.sent: dict[str, str] = {}
+
+    @classmethod
+    def of(
+        cls, meta: WeightUpdateMeta, info: Mapping[str, ServerInfo], names: Collection[str]
+    ) -> Verifier | None:
+        """Returns the verifier that `meta.verify` asks for, of these or some of these tensors."""
+        if meta.verify == "off":
+            return None
+        return cls(info, sample(names, meta.number) if meta.verify == "sample" else None)
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """FP8 tensors come with their scales."""

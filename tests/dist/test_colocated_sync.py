@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.weight_sync import colocated
+from megarl.weight_sync.transports import colocated
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server
@@ -69,7 +69,7 @@ def load(server: Server, path: Path) -> None:
 def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:
     """As on GPUs: the first server reads rank 0's memory, the second rank 1's."""
 
-    def each_its_own(spots: Any, servers: Any, *, owner: int) -> dict[str, tuple[int, ...]]:
+    def each_its_own(spots: Any, servers: Any, *, sender: int) -> dict[str, tuple[int, ...]]:
         return {server: (rank,) for rank, server in enumerate(servers)}
 
     with mock.patch.object(colocated, "read_from", each_its_own):

@@ -22,10 +22,11 @@ import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import WeightSender, distributed
-from megarl.wire import block_fp8
+from megarl.weight_sync import WeightSender
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo
+from megarl.weight_sync.transports.distributed import DistributedTransport
+from megarl.wire import block_fp8
 from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
 from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server
@@ -87,9 +88,9 @@ def changed(source: Path, target: Path, part: float, *, whole: bool = False) -> 
 SENDER: dict[str, Any] = {}
 
 
-def open_sender(source: Path, parallel: dict[str, Any], owner: int = 0) -> None:
+def open_sender(source: Path, parallel: dict[str, Any], sender: int = 0) -> None:
     shards = sharded(source, parallel, torch.bfloat16)
-    SENDER.update(shards=shards, sender=WeightSender(*shards, owner=owner))
+    SENDER.update(shards=shards, sender=WeightSender(*shards, sender=sender))
 
 
 def send(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
@@ -109,10 +110,7 @@ def close_sender() -> None:
 
 def send_believing(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
     """Without asking the servers what they hold."""
-    believe = mock.patch.object(
-        distributed.DistributedTransport, "_check_acknowledged", return_value=False
-    )
-    with believe:
+    with mock.patch.object(DistributedTransport, "_is_stale", return_value=False):
         return send(source, meta)
 
 
@@ -142,9 +140,9 @@ def send_to_stock(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | st
 class Sending:
     """A sender on the ranks; `to` sends with it and gives bytes and what changed."""
 
-    def __init__(self, world: World, source: Path, parallel: dict[str, Any], owner: int = 0):
+    def __init__(self, world: World, source: Path, parallel: dict[str, Any], sender: int = 0):
         self.world, self.version = world, 0
-        world.run(open_sender, source, parallel, owner)
+        world.run(open_sender, source, parallel, sender)
 
     def to(
         self, servers: list[Server], source: Path, job: Callable[..., Any] = send, **kw: Any
@@ -173,8 +171,8 @@ class Sending:
 def sending(world: World, versions: list[Path]) -> Iterator[Callable[..., Sending]]:
     with ExitStack() as stack:
 
-        def begin(parallel: dict[str, Any], owner: int = 0) -> Sending:
-            sender = Sending(world, versions[0], parallel, owner)
+        def begin(parallel: dict[str, Any], sender: int = 0) -> Sending:
+            sender = Sending(world, versions[0], parallel, sender)
             stack.callback(world.run, close_sender)
             return sender
 
@@ -206,7 +204,7 @@ def test_only_what_changed_is_sent(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path], i: int
 ) -> None:
     """Several layouts and owners; flattened or not makes a difference to whole buckets alone."""
-    sender, whole = sending(list(LAYOUTS.values())[i], owner=i % 2), size(versions[0])
+    sender, whole = sending(list(LAYOUTS.values())[i], sender=i % 2), size(versions[0])
     assert sender.to(servers, versions[0]) == (whole, None)
     nbytes, part = sender.to(servers, versions[1], flattened=bool(i))
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
@@ -222,12 +220,12 @@ def test_every_owner_remembers_its_buckets(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
 ) -> None:
     sender, whole = sending(dict(pp=2, pipeline_split=[3, 1])), size(versions[0])
-    assert sender.to(servers, versions[0], owners=None) == (whole, None)
-    nbytes, part = sender.to(servers, versions[1], owners=None)
+    assert sender.to(servers, versions[0], senders=None) == (whole, None)
+    nbytes, part = sender.to(servers, versions[1], senders=None)
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
     load(servers[1], versions[0])
-    assert sender.to(servers, versions[2], owners=None) == (whole, None)
-    assert sender.to(servers, versions[1], owners=1) == (whole, None)  # others own them now
+    assert sender.to(servers, versions[2], senders=None) == (whole, None)
+    assert sender.to(servers, versions[1], senders=1) == (whole, None)  # others own them now
 
 
 def test_what_does_not_pay_is_sent_whole(

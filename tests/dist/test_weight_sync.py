@@ -28,20 +28,22 @@ from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
-from megarl.weight_sync import WeightSender, distributed
+from megarl.weight_sync import WeightSender
 from megarl.weight_sync import buffers as sync_buffers
-from megarl.weight_sync.agreement import Agreement
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.senders import split_budget
+from megarl.weight_sync.transports import distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import MOE_KINDS, save_tiny
+from tests.transports import documented_transport
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]), "dp2": {}, "cp2": dict(cp=2),
@@ -120,16 +122,16 @@ def run_syncs(
     parallel: dict[str, Any],
     dtype: torch.dtype,
     metas: list[WeightUpdateMeta],
-    owner: int = 0,
+    sender: int = 0,
 ) -> list[dict[str, float]]:
     """Saves to `saved`, then uploads once for each meta through one sender."""
     shards = sharded(source, parallel, dtype)
     save_hf(saved, *shards)
-    sender = WeightSender(*shards, owner=owner)
+    weights = WeightSender(*shards, sender=sender)
     try:
-        return [sender.upload(meta) for meta in metas]
+        return [weights.upload(meta) for meta in metas]
     finally:
-        sender.close()
+        weights.close()
 
 
 def metas_for(held: list[Server], first: int, **kw: Any) -> list[WeightUpdateMeta]:
@@ -153,7 +155,7 @@ def test_two_servers_hold_what_save_writes(
         for server in untied:  # so that the second sync has something to change as well
             load(server, home / "qwen2")
         stats = world.run(
-            run_syncs, source, saved, list(LAYOUTS.values())[i], torch.float32, [meta], owner=i % 2
+            run_syncs, source, saved, list(LAYOUTS.values())[i], torch.float32, [meta], sender=i % 2
         )
         (figures,) = stats[0]
         assert stats[1] == stats[0] and figures["weight_sync/verified"] == 1
@@ -221,6 +223,27 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     assert checksums(untied[0]) == checksums(untied[1]) == loaded
 
 
+def test_a_transport_from_outside_of_the_package(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    """The one in docs/weight_sync.md: one file, with options; a rank's failure is every rank's."""
+    source, saved = save_tiny(tmp_path / "new", "qwen2", seed=33), tmp_path / "saved"
+    meta = replace(
+        metas_for(untied, 205, verify="off")[0], path=str(tmp_path / "shared"),
+        type=documented_transport(tmp_path), options={"prefix": "part"},
+    )  # fmt: skip
+    stats = world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], sender=1)
+    assert stats[0] == stats[1] and stats[0][0]["weight_sync/save_s"] > 0
+    assert len(list((tmp_path / "shared" / "v205").glob("part-*.safetensors"))) > 5
+    sent = [checksums(s) for s in untied]
+    assert [version(s) for s in untied] == ["205"] * 2
+    load(untied[0], saved)
+    assert sent[0] == sent[1] == checksums(untied[0])
+    bad = replace(meta, version=206, path=str(saved / "config.json"))  # rank 0 alone writes there
+    for r in world.run(run_failing_sync, source, dict(tp=2), bad, replace(meta, version=207)):
+        assert "NotADirectoryError" in r.error and r.recovered["weight_sync/servers"] == 2
+
+
 def run_apart(*args: Any) -> list[dict[str, float]]:
     """As if the ranks were on hosts of their own."""
     with mock.patch.object(sync_buffers, "attach", lambda _: None):
@@ -243,8 +266,8 @@ def test_two_owners_send_by_turns(
 ) -> None:
     source = save_tiny(tmp_path / "new", "qwen2", seed=36 + i)
     saved, before = tmp_path / "saved", checksums(untied[0])
-    metas = metas_for(untied, 261 + 10 * i, owners=OWNERS[i])
-    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", owners=1)]
+    metas = metas_for(untied, 261 + 10 * i, senders=OWNERS[i])
+    metas += [replace(metas[0], version=metas[0].version + 5, verify="sample", senders=1)]
     parallel = list(LAYOUTS.values())[i]
     stats = world.run(job, source, saved, parallel, torch.float32, metas)
     assert stats[0] == stats[1]
@@ -533,7 +556,7 @@ def test_ranks_with_different_plans_find_out(
 ) -> None:
     errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
     assert errors[0] == errors[1] and "bucket_bytes" in errors[0]
-    assert re.search(r"in bucket \d+, rank 1 has (model\.\S+ \[.*|nothing) where", errors[0])
+    assert re.search(r"rank 1 has model\.\S+ \[.* of bucket \d+, .* where rank 0 has ", errors[0])
 
 
 # ---- groups

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.weight_sync.delta_base import DeltaBase
+from megarl.models.gather import Bucket, Member
+from megarl.weight_sync.encoding import DeltaBase
 from megarl.wire import block_fp8, delta
-from megarl.wire.buckets import Bucket, Member
 
 NAME, SHAPE = "model.layers.0.mlp.up_proj.weight", (3000, 3000)
 

@@ -45,7 +45,7 @@ WAYS = {
     "tp2-disk": (TP2, dict(type="disk")),
     "tp2-colocated": (TP2, dict(type="colocated")),
     "dp2-colocated-by-tensor": (DP2, dict(type="colocated", flattened=False)),
-    "tp2-two-owners": (TP2, dict(owners=2)),
+    "tp2-two-owners": (TP2, dict(senders=2)),
 }  # fmt: skip
 
 

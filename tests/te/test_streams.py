@@ -17,10 +17,10 @@ import torch
 
 from megarl.api.records import ServersLost
 from megarl.utils.http import HttpError
+from megarl.utils.liveness import Answer, Deadline
 from megarl.weight_sync import channel as module
-from megarl.weight_sync.agreement import Deadline
 from megarl.weight_sync.channel import UpdateChannel
-from megarl.weight_sync.servers import Answer, ServerInfo, Servers
+from megarl.weight_sync.servers import ServerInfo, Servers
 
 SERVER = "127.0.0.1:30000"
 
@@ -104,6 +104,9 @@ class OneServer:
         done: Future[Answer] = Future()
         done.set_result(Answer(SERVER, {}, 0.0))
         return {SERVER: self.answer if "update_weights" in path else done}
+
+    def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
+        return {}
 
 
 def send(server: OneServer, timeout: float = 20.0) -> tuple[UpdateChannel, Any]:

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from megarl.ckpt.hf import load_hf
 from megarl.models import PieceTable, build_piece_table, read_hf_config
-from megarl.models.gather import BucketGatherer
+from megarl.models.gather import Bucket, BucketGatherer, Member
 from megarl.parallel.layout import Layout
+from megarl.weight_sync.encoding import quantize_bucket, quantized
 from megarl.weight_sync.plan import plan_sync, update_body
-from megarl.weight_sync.quantize import quantize_bucket, quantized
 from megarl.wire import block_fp8
-from megarl.wire.buckets import Bucket, Member
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny
 
 E4M3 = torch.float8_e4m3fn

@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
+from megarl.models.gather import Bucket, Member
 from megarl.utils.env import is_here
-from megarl.weight_sync.colocated import RankLocation, read_from
+from megarl.weight_sync.transports.colocated import RankLocation, read_from
 from megarl.wire import handles
-from megarl.wire.buckets import Bucket, Member
 
 HOST = torch.device("cpu")
 
@@ -25,25 +25,25 @@ def spots(*gpus: str | None, near: int, machine: str = "m") -> list[RankLocation
 
 def test_on_hosts_one_rank_is_read_by_all() -> None:
     here = spots(None, None, near=2)
-    assert read_from(here, {"a": 1, "b": 2}, owner=1) == {"a": (1,), "b": (1, 1)}
+    assert read_from(here, {"a": 1, "b": 2}, sender=1) == {"a": (1,), "b": (1, 1)}
     away = [RankLocation("other", None, (False, False)), *here]
-    assert read_from(away, {"a": 1, "b": 2}, owner=0) == {"a": (1,), "b": (1, 1)}
+    assert read_from(away, {"a": 1, "b": 2}, sender=0) == {"a": (1,), "b": (1, 1)}
 
 
 def test_on_gpus_each_worker_reads_the_rank_beside_it() -> None:
     four = spots("g0", "g1", "g2", "g3", near=3)
-    assert read_from(four, {"a": 2, "b": 1, "c": 2}, owner=0) == {
+    assert read_from(four, {"a": 2, "b": 1, "c": 2}, sender=0) == {
         "a": (0, 1), "b": (2,), "c": (3, 0),
     }  # fmt: skip
     shared = spots("g0", "g0", "g1", "g1", near=1)  # two ranks on each GPU
-    assert read_from(shared, {"a": 2}, owner=3) == {"a": (0, 2)}
+    assert read_from(shared, {"a": 2}, sender=3) == {"a": (0, 2)}
 
 
 def test_machines_are_counted_apart() -> None:
     near = {"m": (True, False, True), "n": (False, True, False)}
     ranks = [RankLocation(m, f"{m}{i}", near[m]) for m in ("m", "n") for i in range(2)]
     servers = {"m:1": 1, "n:1": 2, "m:2": 1}
-    assert read_from(ranks, servers, owner=0) == {"m:1": (0,), "n:1": (2, 3), "m:2": (1,)}
+    assert read_from(ranks, servers, sender=0) == {"m:1": (0,), "n:1": (2, 3), "m:2": (1,)}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_machines_are_counted_apart() -> None:
 def test_a_server_elsewhere_is_refused(near: tuple[bool, bool], where: str) -> None:
     ranks = [RankLocation(m, None, (n,)) for m, n in zip("mn", near)]
     with pytest.raises(RuntimeError, match=f"server a:1 is on {where} of the trainers"):
-        read_from(ranks, {"a:1": 1}, owner=0)
+        read_from(ranks, {"a:1": 1}, sender=0)
 
 
 def test_which_addresses_are_here() -> None:

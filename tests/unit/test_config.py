@@ -101,7 +101,7 @@ def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpolated_values_are_checked_like_others() -> None:
     (problem,) = problems("weight_sync.type=${trial_name}", "trial_name=rdma")
     assert problem == (
-        "weight_sync.type=rdma: not one of distributed, nccl, disk, colocated, adapter "
+        "weight_sync.type=rdma: not one of distributed, disk, colocated, adapter, nccl "
         "(or pkg.module:name)"
     )
     (problem,) = problems("seed=${trial_name}", "trial_name=x")

@@ -258,7 +258,7 @@ def test_all_problems_come_together(model: Path) -> None:
     cfg.weight_sync.type = "rdma"  # set in code, so the loader never saw it
     found = problems(cfg)
     assert len(found) == 4
-    assert any(p.startswith("weight_sync.type=rdma: not one of distributed, nccl") for p in found)
+    assert any(p.startswith("weight_sync.type=rdma: not one of distributed, disk") for p in found)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
 
 
 def test_more_owners_than_trainers_is_an_error_at_the_start(model):
-    check_config(grpo(model, "weight_sync.owners=2"), 2)
-    with pytest.raises(ConfigError, match=r"weight_sync.owners=3: there are 2 trainer processes"):
-        check_config(grpo(model, "weight_sync.owners=3"), 2)
+    check_config(grpo(model, "weight_sync.senders=2"), 2)
+    with pytest.raises(ConfigError, match=r"weight_sync.senders=3: there are 2 trainer processes"):
+        check_config(grpo(model, "weight_sync.senders=3"), 2)
 
 
 def put(cfg, name: str, value) -> None:

@@ -97,7 +97,7 @@ def test_the_planned_buckets_are_those_that_are_sent(owners: tuple[int, ...]) ->
     want = plan.buckets
     have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, owners=owners)
     assert [(b.nbytes, b.tensors) for b in have] == [(b.nbytes, len(b.members)) for b in want]
-    for b, bucket, owner in zip(have, want, plan.owners, strict=True):
+    for b, bucket, owner in zip(have, want, plan.senders, strict=True):
         assert (b.index, b.owner) == (bucket.index, owner)
         coords, sources = layout.coords(b.owner), dict[int, int]()
         for member in bucket.members:

@@ -14,7 +14,6 @@ from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender
 from megarl.weight_sync.plan import (
     difference,
-    first_difference,
     plan_sync,
     rank_offsets,
     uniform_dtype,
@@ -76,49 +75,48 @@ def test_the_first_entry_that_differs_is_named(table: PieceTable) -> None:
     ours = plan_sync(table, torch.bfloat16, 50_000)
     dtype = {t.name: torch.bfloat16 for t in table.tensors} | {NORM: torch.float16}
     theirs = plan_sync(table, dtype, 50_000)
-    assert first_difference([ours.digests, ours.digests]) is None
-    found = first_difference([ours.digests, ours.digests, theirs.digests])
+    assert difference([ours.entries, ours.entries]) is None
+    said = difference([ours.entries, ours.entries, theirs.entries])
     (home,) = (b.index for b in ours.buckets if NORM in [m.name for m in b.members])
-    assert found == (2, home)
-    said = difference(2, home, theirs.entries(home), ours.entries(home))
-    assert f"in bucket {home + 1}, rank 2 has {NORM} [64] torch.float16 at byte" in said
+    assert said is not None and f"rank 2 has {NORM} [64] torch.float16 at byte" in said
     assert f"where rank 0 has {NORM} [64] torch.bfloat16 at byte" in said
+    assert f"of bucket {home + 1}, sent by rank 0" in said
     fewer = plan_sync(table, torch.bfloat16, 1 << 30)
-    assert first_difference([ours.digests, fewer.digests]) == (1, 0)
-    assert "rank 0 has nothing" in difference(1, 9, ["a"], ours.entries(99))
+    assert "of bucket 1, " in (difference([ours.entries, fewer.entries]) or "")
+    assert "rank 1 has nothing where" in (difference([ours.entries, ours.entries[:-1]]) or "")
 
 
-def test_an_owner_gathers_from_its_own_stage(table: PieceTable) -> None:
+def test_a_sender_gathers_from_its_own_stage(table: PieceTable) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     cut = build_piece_table(table.model, layout)
     owners = spread_senders(layout, 2)
     assert owners == (0, 4)  # the first rank of each stage
     plan = plan_sync(cut, torch.bfloat16, 20_000, owners)
-    assert set(plan.owners) == set(owners)
-    for bucket, owner in zip(plan.buckets, plan.owners, strict=True):
+    assert set(plan.senders) == set(owners)
+    for bucket, owner in zip(plan.buckets, plan.senders, strict=True):
         pieces = [p for m in bucket.members for p in cut.by_name[m.name].pieces]
         assert {p.place.pp for p in pieces} == {layout.coords(owner).pp}
     names = [m.name for b in plan.buckets for m in b.members]
     assert sorted(names) == sorted(t.name for t in table.tensors)
     assert [b.index for b in plan.buckets] == list(range(len(plan.buckets)))
     # by turns: where one is, the others are not far
-    halves = [plan.owners[: len(plan.owners) // 2].count(o) for o in owners]
-    assert all(abs(2 * h - plan.owners.count(o)) <= 1 for h, o in zip(halves, owners))
+    halves = [plan.senders[: len(plan.senders) // 2].count(o) for o in owners]
+    assert all(abs(2 * h - plan.senders.count(o)) <= 1 for h, o in zip(halves, owners))
 
 
-def test_owners_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None:
+def test_senders_of_one_stage_share_its_tensors_evenly(table: PieceTable) -> None:
     """Data-parallel replicas need nothing from each other."""
     layout = Layout(dp=2)
     plan = plan_sync(build_piece_table(table.model, layout), torch.bfloat16, 20_000, [0, 1])
     loads = [
-        sum(b.nbytes for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner)
+        sum(b.nbytes for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner)
         for owner in (0, 1)
     ]
     assert sum(loads) == plan.nbytes and max(loads) < 0.7 * plan.nbytes
 
 
 @pytest.mark.parametrize("etp", (1, 2))
-def test_an_owner_sends_the_experts_it_holds(
+def test_a_sender_sends_the_experts_it_holds(
     etp: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = save_tiny(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2)
@@ -126,7 +124,7 @@ def test_an_owner_sends_the_experts_it_holds(
     table = build_piece_table(read_hf_config(path), layout)
     plan = plan_sync(table, torch.bfloat16, 20_000, range(4))
     for owner in range(4):
-        buckets = [b for b, o in zip(plan.buckets, plan.owners, strict=True) if o == owner]
+        buckets = [b for b, o in zip(plan.buckets, plan.senders, strict=True) if o == owner]
         names = [m.name for b in buckets for m in b.members if ".experts." in m.name]
         assert names
         homes = {p.place.ep for name in names for p in table.by_name[name].pieces}
@@ -147,7 +145,7 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
         held |= set(gathered)
         assert k in held
         for owner in owners:
-            slots = [plan.turns[i] % 2 for i in held if plan.owners[i] == owner]
+            slots = [plan.turns[i] % 2 for i in held if plan.senders[i] == owner]
             assert len(slots) == len(set(slots)) <= 2
     assert sorted(i for step in plan.gathers for i in step) == list(range(len(plan.buckets)))
     if len(owners) == 1:
@@ -157,7 +155,7 @@ def test_gathers_run_ahead_by_two_buckets_of_an_owner(
 def test_owners_are_ranks(table: PieceTable) -> None:
     assert spread_senders(Layout(dp=8), 3, first=7) == (7, 1, 4)
     for count in (0, 9):
-        with pytest.raises(ValueError, match=rf"weight_sync.owners={count}: use 1 to 8"):
+        with pytest.raises(ValueError, match=rf"weight_sync.senders={count}: use 1 to 8"):
             spread_senders(Layout(dp=8), count)
 
 
@@ -211,16 +209,16 @@ def test_stock_servers_are_compared_with_each_other() -> None:
         compare_with_each_other({"a": tp1, "b": tp2, "c": [{"qkv": "9"}]})
 
 
-def sender(table: PieceTable, owner: int = 0) -> WeightSender:
+def sender(table: PieceTable, first: int = 0) -> WeightSender:
     params = {
         n: torch.zeros(p.shape) for n, p in table.local_params(table.layout.coords(0)).items()
     }
-    return WeightSender(table, table.layout, 0, params, owner=owner)
+    return WeightSender(table, table.layout, 0, params, sender=first)
 
 
 def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match=r"owner=2: use a rank of the layout, 0\.\.1"):
-        sender(table, owner=2)
+    with pytest.raises(ValueError, match=r"sender=2: use a rank of the layout, 0\.\.1"):
+        sender(table, 2)
     for kind in ("distributed", "colocated"):
         with pytest.raises(ValueError, match="weight sync has no server to send to: set"):
             sender(table).upload(WeightUpdateMeta(type=kind, version=1))

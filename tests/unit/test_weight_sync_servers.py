@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.parallel.agreement import Agreement
 from megarl.utils.checksum import tensor_checksum
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
-from megarl.weight_sync.agreement import Agreement, Deadline
-from megarl.weight_sync.channel import Exchange
-from megarl.weight_sync.servers import Answer, ServerInfo, Servers
+from megarl.utils.liveness import Answer, Deadline
+from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
 from megarl.weight_sync.verify import Verifier, sample
 from megarl.wire.process_group import address_towards, is_loopback
 
@@ -245,7 +245,7 @@ def test_an_exchange_prefers_the_servers_own_words() -> None:
     ours = in_thread(later, 0, "connection closed by peer")
     theirs = {"a": in_thread(later, 0.2, "server a: out of memory"), "b": in_thread(later, 0.1)}
     with pytest.raises(RuntimeError, match=r"^bucket 1: server a: out of memory$"):
-        Exchange("bucket 1", ours, theirs).wait(Deadline(30))
+        BucketTransfer("bucket 1", ours, theirs).wait(Deadline(30))
 
 
 def test_an_exchange_names_the_silent() -> None:
@@ -253,7 +253,7 @@ def test_an_exchange_names_the_silent() -> None:
     with pytest.raises(
         RuntimeError, match=r"^bucket 1: no answer within weight_sync.timeout=0\.2 s from b$"
     ):
-        Exchange("bucket 1", ours, theirs).wait(Deadline(0.2))
+        BucketTransfer("bucket 1", ours, theirs).wait(Deadline(0.2))
 
 
 def test_which_address_others_can_reach() -> None:

@@ -14,11 +14,11 @@ import torch
 from megarl.api.records import WeightUpdateMeta
 from megarl.models import build_piece_table, read_hf_config
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.agreement import Deadline
+from megarl.utils.liveness import Deadline
 from megarl.weight_sync.buffers import BucketBuffers
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, plan_sync
-from megarl.weight_sync.stream import Stream
+from megarl.weight_sync.transports.distributed import GroupStream
 from megarl.wire.buckets import Bucket
 from tests.tiny import save_tiny
 
@@ -34,7 +34,7 @@ class Gatherer:
         self.plan, self.rank, self.log = plan, rank, log
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-        if self.plan.owners[bucket.index] != self.rank:
+        if self.plan.senders[bucket.index] != self.rank:
             return None
         assert out is not None
         self.log.append(f"gather {bucket.index}")
@@ -62,16 +62,17 @@ class Channel:
         return SimpleNamespace(wait=wait, ours=ours, answered=time.monotonic, begun=0.0)
 
 
-def streams(plan: SyncPlan, log: list[str]) -> list[Stream]:
+def streams(plan: SyncPlan, log: list[str]) -> list[GroupStream]:
     """One of each rank."""
     out = []
     for rank in range(plan.table.layout.world_size):
         alone: Any = SimpleNamespace(rank=rank, size=1, together=lambda fn, *args: fn(*args))
-        buffers = {owner: BucketBuffers(alone, owner, CPU) for owner in plan.sizes}
-        for owner, nbytes in plan.sizes.items():
-            buffers[owner].take(nbytes)
-        stream = Stream(
-            plan=plan, rank=rank, gatherer=cast(Any, Gatherer(plan, rank, log)), buffers=buffers,
+        buffers = {sender: BucketBuffers(alone, sender, CPU) for sender in plan.sizes}
+        for sender, nbytes in plan.sizes.items():
+            buffers[sender].take(nbytes)
+        stream = GroupStream(
+            source=cast(Any, SimpleNamespace(rank=rank, agreement=alone)), plan=plan,
+            gatherer=cast(Any, Gatherer(plan, rank, log)), buffers=buffers,
             channel=cast(Any, Channel(log)) if rank in plan.sizes else None, verifier=None,
             changes=None, meta=WeightUpdateMeta(type="distributed", version=1),
             deadline=Deadline(60), phases=Phases(),
@@ -94,10 +95,10 @@ def test_a_bucket_follows_the_answer_for_the_one_before(
             stream.step(k)
     for stream in ranks[:: -1 if reverse else 1]:
         stream.finish()
-    assert n > 8 and set(plan.owners) == set(owners)
+    assert n > 8 and set(plan.senders) == set(owners)
     on_the_way = [line for line in log if "gather" not in line]
     assert on_the_way == [f"{what} {k}" for k in range(n) for what in ("send", "answer")]
-    assert sum(s.counts.bytes for s in ranks) == plan.nbytes
+    assert sum(s.counts["bytes"] for s in ranks) == plan.nbytes
     if len(owners) == 1:  # the next one is gathered, and waits, while one is under way
         for k in range(n - 1):
             assert log.index(f"send {k}") < log.index(f"gather {k + 1}") < log.index(f"answer {k}")

@@ -1,0 +1,221 @@
+"""Lets ranks act together: what fails on one is an error on all of them, with its rank named.
+
+Two ways through one set of rules: `together` for a rare act, over the group that there is; an
+`Agreement` for many acts in a row, over a gloo group of its own whose timeouts follow the act.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megarl.api.records import ServersLost
+from megarl.utils.disk import DiskFull
+from megarl.wire.process_group import join_group, set_group_timeout
+
+T = TypeVar("T")
+
+# how much longer than a rank may take the others wait for its word
+SLACK = 30.0
+# How long a rank that failed waits for them to hear of it. They may be stuck in a collective that
+# waits for this very rank, and nothing but its end frees them.
+FAIL_GRACE = 10.0
+CONNECT_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it travels between ranks: its text, and what callers tell apart by its type."""
+
+    text: str
+    disk_full: bool = False
+    servers: Mapping[str, str] = field(default_factory=dict)  # of ServersLost
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        servers = error.servers if isinstance(error, ServersLost) else {}
+        text = str(error) if servers else f"{type(error).__name__}: {error}"
+        return cls(text, isinstance(error, DiskFull), servers)
+
+
+def merged(
+    what: str, failed: Mapping[int, Failure], own: Exception | None = None
+) -> Exception | None:
+    """Returns the error that this rank is to raise for the failures of `what` on several ranks, or
+    None for no failures.
+
+    failed: by rank; own: this rank's error. It is ServersLost with the servers of all where that is
+    among them, for what follows from it is the same on every rank, and the other errors may be its
+    consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull where
+    that is among them) that names the ranks.
+    """
+    if lost := [f for f in failed.values() if f.servers]:
+        servers = {server: why for f in lost for server, why in f.servers.items()}
+        error = ServersLost("; ".join(f.text for f in lost), servers)
+        error.__cause__ = own
+        return error
+    if own is not None or not failed:
+        return own
+    said = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
+    kind = DiskFull if any(f.disk_full for f in failed.values()) else RuntimeError
+    return kind(f"{what} failed on {said}")
+
+
+def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Returns `fn()`, called on every rank of `group` (None: of the world); if it fails on one, all
+    raise (see `merged`). Collective.
+
+    Collectives inside `fn` come before anything that can fail on one rank alone.
+    """
+    result, error = _attempt(fn)
+    found: list[Failure | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, Failure.of(error) if error else None, group=group)
+    if error is not None:
+        error.add_note(f"({what}, rank {dist.get_rank(group)})")
+    error = merged(what, {rank: f for rank, f in enumerate(found) if f is not None}, error)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and all that is alive in those below
+    return cast(T, result)
+
+
+def from_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Returns rank 0's `value` on every rank of `group`. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+class Agreement:
+    """Small messages among the ranks of `group` through host memory (gloo, whatever `group` is).
+
+    `group` None is the default group; without torch.distributed this rank is the only one. `what`
+    names the act in errors, and `<what>.timeout` bounds it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, what: str = "weight sync") -> None:
+        self.what, self._key = what, what.replace(" ", "_")
+        self.rank, self.size, self._bound = 0, 1, f"{CONNECT_TIMEOUT:g} s"
+        self._group: dist.ProcessGroup | None = None
+        if not dist.is_initialized():
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.size > 1:
+            self._group = _host_group(group)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Sets how many seconds a rank may take before the others give it up (plus SLACK)."""
+        bound = timeout + SLACK
+        self._limit(bound, f"{self._key}.timeout + {SLACK:g} s = {bound:g} s")
+
+    def _limit(self, seconds: float, name: str) -> None:
+        self._bound = name
+        if self._group is not None:
+            set_group_timeout(self._group, seconds)
+
+    def together(self, fn: Callable[..., T], *args: Any) -> T:
+        """Returns fn(*args), called on every rank; if it fails on one, all raise (see `merged`).
+        Then `set_timeout` comes before the next call. Collective.
+        """
+        result, error = _attempt(fn, *args)
+        mine = Failure.of(error) if error else None
+        if mine is not None:
+            self._limit(FAIL_GRACE, f"{FAIL_GRACE:g} s")
+        try:
+            error = merged(self.what, self._gather_failures(mine), error)
+        except RuntimeError as e:
+            if mine is None:
+                raise
+            said = f"{self.what} failed on rank {self.rank}: {mine.text}; {e}"
+            raise RuntimeError(said) from error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and buffers in those below
+        return cast(T, result)
+
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's picklable `value`, by rank. Collective."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._in_touch():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather_from(self, ranks: Collection[int], value: T) -> list[T]:
+        """Returns the `value` of these ranks alone, which may be large: `gather` takes as much room
+        for each rank as for the one that has most. Collective.
+        """
+        if self._group is None:
+            return [value]
+        values = [[value if self.rank == rank else None] for rank in ranks]
+        with self._in_touch():
+            for rank, box in zip(ranks, values, strict=True):
+                dist.broadcast_object_list(box, group=self._group, group_src=rank)
+        return [cast(T, box[0]) for box in values]
+
+    @contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"{self.what}: rank {self.rank} lost touch with the other ranks; one of them "
+                f"ended, or did not get this far within {self._bound}. Cause: {e}"
+            ) from e
+
+    def _gather_failures(self, failure: Failure | None) -> dict[int, Failure]:
+        """Returns them by rank. Almost always there are none, which takes a byte to rank 0 and one
+        from there: a sync asks after every bucket, and gloo's all_gather passes its bytes from rank
+        to rank.
+        """
+        if self._group is None:
+            return {} if failure is None else {self.rank: failure}
+        any_failed = torch.tensor([failure is not None], dtype=torch.uint8)
+        first = self.rank == 0
+        flags = [torch.empty_like(any_failed) for _ in range(self.size)] if first else None
+        with self._in_touch():
+            dist.gather(any_failed, flags, group=self._group, group_dst=0)
+            if flags:
+                any_failed = torch.stack(flags).amax(0)
+            dist.broadcast(any_failed, group=self._group, group_src=0)
+        if not any_failed:
+            return {}
+        return {r: f for r, f in enumerate(self.gather(failure)) if f is not None}
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _attempt(fn: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    try:
+        return fn(*args), None
+    except Exception as e:  # whatever it is, the other ranks must hear of it
+        return None, e
+
+
+def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Makes a gloo group of the ranks of `group`. Collective over those alone, which
+    dist.new_group() can be too, but then it reuses names, and under a used name lie a dead group's
+    addresses.
+    """
+    name = from_zero(f"megarl_agreement_{uuid.uuid4().hex[:8]}", group)
+    return join_group(
+        c10d._get_default_store(), rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group), group_name=name, backend="gloo",
+        timeout=CONNECT_TIMEOUT,
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""The transport for servers on the trainers' own machines and GPUs: memory is shared, not sent.
+
+Buckets are gathered to the sender, and from there broadcast to those ranks that share a GPU with a
+worker of a server; each worker maps the memory of the rank beside it and copies what it needs. On
+hosts without GPUs all workers of a machine map the memory of one rank.
+
+Every bucket is gathered while the one before it is being loaded; a server gets bucket k+1 only
+after it has answered for bucket k, and a buffer is written again only after the servers have
+answered for what was in it. Memory beyond the parameters: two buckets on every rank that a worker
+reads from, and one of messages on the sender.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.config.transports import TRANSPORTS
+from megarl.models.gather import Bucket
+from megarl.utils.env import is_here
+from megarl.utils.liveness import Deadline
+from megarl.weight_sync.encoding import Ready
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.plan import load_body
+from megarl.weight_sync.servers import GRACE, BucketTransfer, ServerInfo, Servers, failures
+from megarl.weight_sync.stream import BucketStream
+from megarl.weight_sync.transports import Transport, WeightSource
+from megarl.weight_sync.verify import Verifier
+from megarl.wire import handles
+from megarl.wire.shared_memory import machine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Where a rank is. gpu: its uuid, None on hosts; near: for each server, whether it is here."""
+
+    machine: str
+    gpu: str | None
+    near: tuple[bool, ...]
+
+
+def ranks_beside(spots: Sequence[RankLocation], servers: Iterable[str]) -> dict[str, list[int]]:
+    """Returns for each server the ranks on its machine. RuntimeError where there are none, or where
+    they are on several machines, which a loopback address is on.
+    """
+    beside = {}
+    for i, server in enumerate(servers):
+        here = [rank for rank, spot in enumerate(spots) if spot.near[i]]
+        machines = {spots[rank].machine for rank in here}
+        if len(machines) != 1:
+            where = f"{len(machines)} machines" if machines else "no machine"
+            raise RuntimeError(
+                f"weight_sync.type=colocated: server {server} is on {where} of the trainers, by "
+                "its address; name it by an address of the one it is on, or use type=distributed "
+                "or disk"
+            )
+        beside[server] = here
+    return beside
+
+
+def read_from(
+    spots: Sequence[RankLocation], servers: Mapping[str, int], *, sender: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns for each server (address -> tp) the rank whose memory each of its workers reads.
+
+    Workers go by the GPUs of a machine's ranks, in the order of both, round and round: as the local
+    launcher places them. Without GPUs it is the same rank for all, the sender where it is there.
+    """
+    sources: dict[str, tuple[int, ...]] = {}
+    taken = Counter[str]()
+    for server, here in ranks_beside(spots, servers).items():
+        tp, host = servers[server], spots[here[0]].machine
+        if spots[here[0]].gpu is None:
+            sources[server] = (sender if sender in here else here[0],) * tp
+            continue
+        first_on = {spots[rank].gpu: rank for rank in reversed(here)}
+        each = sorted(first_on.values())
+        sources[server] = tuple(each[(taken[host] + k) % len(each)] for k in range(tp))
+        taken[host] += tp
+    return sources
+
+
+class ColocatedTransport(Transport):
+    """The sender alone speaks to the servers."""
+
+    requirements = TRANSPORTS["colocated"].requirements
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source)
+        self._pair: list[torch.Tensor] = []
+        self._known: dict[str, int] = {}  # tp of every server there ever was, in their order
+
+    def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        together, rank, sender = self.source.agreement.together, self.source.rank, self.lead
+        plan, gatherer = self.plan_buckets(meta.bucket_bytes)
+        with phases.time("connect"):
+            info, sources = self._meet(meta, deadline)
+        feeding = {sender, *(rank for ranks in sources for rank in ranks)}
+        together(self._allocate, plan.largest, rank in feeding)
+        speaks = rank == sender
+
+        def verifier() -> Verifier | None:
+            return Verifier.of(meta, info, plan.names) if speaks else None
+
+        session = ColocatedSession(
+            source=self.source, plan=plan, gatherer=gatherer, meta=meta, deadline=deadline,
+            phases=phases, verifier=together(verifier), sources=sources, pair=self._pair,
+            spread=len(feeding) > 1, servers=Servers(meta.addresses) if speaks else None,
+        )  # fmt: skip
+        try:
+            together(session.begin)
+            session.run()
+            together(session.end)
+            if meta.verify != "off":
+                with phases.time("verify"):
+                    session.verify()
+            session.account()
+        except BaseException:
+            session.abandon()
+            self.close()  # a server may still read from the buffers: the next upload takes others
+            raise
+        if self.source.device.type == "cuda":
+            self.close()  # training needs the memory
+        phases.metrics["readers"] = float(sum(len(ranks) for ranks in sources))
+
+    def close(self) -> None:
+        self._pair = []
+        if self.source.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _meet(
+        self, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> tuple[dict[str, ServerInfo], list[tuple[int, ...]]]:
+        """Returns what the servers say of themselves, on the sender, and for each server what
+        `read_from` says. A server that is left out keeps its place, as it keeps its GPUs.
+        Collective.
+        """
+        agreement, device, sender = self.source.agreement, self.source.device, self.lead
+        names = dict.fromkeys([*self._known, *meta.addresses])
+        near = agreement.together(lambda: tuple(map(is_here, names)))
+        gpu = handles.uuid_of(device) if device.type == "cuda" else None
+        spots = agreement.gather(RankLocation(machine(), gpu, near))
+        agreement.together(ranks_beside, spots, names)
+        info = agreement.together(
+            lambda: Servers(meta.addresses).info(deadline) if self.source.rank == sender else {}
+        )
+        self._known |= agreement.gather({server: i.tp for server, i in info.items()})[sender]
+        placed = read_from(spots, self._known, sender=sender)
+        return info, [placed[server] for server in meta.addresses]
+
+    def _allocate(self, nbytes: int, feeds: bool) -> None:
+        if not feeds:
+            self._pair = []
+        elif not self._pair or self._pair[0].numel() < nbytes:
+            self._pair = []  # freed before their successors are allocated
+            self._pair = [handles.allocate(nbytes, self.source.device) for _ in range(2)]
+
+
+@dataclass(kw_only=True)
+class ColocatedSession(BucketStream):
+    """Brings buckets to the servers by telling where they lie.
+
+    servers: on the sender, None elsewhere. sources: for each server, the ranks its workers read
+    from. spread: there are such ranks beside the sender. pair: the buffers of those that are read.
+    """
+
+    exchanges: ClassVar[bool] = True
+
+    servers: Servers | None
+    sources: Sequence[tuple[int, ...]]
+    spread: bool
+    pair: Sequence[torch.Tensor]
+    _places: dict[tuple[int, int], str] = field(
+        default_factory=dict
+    )  # (server, worker) -> where it finds the last bucket
+
+    def begin(self) -> None:
+        if self.servers is not None:
+            self.servers.begin_update(self.deadline)
+
+    def end(self) -> None:
+        """Returns when the servers hold the whole version."""
+        if self.servers is not None:
+            self.servers.end_update(self.deadline)
+
+    def abandon(self) -> None:
+        """Ends the session of what failed."""
+        if self.servers is not None:
+            calls = self.servers.abandon_update(GRACE)
+            cf.wait(calls.values(), GRACE)
+            for objection in failures(calls):
+                log.warning("ending a failed weight update: %s", objection)
+
+    def gather(self, bucket: Bucket) -> Ready | None:
+        source = self.source
+        device, sends = source.device, source.rank == source.sender
+        flat = self.pair[bucket.index % 2][: bucket.nbytes] if self.pair else None
+        with self.phases.time_on(device, "gather"):
+            self.gatherer.gather(bucket, flat if sends else None)
+            if self.spread:
+                # the engine's group wants all ranks; those that no worker reads from throw it away
+                if flat is None:
+                    flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+                dist.broadcast(flat, group=source.group, group_src=source.sender)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._places = {}
+        for s, ranks in enumerate(self.sources):
+            for w, rank in enumerate(ranks):
+                if rank == source.rank:
+                    assert flat is not None, "a rank that is read from has buffers"
+                    text = handles.pack(bucket, flat, flattened=self.meta.flattened)
+                    self._places[s, w] = text
+        return Ready(bucket, flat, [flat]) if sends and flat is not None else None
+
+    def exchange(self) -> None:
+        """Tells the sender where all ranks have the bucket."""
+        ranks = self.source.agreement.gather(self._places)
+        self._places = {place: text for places in ranks for place, text in places.items()}
+
+    def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        assert self.servers is not None, "the sender speaks to the servers"
+        self.counts["bytes"] += ready.bucket.nbytes
+        body: dict[str, Any] = load_body(
+            flattened=self.meta.flattened, version=self.meta.number,
+            last=self.is_last(ready.bucket),
+        )  # fmt: skip
+        bodies = [
+            body | {"serialized_named_tensors": [self._places[s, w] for w in range(len(ranks))]}
+            for s, ranks in enumerate(self.sources)
+        ]
+        ours: cf.Future[float] = cf.Future()
+        ours.set_result(time.monotonic())  # all there is to do on this side is to leave it alone
+        calls = self.servers.start("/update_weights_from_tensor", bodies, self.deadline.left)
+        return BucketTransfer(what, ours, calls)
+
+    def memory(self) -> int:
+        return sum(b.nbytes for b in self.pair) + self.gatherer.message_bytes
