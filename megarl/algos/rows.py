@@ -1,8 +1,8 @@
-"""Rows of a Batch that lie on several ranks: sums over each, work on each, and single rows fetched.
+"""Work on the rows of a Batch, which lie on several ranks, and sums that every rank learns.
 
 B sequences of the batch, b of them (T tokens) held by this rank, S positions. A sum over the batch
 is made in two steps: every row by itself, in fp64 and in the order of its tokens, then all rows
-with `math.fsum`, which rounds once. So no figure depends on who holds which row, on how many
+with `math.fsum`, which rounds once. So no number depends on who holds which row, on how many
 threads a rank has, or on the width that rows were padded to.
 """
 
