@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 @contextmanager
-def state(
+def built_model(
     path: Path, parallel: dict[str, Any], *, load: bool = True, **kw: Any
 ) -> Iterator[tuple[BuiltModel, ProcessGroups]]:
     """The model of `path` in the scope of its groups, with its weights."""

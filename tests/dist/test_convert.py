@@ -13,7 +13,7 @@ from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_report import inspect, verify
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, weight_fn
-from tests.dist.models_util import state
+from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS
 
@@ -115,7 +115,7 @@ def megatron_loads(path: str, checkpoint: Path) -> dict[str, torch.Tensor]:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     metadata = {"non_homogeneous_layers": True}
-    with state(Path(path), dict(tp=2), load=False) as (model, groups):
+    with built_model(Path(path), dict(tp=2), load=False) as (model, groups):
         chunk = model.chunks[0]
         state = chunk.sharded_state_dict(metadata=metadata | {"dp_cp_group": groups.dp_cp})
         for name, sharded in state.items():

@@ -20,7 +20,7 @@ from megarl.ckpt.hf import load_hf, save_hf
 from megarl.ckpt.safetensors_files import ShardWriter
 from megarl.models import build_piece_table, named_params, read_hf_config
 from megarl.parallel.layout import Layout
-from tests.dist.models_util import state
+from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
@@ -75,7 +75,7 @@ def run_round_trip(
 ) -> bool:
     """Loads as `held`, saves, and says whether this rank's vocabulary padding is zero."""
     divisible = kw.pop("vocab_divisible_by", 8)
-    with state(source, parallel, dtype=held, vocab_divisible_by=divisible) as (model, groups):
+    with built_model(source, parallel, dtype=held, vocab_divisible_by=divisible) as (model, groups):
         params = named_params(model.chunks)
         save_hf(target, model.table, groups.layout, groups.rank, params, **kw)
         local = model.table.local_params(groups.coords)
@@ -169,7 +169,7 @@ class Largest(TorchDispatchMode):
 
 def run_watched(source: Path, parallel: Parallel) -> tuple[int, int]:
     """The largest tensor made to build a model, and its largest parameter."""
-    with Largest() as largest, state(source, parallel, load=False) as (model, _):
+    with Largest() as largest, built_model(source, parallel, load=False) as (model, _):
         pass
     return largest.numel, max(p.numel() for p in named_params(model.chunks).values())
 

@@ -13,7 +13,7 @@ import torch
 from megarl.models import BucketGatherer, named_params, plan_buckets
 from megarl.models.build import resolve_attention
 from megarl.parallel.packing import zigzag_index
-from tests.dist.models_util import all_gather_dim, state, positions, thd
+from tests.dist.models_util import all_gather_dim, built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import GLM_KINDS, KINDS, VOCAB, save_tiny, tiny_hf
 
@@ -51,7 +51,7 @@ def ids_of(n: int, seed: int = 0) -> torch.Tensor:
 
 def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(sbhd logits of two sequences [2, 48, V], thd logits of LENGTHS [T, V])."""
-    with state(path, parallel) as (model, groups), torch.no_grad():
+    with built_model(path, parallel) as (model, groups), torch.no_grad():
         chunk = model.chunks[0].eval()
         ids = ids_of(96).view(2, 48)
         padded = all_gather_dim(chunk(ids, positions(ids), None), groups.tp, -1)
@@ -64,7 +64,7 @@ def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torc
 def run_requires_grad(path: Path) -> list[bool]:
     """Of what every layer gives where no gradients are wanted."""
     found: list[bool] = []
-    with state(path, {}) as (model, _), torch.no_grad():
+    with built_model(path, {}) as (model, _), torch.no_grad():
         for layer in model.chunks[0].decoder.layers:
             layer.register_forward_hook(lambda m, args, out: found.append(out[0].requires_grad))
         model.chunks[0](ids_of(8)[None], positions(ids_of(8)[None]), None)
@@ -101,7 +101,7 @@ def run_gradients(path: Path) -> list[dict[str, torch.Tensor]]:
     grads = []
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     for over in ({}, full, dict(recompute_granularity="selective")):
-        with state(path, {}, **over) as (model, _):
+        with built_model(path, {}, **over) as (model, _):
             chunk = model.chunks[0].train()
             ids = ids_of(sum(LENGTHS), seed=1)[None]
             out = chunk(ids, positions(ids), None, packed_seq_params=thd(LENGTHS))
@@ -121,7 +121,7 @@ def test_packed_gradients_do_not_change_under_recomputation(one: World, tmp_path
 def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]:
     """thd logits of this rank's zigzag share, their positions, and a gradient norm."""
     lengths = [8, 40, 4, 64]
-    with state(path, dict(cp=2)) as (model, groups):
+    with built_model(path, dict(cp=2)) as (model, groups):
         chunk = model.chunks[0].train()
         index = zigzag_index(lengths, 2, groups.coords.cp)
         ids = ids_of(sum(lengths), seed=2)[index][None]
@@ -146,7 +146,7 @@ def test_context_parallel_equals_hf(two: World, tmp_path: Path) -> None:
 
 
 def run_random(path: Path, parallel: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    with state(path, parallel, load=False, seed=7) as (model, groups):
+    with built_model(path, parallel, load=False, seed=7) as (model, groups):
         params = named_params(model.chunks)
         buckets = plan_buckets(model.table, torch.float32, 1 << 14)
         gatherer = BucketGatherer(model.table, groups.layout, groups.rank, params, buckets)

@@ -24,7 +24,7 @@ from megarl.parallel.layout import Layout
 from megarl.weight_sync import buffers as sync_buffers
 from megarl.weight_sync.agreement import Agreement
 from megarl.wire.shared_memory import attach
-from tests.dist.models_util import state
+from tests.dist.models_util import built_model
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
@@ -71,7 +71,7 @@ def test_offsets_are_aligned_when_dtypes_mix(model_path: Path) -> None:
 
 def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) -> dict[str, Any]:
     """Twice into one reused buffer, the second time doubled; the tensors of the second."""
-    with state(path, parallel) as (model, groups):
+    with built_model(path, parallel) as (model, groups):
         params = {n: p.detach() for n, p in named_params(model.chunks).items()}
         dtype: Any = torch.float32
         if mixed:
@@ -140,7 +140,7 @@ def batched() -> Iterator[list[torch.Tensor]]:
 def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
     """Messages this rank sends for one bucket. One that is not in a batch would make NCCL a
     communicator of its own: it is not counted."""
-    with state(path, parallel) as (model, groups):
+    with built_model(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
             model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], owner
@@ -163,7 +163,7 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
     """
     agreement = Agreement(None)
     result: dict[str, Any] = {}
-    with state(path, dict(tp=2, pp=2)) as (model, groups):
+    with built_model(path, dict(tp=2, pp=2)) as (model, groups):
         params = named_params(model.chunks)
         buckets = plan_buckets(model.table, torch.float32, 30_000)
         gatherer = BucketGatherer(

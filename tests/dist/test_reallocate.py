@@ -18,7 +18,7 @@ from megarl.parallel.layout import Layout
 from megarl.weight_sync.reallocation_plan import plan_transfers
 from megarl.planning.memory import layer_activations
 from megarl.weight_sync.reallocate import Reallocator
-from tests.dist.models_util import state, positions, thd
+from tests.dist.models_util import built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import save_tiny
 
@@ -48,8 +48,8 @@ def run_move(
     scrambled in its turn: (parameters that are not bit for bit as they were, figures) of both."""
     results = []
     with (
-        state(path, source, load=False, seed=3) as (a, groups),
-        state(path, target, load=False, seed=3) as (b, _),
+        built_model(path, source, load=False, seed=3) as (a, groups),
+        built_model(path, target, load=False, seed=3) as (b, _),
     ):
         before, after = named_params(a.chunks), named_params(b.chunks)
         there, back = (
@@ -180,7 +180,7 @@ def run_saved(paths: list[Path], tokens: int) -> list[int]:
     """Bytes that backward needs of each model, parameters aside."""
     totals = []
     for path in paths:
-        with state(path, {}, dtype=torch.bfloat16) as (model, _):
+        with built_model(path, {}, dtype=torch.bfloat16) as (model, _):
             params = {p.untyped_storage().data_ptr() for p in named_params(model.chunks).values()}
             saved: dict[int, torch.Tensor] = {}  # by storage; kept, so that none is used again
 

@@ -56,7 +56,7 @@ def layers() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from tests.te.ranks import state, tiny
+    from tests.te.ranks import built_model, tiny
 
     x = torch.empty(T, 1, H)
     heads = torch.empty(T, 2, 16)
@@ -70,7 +70,8 @@ def layers() -> None:
     with ExitStack() as stack:
         for layer in (te.Linear, te.LayerNormLinear, te.GroupedLinear, te.DotProductAttention):
             stack.enter_context(mock.patch.object(layer, "forward", autospec=True))
-        made, _ = stack.enter_context(state(tiny("qwen3_moe", "lm"), Layout(**SP, ep=2), 1, "te"))
+        model = built_model(tiny("qwen3_moe", "lm"), Layout(**SP, ep=2), 1, "te")
+        made, _ = stack.enter_context(model)
         for module in made.chunks[0].modules():
             met.add(type(module).__name__)
             if isinstance(module, of_linear):
@@ -165,11 +166,11 @@ def fp8(recipe: str) -> None:
     from megatron.core.enums import Fp8Recipe
 
     from megarl.models.fp8 import _RECIPES
-    from tests.te.ranks import state, tiny
+    from tests.te.ranks import built_model, tiny
 
     layout = Layout(**SP, ep=2)
     fields = {"fp8": _RECIPES[recipe][0], "fp8_recipe": recipe}
-    with state(tiny("qwen3_moe", "lm"), layout, 1, "te", **fields) as (made, _):
+    with built_model(tiny("qwen3_moe", "lm"), layout, 1, "te", **fields) as (made, _):
         config = copy.copy(made.config)
         config.fp8_recipe = Fp8Recipe(recipe)
         fp8_utils.get_fp8_context(config, 0)

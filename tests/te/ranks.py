@@ -36,7 +36,7 @@ def tiny(kind: str, head: str) -> Any:
 
 
 @contextmanager
-def state(model: Any, layout: Any, rank: int, spec: str, **fields: Any) -> Iterator[Any]:
+def built_model(model: Any, layout: Any, rank: int, spec: str, **fields: Any) -> Iterator[Any]:
     """Yields the rank's BuiltModel of `spec`'s layers and its groups, in their scope."""
     from megarl.models import build
     from megarl.parallel.groups import ProcessGroups, model_scope

@@ -27,7 +27,7 @@ if HAVE_TE := find_spec("transformer_engine") is not None:
 import torch
 
 from tests.te.cases import BIG, BIG_RANKS, CASES, LORA_CASES
-from tests.te.ranks import describe, pretend_gpu, state, tiny
+from tests.te.ranks import built_model, describe, pretend_gpu, tiny
 
 Facts = dict[str, Any]
 
@@ -48,7 +48,7 @@ def contract() -> Facts:
 
 def facts_of(case: str, spec: str) -> Facts:
     kind, layout, rank, head = CASES[case]
-    with state(tiny(kind, head), layout, rank, spec) as (made, groups):
+    with built_model(tiny(kind, head), layout, rank, spec) as (made, groups):
         return describe(made, groups)
 
 
@@ -59,7 +59,7 @@ def lora_facts(case: str) -> Facts:
 
     kind, layout, rank, _ = CASES[case]
     model, cfg = tiny(kind, "lm"), LoRAConfig(r=2)
-    with state(model, layout, rank, "te", **lora_fields(model, cfg)) as (made, groups):
+    with built_model(model, layout, rank, "te", **lora_fields(model, cfg)) as (made, groups):
         kw: dict[str, Any] = dict(dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
         adapters = Adapters(made.chunks, model, layout, cfg, **kw)
         table = adapters.table.local_params(groups.coords)
@@ -122,7 +122,7 @@ def big() -> Facts:
         ranks: Facts = {}
         for rank in BIG_RANKS(layout):
             for spec in ("te", "sdpa"):
-                with state(model, layout, rank, spec) as (made, groups):
+                with built_model(model, layout, rank, spec) as (made, groups):
                     ranks[f"{rank} {spec}"] = summary(made, groups)
                     table = made.table
         found[name] = dict(ranks=ranks, pairs=pairs(table, layout, owners))

@@ -369,12 +369,12 @@ def test_resumed_run_continues_with_the_rows_in_flight(make):
         ex.prepare_batch(Loader(data, 4), Scripted())
     settle(first)
     state = first.state_dict()
-    drawn = first.pipeline._next_number + len(first._feeder.buffered)
+    drawn = first.pipeline._next_number + len(first._rows.buffered)
     second = make(version=1, **config)
     second.load_state_dict(state)
     resumed = second.prepare_batch(Loader(data[drawn:], 4), Scripted())
     reference.bump(1)
-    loader = reference._feeder._loader
+    loader = reference._rows._loader
     assert row_ids(resumed) == row_ids(reference.prepare_batch(loader, Scripted()))
 
 
