@@ -5,13 +5,12 @@ Collective as those of checks.py are. B sequences of the batch, T tokens of thos
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megarl.algos.checks import Finding, some
 from megarl.algos.metrics import Decode, row_ids, spell_ids
-from megarl.algos.rows import row_sums
-from megarl.api.batch import Batch, Tokens
+from megarl.algos.rows import reduce_rows
+from megarl.api.batch import Batch, Padded, Tokens
 
 
 def nonfinite_inputs(batch: Batch) -> Finding | None:
@@ -19,12 +18,16 @@ def nonfinite_inputs(batch: Batch) -> Finding | None:
     them. Collective.
     """
     samples = {n: v for n, v in batch.per_sample.items() if v.is_floating_point()}
-    tokens = {n: v.values for n, v in batch.per_token.items() if v.values.is_floating_point()}
+    tokens = [n for n, v in batch.per_token.items() if v.values.is_floating_point()]
     counts = {}
     if tokens:
-        mask = batch["loss_mask"].values.bool()
-        held = [_bad(v, mask).flatten(1).sum(1) for v in tokens.values()]
-        counts = dict(zip(tokens, row_sums(batch, torch.stack(held, 1)).unbind(1), strict=True))
+
+        def columns(part: Padded) -> list[Tensor]:
+            mask = part["loss_mask"].bool()
+            return [_bad(part[name], mask).flatten(1).sum(1) for name in tokens]
+
+        sums = reduce_rows(batch, columns, [*tokens, "loss_mask"])
+        counts = dict(zip(tokens, sums.unbind(1), strict=True))
     counts |= {name: _bad(values).flatten(1).sum(1) for name, values in samples.items()}
     details = []
     for name, count in counts.items():
