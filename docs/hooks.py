@@ -1,10 +1,14 @@
-"""mkdocs hooks: the configuration reference, written from the dataclasses; no remote assets."""
+"""mkdocs hooks: the configuration reference, written from the dataclasses; the step in the README,
+quoted from the source; no remote assets.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
@@ -14,6 +18,25 @@ from megarl.config.schema import Key, children, show
 
 MARK = "<!-- the keys -->"
 REMOTE = re.compile(r'(?:src|<link[^>]* href)="(https?://[^"]+)')
+
+
+ROOT = Path(__file__).resolve().parents[1]
+QUOTE = re.compile(r"(<!-- RLTrainer\.step, quoted .*? -->\n```python\n).*?(^```$)", re.S | re.M)
+
+
+def on_pre_build(**_: Any) -> None:
+    """Quotes the step of today in the README."""
+    path = ROOT / "README.md"
+    if (text := path.read_text()) != (quoted := with_step(text)):
+        path.write_text(quoted)
+        raise PluginError("README.md quoted an older RLTrainer.step and is mended: commit it")
+
+
+def with_step(readme: str) -> str:
+    """Returns the README with RLTrainer.step as it stands in the source."""
+    source = (ROOT / "megarl" / "trainer" / "rl.py").read_text()
+    step = source.split("# --8<-- [start:step]\n")[1].split("    # --8<-- [end:step]")[0]
+    return QUOTE.sub(lambda m: m[1] + textwrap.dedent(step).rstrip() + "\n" + m[2], readme)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,7 +1,9 @@
 """Algorithms: losses, advantages, KL estimators, and the roles that use them over a TrainEngine.
 
-Plain torch. Nothing here knows of ranks, packing or Megatron: a loss sees padded [b,S] tensors of
-whole sequences and returns a sum; the engine divides by the global weight.
+Plain torch. Nothing here knows of packing or Megatron: a loss sees padded [b,S] tensors of whole
+sequences and returns a sum; the engine divides by the global weight. A role's verbs take a Batch,
+whose tokens lie on the ranks that work on them, or a plain dict of padded [B,S] tensors that is the
+same on every rank. What is summed over the batch goes through `rows.py`.
 
 Position t of every per-token tensor belongs to input_ids[:, t] (logprobs[:, t] = log p(x_t|x_<t)).
 
@@ -13,7 +15,8 @@ How to add an algorithm
    that normalises over the batch belongs in the weight.
 2. A weight `my_weight(batch) -> float` that depends on the batch alone, not on the model, and adds
    up when the batch is cut: loss_sum / weight must not change with micro-batches.
-3. If it needs one, an advantage in `advantages.py`: pure functions of [B] and [B,S] tensors.
+3. If it needs one, an advantage in `advantages.py`: pure functions of [B] tensors, and of the
+   padded [b,S] tensors of some rows, which `rows.map_rows` applies to all.
 4. A role: a subclass of `Role` whose methods are the verbs of the training script
    (`compute_logp`, `ppo_update`, ...), calling `engine.forward`, `train_batch`, `eval_batch`.
 5. A test against a plain Python loop over tokens, and one that cuts the batch in two.

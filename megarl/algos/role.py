@@ -68,6 +68,11 @@ class Role:
         inside[ends] = False
         return Tokens(values.values[inside], values.lengths - 1), batch.gather(values.values[ends])
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's part of the model."""
+        return self.engine.device
+
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.engine.initialize(addr, ft_spec)
 

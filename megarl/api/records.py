@@ -56,7 +56,7 @@ class WeightUpdateMeta:
     version: what the servers will report afterwards, higher than after the update before; None is
     the next one, so that a meta made once serves a whole run.
     type: a name in config.transports ("distributed", of which "nccl" is an alias, "disk",
-    "colocated", "adapter"), or package.module:Name of a Transport; options: keyword arguments of
+    "colocated", "adapter"), or pkg.module:name of a Transport; options: keyword arguments of
     such a one; path: shared directory (disk, adapter);
     addresses: host:port of every server; alloc_mode: kept for scripts that state it, without
     effect: the layout is the engine's; comm_backend: "nccl" | "gloo", None picks by device.

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
-from megarl.config.bounds import FRACTION, FRACTION_ABOVE_ZERO, OFF_AT_ZERO, POSITIVE, Bounds
+from megarl.config.bounds import (
+    FRACTION,
+    FRACTION_ABOVE_ZERO,
+    NOT_NEGATIVE,
+    OFF_AT_ZERO,
+    POSITIVE,
+    Bounds,
+)
 from megarl.config.parallel import ParallelConfig
 
 
@@ -25,6 +32,11 @@ class OptimizerConfig:
     )
     warmup_steps_proportion: float = arg(
         0.001, bounds=FRACTION, help="fraction of all steps spent warming up linearly"
+    )
+    warmup_steps: int | None = arg(
+        None,
+        bounds=NOT_NEGATIVE,
+        help="steps spent warming up linearly; null goes by warmup_steps_proportion",
     )
     gradient_clipping: float = arg(
         1.0, bounds=OFF_AT_ZERO, help="global gradient norm bound; 0 turns clipping off"
@@ -198,6 +210,11 @@ class TrainEngineConfig:
         help="full: keep the input of every recompute_num_layers layers (uniform), or recompute "
         "only the first recompute_num_layers of a pipeline chunk (block)",
         choices=("uniform", "block"),
+    )
+    offload_activations: bool = arg(
+        False,
+        help="what the backward pass needs of the forward pass waits in host memory; with "
+        "recompute_granularity=full the inputs of the recomputed layers",
     )
     recompute_num_layers: int = arg(1, bounds=POSITIVE, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(

@@ -95,8 +95,10 @@ def load_config(
 
 
 def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
-    """Returns a script's configuration, of its own dataclass below a recipe's (GRPOConfig, ...),
-    and the path of its YAML file. args: the command line, `--config X.yaml a.b=c +new.key=v`.
+    """Returns a script's configuration and the path of its YAML file.
+
+    cls: its dataclass, a recipe's (GRPOConfig, ...) or the script's own below one. args: the
+    command line, `--config X.yaml a.b=c +new.key=v`.
     """
     return load_config(args, cls=cls), parse_command_line(args, options=("config",)).options.get(
         "config"

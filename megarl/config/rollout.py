@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megarl.config.base import SeamConfig, arg, seam
@@ -33,6 +35,23 @@ class GenerationHyperparameters:
         """Returns a copy with other values, as gconfig.new(n_samples=1)."""
         return replace(self, **changes)
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **changes: Any) -> GenerationHyperparameters:
+        """Returns what generation_config.json of a model directory recommends (temperature, top_p,
+        top_k, greedy, further stop tokens), with `changes`; the defaults where there is no file.
+        """
+        file = Path(path) / "generation_config.json"
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        known = {k: found[k] for k in ("temperature", "top_p", "top_k") if found.get(k) is not None}
+        if known.get("top_k") == 0:  # transformers' word for all
+            del known["top_k"]
+        ends = found.get("eos_token_id")
+        if isinstance(ends, list):  # the first is the model's EOS
+            known["stop_token_ids"] = ends[1:]
+        if "do_sample" in found:
+            known["greedy"] = not found["do_sample"]
+        return cls(**(known | changes))
+
 
 @dataclass(kw_only=True)
 class ServerConfig:
@@ -59,6 +78,11 @@ class ServerConfig:
         "asynchronous run with the trainers",
     )
     python: str = arg("", help="interpreter that runs the sglang server; empty is this one")
+    options: dict[str, Any] = arg(
+        factory=dict,
+        help="any option of the server, by its name: +server.options.attention_backend=triton is "
+        "--attention-backend triton; true is the bare flag, false and null leave it out",
+    )
     extra_args: list[str] = arg(factory=list, help="more command-line arguments for the server")
     start_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"

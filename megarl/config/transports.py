@@ -1,7 +1,7 @@
 """The ways to send weights to the servers: their names, and what each needs of a job.
 
 This registry is the one place that knows megarl's own ways by name. A user's own is a subclass of
-`megarl.weight_sync.Transport`, named by `weight_sync.type: package.module:Name`, that declares its
+`megarl.weight_sync.Transport`, named by `weight_sync.type: pkg.module:name`, that declares its
 `requirements` itself. No torch is imported here.
 """
 
@@ -36,7 +36,7 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """One of megarl's own transports. target: package.module:Name of its class."""
+    """One of megarl's own transports. target: pkg.module:name of its class."""
 
     target: str
     help: str
@@ -77,7 +77,7 @@ def transport_name(type_: str) -> str:
     name = ALIASES.get(type_, type_)
     if name not in TRANSPORTS and ":" not in name:
         known = ", ".join((*TRANSPORTS, *ALIASES))
-        raise ValueError(f"{type_!r}: not one of {known}, and no package.module:Name")
+        raise ValueError(f"{type_!r}: not one of {known}, and no pkg.module:name")
     return name
 
 

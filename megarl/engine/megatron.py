@@ -48,6 +48,10 @@ class MegatronEngine(TrainEngine):
 
     # ---- life ----------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        return mcore.device()
+
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         if self._groups is not None:
             raise ValueError("initialize() was called twice; call destroy() in between")

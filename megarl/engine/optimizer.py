@@ -161,10 +161,12 @@ def build_schedule(
                 f"optimizer.lr_scheduler_type={cfg.lr_scheduler_type!r} needs to know the run's "
                 "length: pass ft_spec to initialize(), or use 'constant'"
             )
-        steps, warmup = _ENDLESS, 1
+        steps, warmup = _ENDLESS, max(1, cfg.warmup_steps or 0)
     else:
         steps = max(1, ft_spec.total_train_steps)
         warmup = max(1, math.ceil(cfg.warmup_steps_proportion * steps - 1e-9))  # 0.1 * 30 > 3
+        if cfg.warmup_steps is not None:
+            warmup = max(1, cfg.warmup_steps)
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -50,6 +50,7 @@ def loss_pass(
         loss_fn=loss_fn,
         loss_scale=len(mine) * state.layout.dp / weight,
         routing=state.routing,
+        offload=backward and state.config.offload_activations,
     )
     with _taped(state):
         schedule.run(state.chunks, mine, job, backward=backward)

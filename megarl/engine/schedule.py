@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megarl.api.batch import Padded, Tokens
 from megarl.api.engine import LossFn
+from megarl.engine.activations import offload_activations
 from megarl.engine.lm_head import HeadJob
 from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.engine.routing import ROUTED, Routing
@@ -48,6 +49,7 @@ class Pass:
     loss_fn: LossFn | None = None
     loss_scale: float = 1.0
     routing: Routing | None = None
+    offload: bool = False  # activations to host memory
     sums: list[Sums] = field(default_factory=list)
     outputs_of: list[Padded] = field(default_factory=list)
 
@@ -79,9 +81,9 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
         model.output_layer.prepare(
             HeadJob(labels=mb.packed.labels, outputs=job.outputs, temperature=job.temperature)
         )
-    out = chunk(
-        mb.packed.input_ids[None], mb.packed.position_ids[None], None, packed_seq_params=mb.params()
-    )
+    ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]
+    with offload_activations(job.offload):
+        out = chunk(ids, positions, None, packed_seq_params=mb.params())
     return out, partial(_finish, job, mb, getattr(model, "output_layer", None))
 
 

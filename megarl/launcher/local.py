@@ -34,7 +34,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import megarl
 from megarl.config.check import check_config, smallest_world_size
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.earlier_run import check_run_dir
@@ -77,7 +76,7 @@ from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
 
-PACKAGE = Path(megarl.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 SERVER_FAILED = 3  # exit status: a server died or never became healthy
 FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happened
 

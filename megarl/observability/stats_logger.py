@@ -241,6 +241,7 @@ class WandbSink:
                 f"stats_logger.wandb.mode={mode} needs the wandb package: "
                 "pip install 'megarl[wandb]', or set stats_logger.wandb.mode=disabled"
             ) from e
+        self._run_dir, self._table = run_dir, wandb.Table
         id_file = run_dir / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
@@ -264,4 +265,20 @@ class WandbSink:
         self._run.log({**stats, "step": step})
 
     def close(self) -> None:
+        samples = _read_samples(self._run_dir / "samples.jsonl")
+        if samples:
+            columns: list[str | int] = list(dict.fromkeys(name for row in samples for name in row))
+            data = [[_cell(row.get(str(name))) for name in columns] for row in samples]
+            self._run.log({"samples": self._table(columns=columns, data=data)})
         self._run.finish()
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    """Returns the completions that evaluations wrote before and after training."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _cell(value: Any) -> Any:
+    """Returns a value as a table of wandb shows it."""
+    return value if isinstance(value, str | int | float | None) else json.dumps(value)

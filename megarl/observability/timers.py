@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -12,6 +12,13 @@ import torch
 def _synchronize() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _nvtx(name: str) -> AbstractContextManager[None]:
+    """Returns a range that Nsight Systems shows; nothing without a GPU in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.nvtx.range(name)
+    return nullcontext()
 
 
 class Timers:
@@ -39,7 +46,7 @@ class Timers:
             _synchronize()
         start = self._clock()
         try:
-            with torch.profiler.record_function(name):
+            with torch.profiler.record_function(name), _nvtx(name):
                 yield
             if self._sync:
                 _synchronize()

@@ -45,28 +45,32 @@ class Failure:
         return cls(text, isinstance(error, DiskFull), servers)
 
 
-def raise_failures(what: str, failed: Mapping[int, Failure], own: Exception | None = None) -> None:
-    """Raises on this rank what the failures of `what` on several ranks amount to, if there are any.
+def merged(
+    what: str, failed: Mapping[int, Failure], own: Exception | None = None
+) -> Exception | None:
+    """Returns the error that this rank is to raise for the failures of `what` on several ranks, or
+    None for no failures.
 
-    failed: by rank; own: this rank's error. Raises ServersLost with the servers of all where that
-    is among them, for what follows from it is the same on every rank, and the other errors may be
-    its consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull
-    where that is among them) that names the ranks.
+    failed: by rank; own: this rank's error. It is ServersLost with the servers of all where that is
+    among them, for what follows from it is the same on every rank, and the other errors may be its
+    consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull where
+    that is among them) that names the ranks.
     """
     if lost := [f for f in failed.values() if f.servers]:
         servers = {server: why for f in lost for server, why in f.servers.items()}
-        raise ServersLost("; ".join(f.text for f in lost), servers) from own
-    if own is not None:
-        raise own
-    if failed:
-        said = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
-        kind = DiskFull if any(f.disk_full for f in failed.values()) else RuntimeError
-        raise kind(f"{what} failed on {said}")
+        error = ServersLost("; ".join(f.text for f in lost), servers)
+        error.__cause__ = own
+        return error
+    if own is not None or not failed:
+        return own
+    said = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
+    kind = DiskFull if any(f.disk_full for f in failed.values()) else RuntimeError
+    return kind(f"{what} failed on {said}")
 
 
 def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Returns `fn()`, called on every rank of `group` (None: of the world); if it fails on one, all
-    raise (see `raise_failures`). Collective.
+    raise (see `merged`). Collective.
 
     Collectives inside `fn` come before anything that can fail on one rank alone.
     """
@@ -75,7 +79,12 @@ def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = N
     dist.all_gather_object(found, Failure.of(error) if error else None, group=group)
     if error is not None:
         error.add_note(f"({what}, rank {dist.get_rank(group)})")
-    raise_failures(what, {rank: f for rank, f in enumerate(found) if f is not None}, error)
+    error = merged(what, {rank: f for rank, f in enumerate(found) if f is not None}, error)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and all that is alive in those below
     return cast(T, result)
 
 
@@ -114,22 +123,25 @@ class Agreement:
             set_group_timeout(self._group, seconds)
 
     def together(self, fn: Callable[..., T], *args: Any) -> T:
-        """Returns fn(*args), called on every rank; if it fails on one, all raise (see
-        `raise_failures`), and `set_timeout` comes before the next call. Collective.
+        """Returns fn(*args), called on every rank; if it fails on one, all raise (see `merged`).
+        Then `set_timeout` comes before the next call. Collective.
         """
         result, error = _attempt(fn, *args)
         mine = Failure.of(error) if error else None
         if mine is not None:
             self._limit(FAIL_GRACE, f"{FAIL_GRACE:g} s")
         try:
-            failed = self._gather_failures(mine)
-        except RuntimeError as lost:
+            error = merged(self.what, self._gather_failures(mine), error)
+        except RuntimeError as e:
             if mine is None:
                 raise
-            raise RuntimeError(
-                f"{self.what} failed on rank {self.rank}: {mine.text}; {lost}"
-            ) from error
-        raise_failures(self.what, failed, error)
+            said = f"{self.what} failed on rank {self.rank}: {mine.text}; {e}"
+            raise RuntimeError(said) from error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and buffers in those below
         return cast(T, result)
 
     def gather(self, value: T) -> list[T]:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-import megarl
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
 from megarl.utils.env import set_threads_default
@@ -198,7 +198,18 @@ def server_command(
         command += ["--threads", str(server.threads)]
         if server.deterministic:
             command += ["--deterministic"]
-    return command + list(server.extra_args)
+    return command + _flags(server.options) + list(server.extra_args)
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Returns command-line arguments: {"a_b": 1, "c": True, "d": [2, 3]} is --a-b 1 --c --d 2 3."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        flags += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return flags
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
@@ -229,7 +240,7 @@ def _environment(server: ServerConfig) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(server.threads)
     set_threads_default(env, processes=server.count)
     if server.type == "embedded":
-        root = str(Path(megarl.__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         inherited = os.environ.get("PYTHONPATH")
         env["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
     return env

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import torch.distributed as dist
+
 from megarl.algos import Role
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
@@ -42,6 +44,19 @@ def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
         finally:
             trainer.end_generation()  # waits for no other rank, so also after a failure
         trainer.destroy()  # collective, so only where every rank got here
+
+
+def batch_plan(cfg: GRPOConfig, steps: int, world_size: int) -> str:
+    """Returns the sizes of a run's batches in words."""
+    prompts, actor = cfg.train_dataset.batch_size, cfg.actor
+    samples, p = prompts * cfg.gconfig.n_samples, actor.parallel
+    replicas = world_size // (p.tp * p.pp * p.cp)
+    return (
+        f"{steps} steps of {prompts} prompts x {cfg.gconfig.n_samples} samples = {samples} "
+        f"sequences, in {actor.ppo_n_minibatches} update(s) of about "
+        f"{samples / actor.ppo_n_minibatches:g}; {replicas} data-parallel rank(s) compute each in "
+        f"micro-batches of at most {actor.mb_spec.max_tokens_per_mb} tokens a device"
+    )
 
 
 class RLTrainer:
@@ -116,6 +131,7 @@ class RLTrainer:
 
     def fit(self) -> None:
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
+        log.info("%s", batch_plan(self.cfg, total, dist.get_world_size()))
         step = self.steps_done
         over = step >= total or self._out_of_time()
         if self.recovery.ended_already(self.saver, total=total, over=over):

@@ -44,8 +44,8 @@ def option_problems(
     if signature is None:
         return
     parameters = list(signature.parameters.values())
-    given = {p.name for p in parameters[:positional] if p.kind is not p.VAR_POSITIONAL}
-    given |= set(by_name)
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = {p.name for p in placed[:positional]} | set(by_name)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     own = [name for name in takes if name not in given]

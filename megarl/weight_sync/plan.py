@@ -54,26 +54,20 @@ class SyncPlan:
         """HF names of all tensors, in the order they are sent."""
         return [m.name for b in self.buckets for m in b.members]
 
-    def entries(self, index: int) -> list[str]:
-        """Says what goes into a bucket: equal exactly where every rank would do the same."""
-        if index >= len(self.buckets):
-            return []
-        sender = self.senders[index]
-        return [
-            f"{m.name} {list(m.shape)} {m.dtype} at byte {m.offset}, sent by rank {sender}, cut as "
-            + _hash(repr(self.table.by_name[m.name].pieces))[:8]
-            for m in self.buckets[index].members
-        ]
-
     @cached_property
-    def digests(self) -> tuple[str, ...]:
-        """A hash of each bucket."""
-        return tuple(_hash("\n".join(self.entries(b.index))) for b in self.buckets)
+    def entries(self) -> list[str]:
+        """What goes where, tensor by tensor: equal exactly where every rank would do the same."""
+        return [
+            f"{m.name} {list(m.shape)} {m.dtype} at byte {m.offset} of bucket {b.index + 1}, sent "
+            f"by rank {sender}, cut as {_hash(repr(self.table.by_name[m.name].pieces))[:8]}"
+            for b, sender in zip(self.buckets, self.senders, strict=True)
+            for m in b.members
+        ]
 
     @cached_property
     def digest(self) -> str:
         """Equal exactly where the plans are equal."""
-        return _hash("".join(self.digests))
+        return _hash("\n".join(self.entries))
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
@@ -212,21 +206,15 @@ def rank_offsets(tp_sizes: Sequence[int]) -> tuple[list[int], int]:
     return ends[:-1], ends[-1]
 
 
-def first_difference(digests: Sequence[Sequence[str]]) -> tuple[int, int] | None:
-    """Returns (rank, bucket) of the first rank whose plan is not rank 0's. digests: by rank, those
-    of its buckets.
+def difference(entries: Sequence[Sequence[str]]) -> str | None:
+    """Words the error that names the first entry in which a rank's plan is not rank 0's, None where
+    all are alike. entries: by rank.
     """
-    for rank, theirs in enumerate(digests):
-        for i, pair in enumerate(zip_longest(theirs, digests[0])):
-            if pair[0] != pair[1]:
-                return rank, i
+    for rank, theirs in enumerate(entries):
+        for a, b in zip_longest(theirs, entries[0], fillvalue="nothing"):
+            if a != b:
+                return (
+                    f"weight sync plans differ: rank {rank} has {a} where rank 0 has {b}; give "
+                    "every rank the same model, layout, dtype and bucket_bytes"
+                )
     return None
-
-
-def difference(rank: int, index: int, theirs: Sequence[str], ours: Sequence[str]) -> str:
-    """Words the error: the first entry of bucket `index` in which `rank` and rank 0 differ."""
-    a, b = next((x, y) for x, y in zip_longest(theirs, ours, fillvalue="nothing") if x != y)
-    return (
-        f"weight sync plans differ: in bucket {index + 1}, rank {rank} has {a} where rank 0 has "
-        f"{b}; give every rank the same model, layout, dtype and bucket_bytes"
-    )

@@ -23,10 +23,10 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender
-from megarl.wire import block_fp8
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.transports.distributed import DistributedTransport
+from megarl.wire import block_fp8
 from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
 from tests.dist.world import World
 from tests.embedded_server import Server, embedded_server

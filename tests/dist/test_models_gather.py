@@ -20,9 +20,9 @@ from megarl.models import (
     plan_buckets,
     read_hf_config,
 )
+from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import buffers as sync_buffers
-from megarl.parallel.agreement import Agreement
 from megarl.wire.shared_memory import attach
 from tests.dist.models_util import built_model
 from tests.dist.world import World

@@ -15,9 +15,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models import build_piece_table, init_params, named_params, read_hf_config
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
-from megarl.weight_sync.reallocation_plan import plan_transfers
 from megarl.planning.memory import layer_activations
 from megarl.weight_sync.reallocate import Reallocator
+from megarl.weight_sync.reallocation_plan import plan_transfers
 from tests.dist.models_util import built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import save_tiny

@@ -43,6 +43,7 @@ from tests.dist.engine_jobs import make_engine
 from tests.dist.world import World, free_port
 from tests.embedded_server import Server, embedded_server
 from tests.tiny import MOE_KINDS, save_tiny
+from tests.transports import documented_transport
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]), "dp2": {}, "cp2": dict(cp=2),
@@ -220,6 +221,27 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     stats = world.run(run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas)
     assert stats[0][0]["weight_sync/buckets"] == 1
     assert checksums(untied[0]) == checksums(untied[1]) == loaded
+
+
+def test_a_transport_from_outside_of_the_package(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    """The one in docs/weight_sync.md: one file, with options; a rank's failure is every rank's."""
+    source, saved = save_tiny(tmp_path / "new", "qwen2", seed=33), tmp_path / "saved"
+    meta = replace(
+        metas_for(untied, 205, verify="off")[0], path=str(tmp_path / "shared"),
+        type=documented_transport(tmp_path), options={"prefix": "part"},
+    )  # fmt: skip
+    stats = world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], sender=1)
+    assert stats[0] == stats[1] and stats[0][0]["weight_sync/save_s"] > 0
+    assert len(list((tmp_path / "shared" / "v205").glob("part-*.safetensors"))) > 5
+    sent = [checksums(s) for s in untied]
+    assert [version(s) for s in untied] == ["205"] * 2
+    load(untied[0], saved)
+    assert sent[0] == sent[1] == checksums(untied[0])
+    bad = replace(meta, version=206, path=str(saved / "config.json"))  # rank 0 alone writes there
+    for r in world.run(run_failing_sync, source, dict(tp=2), bad, replace(meta, version=207)):
+        assert "NotADirectoryError" in r.error and r.recovered["weight_sync/servers"] == 2
 
 
 def run_apart(*args: Any) -> list[dict[str, float]]:
@@ -534,7 +556,7 @@ def test_ranks_with_different_plans_find_out(
 ) -> None:
     errors = world.run(run_disagreeing_plans, home / "qwen2", address(untied[0]))
     assert errors[0] == errors[1] and "bucket_bytes" in errors[0]
-    assert re.search(r"in bucket \d+, rank 1 has (model\.\S+ \[.*|nothing) where", errors[0])
+    assert re.search(r"rank 1 has model\.\S+ \[.* of bucket \d+, .* where rank 0 has ", errors[0])
 
 
 # ---- groups

@@ -72,6 +72,7 @@ if __name__ == "__main__":
     from megarl.trainer.session import RolloutDriver
     from megarl.weight_sync import channel
     from megarl.weight_sync.channel import UpdateChannel
+    from megarl.weight_sync.servers import Servers
     import megarl.run
 
 {act}
@@ -258,7 +259,7 @@ def test_the_only_server_lost_in_generation_is_an_error(
 PHASES = {
     "connecting to": "at(channel, 'listen', hit(VICTIM, signal.{blow}))",
     "bucket 2 of": "at(UpdateChannel, 'deliver', hit(VICTIM, signal.{blow}), call=2)",
-    "/end_weight_update": "at(UpdateChannel, 'end', hit(VICTIM, signal.{blow}))",
+    "/end_weight_update": "at(Servers, 'end_update', hit(VICTIM, signal.{blow}))",
     "/continue_generation": "at(RemoteSGLangEngine, 'resume', hit(VICTIM, signal.{blow}))",
 }
 

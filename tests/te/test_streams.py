@@ -105,6 +105,9 @@ class OneServer:
         done.set_result(Answer(SERVER, {}, 0.0))
         return {SERVER: self.answer if "update_weights" in path else done}
 
+    def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
+        return {}
+
 
 def send(server: OneServer, timeout: float = 20.0) -> tuple[UpdateChannel, Any]:
     channel = UpdateChannel(

@@ -102,6 +102,7 @@ class FakeServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._info)
+        app.router.add_post("/set_version", self._set_version)
         for name in ("pause_generation", "continue_generation"):
             app.router.add_post(f"/{name}", self._control)
         self._runner = web.AppRunner(app)
@@ -126,6 +127,11 @@ class FakeServer:
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})
+
+    async def _set_version(self, _: web.Request) -> web.Response:
+        """For tests in other processes: version 1."""
+        self.weight_version = "1"
+        return web.json_response({})
 
     async def _control(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, await request.json()))

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from examples.tiny_model import make_tokenizer
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import (
@@ -16,9 +17,9 @@ from megarl.data import (
     build_dataset,
     check_context,
     collate_sft,
-    dataset,
-    load_problems,
+    load_rows,
 )
+from megarl.data.template import Template
 from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -67,7 +68,7 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
 
 
 def test_text_without_tokens_is_refused_and_an_empty_answer_is_not(tokenizer):
-    template = dataset._Template(tokenizer)
+    template = Template(tokenizer, {})
     assert template.encode("") == []
     with pytest.raises(ValueError, match="makes no tokens of 'é'"):
         template.encode("é")  # of which the tokenizer's alphabet has no byte
@@ -151,13 +152,14 @@ def test_too_few_problems_of_a_level_is_an_error(tokenizer):
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"levle": 2}, "unknown options.*levle.*level"),
+        ({"levle": 2}, r"options\.levle=2: arithmetic has no such option; it takes level, ops"),
+        ({"seed": 2}, r"options\.seed=2: megarl gives arithmetic this argument"),
         ({"level": 0}, "level=0"),
         ({"ops": "%"}, "ops='%'"),
         ({"careless": 2.0}, "careless=2.0"),
         ({"count": 0}, "count=0: must be > 0"),
         ({"demos": "two"}, "options.demos='two': not of type int"),
-        ({"level": [2, "x"]}, r"options.level=\[2, 'x'\]: not of type int"),
+        ({"level": [2, "x"]}, r"options.level=\[2, 'x'\]: not of type int \| list\[int\]"),
         ({"system": 7}, "options.system=7: not text"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x': not keys and values"),
     ],
@@ -351,9 +353,9 @@ def test_gsm8k_json_may_be_a_list_or_lines_with_a_mark(tokenizer, tmp_path):
 
 
 def test_rewards_get_the_rows_keys_by_name(tokenizer):
-    problem = load_problems(DatasetConfig(size=1, batch_size=1), seed=1)[0]
+    source = load_rows(DatasetConfig(size=1, batch_size=1), seed=1)[0]
     row = sums(tokenizer, size=1)[0]
-    assert set(row) == {*problem.row_keys, "prompt", "prompt_ids"}
+    assert set(row) == {*source, "row_id", "prompt", "prompt_ids"}
 
 
 # reasoning_gym
@@ -477,3 +479,142 @@ def test_collate_sft_pads_on_the_right():
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch["attention_mask"].tolist() == [[True] * 3, [True, True, False]]
     assert batch["loss_mask"].tolist() == [[False, True, True], [False, True, False]]
+
+
+# conversations
+
+CHATS = [
+    {
+        "dialog": [{"role": "user", "content": f"What is {n}+1?"}],
+        "gold": {"value": n + 1},
+        "hard": n,
+    }
+    for n in range(4)
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_conversations_with_columns_of_any_name(tokenizer, gsm8k_file, kind):
+    path = gsm8k_file(kind, f"train.{kind}", CHATS)
+    options = {"columns": {"messages": "dialog", "answer": "gold.value"}, "system": "Be brief."}
+    config = DatasetConfig(type="chat", path=str(path), options=options, size=3)
+    data = build_dataset(config, tokenizer, purpose="rl", seed=1)
+    assert len(data) == 3
+    row = data[1]
+    assert row["prompt"] == ("<bos>system: Be brief.\n<bos>user: What is 1+1?\n<bos>assistant: ")
+    # every column reaches the reward, under its own name where it has no other
+    assert (row["answer"], row["gold"], row["hard"], row["row_id"]) == (2, {"value": 2}, 1, 1)
+    assert "dialog" not in row
+    told = DatasetConfig(type="chat", path=str(path), options=options | {"instruction": " Think."})
+    (first, *_) = build_dataset(told, tokenizer, purpose="rl", seed=1)
+    assert first["messages"][-1]["content"] == "What is 0+1? Think."
+
+
+@pytest.mark.parametrize(
+    "row, options, match",
+    [
+        ({"q": "1+1?"}, {}, r"line 1 lacks the column messages; it has \['q'\]"),
+        ({"q": "?"}, {"columns": {"messages": "p"}}, r"columns\.messages=p: no such column"),
+        ({"messages": [{"role": "user"}]}, {}, r"line 1: message 0: its content is null, not text"),
+        ({"messages": [{"content": "x"}]}, {}, r'message 0 is .*; write \{"role"'),
+        ({"messages": 3}, {}, r"messages are 3, not a list"),
+        ({"messages": "?", "prompt": "x"}, {}, r"row 0: the name prompt is megarl's.*columns"),
+        ({"messages": [{"role": "assistant", "content": "2"}]}, {}, r"ends with an assistant's"),
+        ({"messages": "?"}, {"colums": {}}, r"options\.colums=\{\}: chat has no such option"),
+        ({"messages": "?"}, {"train_on": "some"}, r"options\.train_on='some': use one of"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_conversations_are_named(tokenizer, gsm8k_file, row, options, match):
+    path = gsm8k_file("jsonl", "x.jsonl", [row])
+    config = DatasetConfig(type="chat", path=str(path), options=options)
+    with pytest.raises(ValueError, match=match):
+        build_dataset(config, tokenizer, purpose="rl", seed=1)
+
+
+TURNS = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "No."},
+    {"role": "assistant", "content": "two"},
+]
+# what ends a turn is a special token, and a new line follows it, as in Qwen's and Llama's
+TURN = "<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
+ENDED = (
+    "{% for m in messages %}" + TURN + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# drops an answer's thoughts once the user has gone on, as Qwen3's does
+THINKING = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and loop.last %}(hm){% endif %}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def trained_texts(tokenizer, template, **options):
+    """The parts of a conversation that are trained on; its tokens are the template's own."""
+    tokenizer.chat_template = template
+    ids, mask = Template(tokenizer, options).conversation(TURNS)
+    whole = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert tokenizer.decode(ids) == whole
+    parts, last = [], False
+    for token, trained in zip(ids, mask, strict=True):
+        parts += [[]] if trained and not last else []
+        if trained:
+            parts[-1].append(token)
+        last = trained
+    return [tokenizer.decode(part) for part in parts], ids, mask
+
+
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_sft_masks_are_those_of_a_template_that_marks_the_answers(train_on):
+    tokenizer = make_tokenizer(1)
+    texts, ids, mask = trained_texts(tokenizer, ENDED, train_on=train_on)
+    assert texts == ["three<|end|>", "two<|end|>"][train_on == "last" :]
+    marked = trained_texts(tokenizer, MARKED, train_on=train_on)
+    assert (texts, ids, mask) == marked
+
+
+def test_a_template_that_rewrites_turns_is_refused_or_trained_on_the_last():
+    tokenizer = make_tokenizer(1)
+    with pytest.raises(ValueError, match=r"renders message 1 otherwise.*train_on=\s*last"):
+        trained_texts(tokenizer, THINKING)
+    texts, *_ = trained_texts(tokenizer, THINKING, train_on="last")
+    assert texts == ["(hm)two<|end|>"]
+
+
+def test_a_last_turn_without_an_end_gets_eos(tokenizer):
+    template = Template(tokenizer, {"train_on": "last"})
+    ids, mask = template.conversation(TURNS)
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "two<eos>"
+    with pytest.raises(ValueError, match="message 1 with no special token"):
+        Template(tokenizer, {}).conversation(TURNS)
+    with pytest.raises(ValueError, match="no assistant's among them"):
+        template.conversation(TURNS[:1])
+
+
+def test_sft_rows_of_conversations(gsm8k_file):
+    tokenizer = make_tokenizer(1)
+    path = gsm8k_file("jsonl", "x.jsonl", [{"messages": TURNS}])
+    config = DatasetConfig(type="chat", path=str(path))
+    (row,) = build_dataset(config, tokenizer, purpose="sft", seed=1)
+    ids, mask = Template(tokenizer, {}).conversation(TURNS)
+    assert (row["input_ids"], row["loss_mask"]) == (ids, mask)
+    # with the answer in a column of its own
+    path = gsm8k_file("jsonl", "y.jsonl", [{"q": "1+1?", "a": "two"}])
+    options = {"columns": {"messages": "q", "response": "a"}}
+    config = DatasetConfig(type="chat", path=str(path), options=options)
+    (row,) = build_dataset(config, tokenizer, purpose="sft", seed=1)
+    assert tokenizer.decode(row["input_ids"]) == "<|user|>1+1?<|assistant|>two<|end|>"
+    assert tokenizer.decode([t for t, m in zip(*row_tokens(row)) if m]) == "two<|end|>"
+
+
+def row_tokens(row):
+    return row["input_ids"], row["loss_mask"]

@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
 from megarl.data import build_dataset
-from megarl.data.sources import SOURCES
 from megarl.rollout import RemoteSGLangEngine, RewardPool, Trajectory, get_reward_fn
 from megarl.rollout.server_process import server_command
 from tests.sglang import servers as sglang
@@ -81,6 +81,12 @@ def test_reference_has_every_key_of_every_recipe() -> None:
     assert line == "| `actor.kl_estimator` | str | `k3` | KL estimator<br>One of `k1`, `k2`, `k3` |"
     assert "| `eval_gconfig.greedy` | bool | `true` |" in page
     assert "| `rollout.max_concurrent_rollouts` | int &#124; None | `null` |" in page
+
+
+def test_the_step_of_the_readme_is_the_sources() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert hooks().with_step(readme) == readme
+    assert "self.actor.ppo_update(batch)" in readme
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
@@ -153,7 +159,9 @@ def test_key_and_value_in_code_spans_are_accepted() -> None:
             if not match or match[1].partition(".")[0] not in sections:
                 continue
             name, value = match.groups()
-            if (ROOT / name).exists() or name.endswith((".md", ".py", ".jsonl", ".yaml")):
+            if (ROOT / name).exists() or name.endswith(
+                (".md", ".py", ".jsonl", ".yaml", ".pt", ".json")
+            ):
                 continue
             free = [k for k, key in names.items() if key.free_form and name.startswith(k + ".")]
             inner = any(full.endswith("." + name) for full in names)  # of some section
@@ -330,45 +338,48 @@ def test_config_names_workflow_and_reward(tokenizer: Any) -> None:
     try:
         assert session.driver is not None
         assert type(session.driver.workflow) is TwoTurnWorkflow
-        assert session.driver.workflow._reward_fn is close_reward
+        assert session.driver.workflow.reward_fn is close_reward
     finally:
         session.close()
-    cfg.rollout.workflow = "examples.two_turn:ThreeTurnWorkflow"
+    cfg.rollout.workflow.type = "examples.two_turn:ThreeTurnWorkflow"
     with pytest.raises(ValueError, match=r"^rollout\.workflow 'examples\.two_turn:ThreeTurn"):
         RolloutSession(cfg, tokenizer)
 
 
-def test_example_loader(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    space: dict[str, Any] = {"__name__": "capitals_loader"}
+def test_example_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks(ROOT / "docs" / "data.md", "python")
-    exec(compile(code, "docs/data.md", "exec"), space)
-    monkeypatch.setitem(SOURCES, "capitals", space["capitals"])
+    (tmp_path / "capitals.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    kind = f"{tmp_path / 'capitals.py'}:capitals"
     rows = {
         split: build_dataset(
-            DatasetConfig(type="capitals", split=split, options={"polite": True}),
-            tokenizer, purpose="rl", seed=1,
+            DatasetConfig(type=kind, split=split, options={"polite": True}),
+            tokenizer,
+            purpose="rl",
+            seed=1,
         )
         for split in ("train", "test")
-    }  # fmt: skip
+    }
     prompts = [row["prompt"] for rows_ in rows.values() for row in rows_]
-    assert len(set(prompts)) == len(space["CAPITALS"]) and "Peru, please?" in "".join(prompts)
+    assert len(set(prompts)) == 4 and "Peru, please?" in "".join(prompts)
+    wrong = DatasetConfig(type=kind, options={"polite": "very"})
+    with pytest.raises(ValueError, match=r"options\.polite='very': not of type bool"):
+        build_dataset(wrong, tokenizer, purpose="rl", seed=1)
 
 
-def test_own_prompts_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
+def test_own_conversations_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
     (line,) = blocks(ROOT / "docs" / "data.md", "json")
     (tmp_path / "train.jsonl").write_text(json.dumps(json.loads(line)) + "\n")
-    cfg = DatasetConfig(
-        type="gsm8k", path=str(tmp_path / "train.jsonl"), options={"instruction": " One word."}
-    )
+    cfg = DatasetConfig(type="chat", path=str(tmp_path / "train.jsonl"))
     (row,) = build_dataset(cfg, tokenizer, purpose="rl", seed=1)
     assert row["answer"] == "Lima"
-    assert row["messages"][-1]["content"] == "What is the capital of Peru? One word."
+    assert row["messages"][-1]["content"] == "What is the capital of Peru?"
 
 
 def test_python_blocks_compile_and_their_imports_exist() -> None:
     for page in TEXTS:
         for code in blocks(page, "python"):
-            if "--8<--" in code or code.startswith("async def"):
+            if "--8<--" in code or re.search(r"^(async def|response = await)", code, re.M):
                 continue
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):

@@ -26,6 +26,7 @@ async def slow(prompt, completion, prompt_ids, completion_ids, **row): return 1.
 def good(prompt, completion, prompt_ids, completion_ids, *, answer, **row): return 1.0
 def short(prompt, completion): return 1.0
 def closed(prompt, completion, prompt_ids, completion_ids, answer): return 1.0
+def scaled(prompt, completion, prompt_ids, completion_ids, *, scale: float, **row): return scale
 def wants(prompt, completion, prompt_ids, completion_ids, *, entry, **row): return 1.0
 other = lambda prompt, completion, prompt_ids, completion_ids, **row: 1.0
 class Flow:
@@ -53,8 +54,19 @@ CASES = {
     "train_dataset.reward=mine:TABLE": r"a dict, not a function; expected reward\(",
     "train_dataset.reward=mine:Flow": r"a type, not a function",
     "train_dataset.reward=mine:goood": r"mine has no goood; did you mean good\?",
-    "train_dataset.reward=mine.py:good": r"name the module without \.py: mine$",
-    "train_dataset.reward=./mine.py:good": r"use 'package\.module:name'",
+    "train_dataset.reward=mine.py:good": None,
+    "train_dataset.reward=./mine.py:good": None,
+    "train_dataset.reward=yours.py:good": r"there is no file yours\.py in /",
+    "train_dataset.reward=empty/os.py:good": r"the name os already means .*; rename the file$",
+    "train_dataset.reward=sub/mine:good": r"use 'package\.module:name' or 'path/file\.py:name'",
+    "train_dataset.reward=mine:good train_dataset.reward.options.answer=1": (
+        r"reward\.options\.answer=1: megarl gives good this argument; leave it out"
+    ),
+    "train_dataset.reward=mine:scaled train_dataset.reward.options.scale=2": None,
+    "train_dataset.reward=mine:scaled train_dataset.reward.options.scale=x": (
+        r"train_dataset\.reward\.options\.scale='x': not of type float$"
+    ),
+    "train_dataset.reward=mine:scaled": r"missing a required.*'scale'",
     "train_dataset.reward=yours:good": r"no module yours; it must be in the working directory \(/",
     "train_dataset.reward=broken:good": r"NameError: .*nonsense.*broken\.py, line 2\)$",
     "train_dataset.reward=syntax:good": r"SyntaxError: .*syntax\.py, line 1\)$",
@@ -67,14 +79,14 @@ CASES = {
     "rollout.workflow=mine:Alone": r"too many positional arguments; expected async def arun_epis",
     "rollout.workflow=mine:Empty": r"has no method arun_episode",
     "rollout.workflow=Flow": r"rollout\.workflow: workflow 'Flow': use 'package\.module:name'",
-    "+train_dataset.options.levle=2": r"unknown options \['levle'\]",
+    "+train_dataset.options.levle=2": r"options\.levle=2: arithmetic has no such",
     "+train_dataset.options.level=two": r"options\.level='two': not of type int",
     "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
     "train_dataset.type=gsm8k train_dataset.path=bad.jsonl": r"bad\.jsonl line 2: the answer is 42",
     "train_dataset.type=gsm8k train_dataset.path=words.jsonl train_dataset.batch_size=2": (
         r"train_dataset: row 1: the answer 'six apples' is neither a number nor an expression"
     ),
-    "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset.type=gsm8k",
+    "train_dataset.path=bad.jsonl": r"type=arithmetic makes its own .*set train_dataset\.type to",
     "train_dataset.type=reasoning_gym +train_dataset.options.task=[a]": r"use one of \['",
     "gconfig.stop_token_ids=[-1]": r"stop_token_ids=\[-1\]: token ids start at 0",
     "gconfig.stop_token_ids=[130]": r"stop_token_ids=\[130\]: the model's vocab_size is 130",
@@ -92,6 +104,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_stub(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "empty" / "os.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("import os\nnonsense\n")
     (tmp_path / "syntax.py").write_text("def good(\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")

@@ -1,7 +1,7 @@
 """The contract of a transport, a way to send weights to the generation servers.
 
 A new transport is one file with one subclass of `Transport`, here or anywhere: a user names it by
-`weight_sync.type: package.module:Name`, and its keyword arguments in `weight_sync.options`. One of
+`weight_sync.type: pkg.module:name`, and its keyword arguments in `weight_sync.options`. One of
 megarl's own also has a line in config/transports.py, where names, help and requirements stand.
 """
 
@@ -24,7 +24,7 @@ from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import Dtypes, SyncPlan, difference, first_difference, plan_sync
+from megarl.weight_sync.plan import Dtypes, SyncPlan, difference, plan_sync
 
 if TYPE_CHECKING:
     from megarl.config.recipes import GRPOConfig
@@ -104,7 +104,8 @@ class Transport(ABC):
             return self._planned[1:]
 
         plan, gatherer = s.agreement.together(make)
-        check_plans(s.agreement, plan)
+        if len(set(s.agreement.gather(plan.digest))) > 1:
+            raise RuntimeError(difference(s.agreement.gather(plan.entries)))
         return plan, gatherer
 
 
@@ -112,16 +113,3 @@ def make_transport(type_: str, source: WeightSource, options: Mapping[str, Any])
     """Returns a transport of this type (see config.transports). ValueError where there is none."""
     transport: Transport = transport_class(type_)(source, **options)
     return transport
-
-
-def check_plans(agreement: Agreement, plan: SyncPlan) -> None:
-    """Raises a RuntimeError naming the first entry in which a rank's plan is not rank 0's.
-    Collective.
-    """
-    if len(set(agreement.gather(plan.digest))) == 1:
-        return
-    found = first_difference(agreement.gather(plan.digests))
-    assert found is not None, "digests of plans differ, those of their buckets do not"
-    rank, bucket = found
-    entries = agreement.gather(plan.entries(bucket))
-    raise RuntimeError(difference(rank, bucket, entries[rank], entries[0]))

@@ -1,0 +1,97 @@
+"""What a user writes: the script of examples/gsm8k_grpo.py, and the cells of docs/notebook.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from examples.tiny_model import make_model
+from tests.dist.world import free_port
+from tests.embedded_server import embedded_server
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT, CONFIG = ROOT / "examples" / "gsm8k_grpo.py", ROOT / "configs" / "script_grpo.yaml"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scripts") / "model"
+    make_model(path, hidden=64, layers=2)
+    return path
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, timeout=300, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def keys(model: Path, root: Path) -> list[str]:
+    return [
+        "--config", str(CONFIG), f"actor.path={model}", f"fileroot={root}",
+        f"total_train_steps={STEPS}", "train_dataset.size=40", "train_dataset.batch_size=6",
+        "gconfig.n_samples=2",
+    ]  # fmt: skip
+
+
+def check_run(root: Path) -> None:
+    rows = [json.loads(line) for line in (root / "script/grpo/stats.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["n_updates"] == 2 and row["epoch"] == 0 and row["reward"] >= 0
+        assert row["train_rollout_logprob_abs_diff/max"] < 1e-4
+        assert row["timing/update_weights_s"] > 0 and row["timing/train_step_s"] > 0
+    assert rows[0]["first_ratio_abs_dev"] < 1e-5
+    AutoModelForCausalLM.from_pretrained(root / "script/grpo/final")
+
+
+def test_the_script_by_the_launcher(model: Path, tmp_path: Path) -> None:
+    """Two data-parallel ranks, weights streamed to a server of the launcher's."""
+    run(["-m", "megarl.launcher.local", str(SCRIPT), "--nproc", "2", *keys(model, tmp_path)])
+    check_run(tmp_path)
+
+
+@pytest.mark.system
+def test_the_script_by_torchrun(model: Path, tmp_path: Path) -> None:
+    """Beside a server that runs already, weights through files; `transfer` is the script's key."""
+    flags = ("--context-length", "64", "--dtype", "float32")
+    with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
+        run(
+            ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+            + ["--master-port", str(free_port()), str(SCRIPT), *keys(model, tmp_path)]
+            + [f"rollout.addresses=[127.0.0.1:{server.port}]", "transfer=disk"]
+        )
+        assert server.get("/model_info")[1]["weight_version"] == str(STEPS)
+    check_run(tmp_path)
+
+
+def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "notebook.md").read_text()
+    engine, server = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    cells = tmp_path / "cells.py"
+    indented = "".join(f"    {line}\n" for line in server.splitlines())
+    cells.write_text(
+        f"import asyncio\npath = {str(model)!r}\n{engine}"
+        "assert logprobs.shape == batch['input_ids'].shape\n"
+        "real = batch['attention_mask'].bool()\n"
+        "assert (logprobs[:, 1:][real[:, 1:]] < 0).all() and (logprobs[~real] == 0).all()\n"
+        f"async def cell():\n{indented}"
+        "    assert response.completion == tokenizer.decode(\n"
+        "        response.output_tokens, skip_special_tokens=True)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(cell())\n"
+        "    print(len(batch['input_ids']), 'rows')\n"
+    )
+    assert run([str(cells)]).rstrip().endswith("2 rows")

@@ -1,0 +1,261 @@
+"""What users add from outside of the package: a file each, named in the configuration alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gspo import gspo_loss
+from megarl.algos import Actor
+from megarl.config.base import SeamConfig
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.recipes import GRPOConfig
+from megarl.data import build_dataloader, build_dataset
+from megarl.run import check_named
+from tests.hf_stub import write_stub
+from tests.tiny_tokenizer import save_tokenizer
+from tests.unit.bigram import BigramEngine, rollout
+
+FILE = '''
+import torch
+from dataclasses import dataclass
+from megarl.algos import AdvantageSpec, LossSpec, token_weight
+from megarl.config.recipes import GRPOConfig
+from megarl.rollout.trajectory import ChatWorkflow, pad
+
+
+def reinforce(config, *, scale: float = 1.0):
+    def loss(outputs, batch):
+        mask = batch["loss_mask"].bool()
+        return -scale * (outputs["logprobs"] * batch["advantages"])[mask].sum(), {}
+    return LossSpec(fn=loss, weight=token_weight, needs=("advantages",))
+
+
+def leave_one_out(config, *, floor: float = 0.0):
+    """RLOO: the reward less the mean of the group's others, decaying towards the answer's start."""
+    def per_sample(batch):
+        same = batch["group_ids"][:, None] == batch["group_ids"]
+        others = same.sum(1) - 1
+        return batch["rewards"] - (same * batch["rewards"]).fill_diagonal_(0).sum(1) / others
+    def per_token(numbers, rows):
+        ahead = rows["loss_mask"].flip(1).cumsum(1).flip(1)
+        return numbers[:, None] * rows["loss_mask"] / ahead.clamp(min=1)
+    return AdvantageSpec(per_sample=per_sample, per_token=per_token, needs_groups=True)
+
+
+def colours(cfg, *, seed, n: int = 4):
+    for i in range(n):
+        yield {"messages": f"Colour {i}?", "answer": "blue", "hue": i}
+
+
+def judge(prompt, completion, prompt_ids, completion_ids, *, hue, bonus: float, **row):
+    return bonus + hue
+
+
+class Backwards:
+    def __init__(self, dataset, *, seed):
+        self.n = len(dataset)
+    def __len__(self):
+        return self.n
+    def __iter__(self):
+        return iter(range(self.n - 1, -1, -1))
+
+
+def hues(rows, *, add: int):
+    return [row | {"hue": row["hue"] + add} for row in rows]
+
+
+class Ask(ChatWorkflow):
+    def __init__(self, *args, turns: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.turns = turns
+    async def arun_episode(self, engine, data):
+        samples = self.begin(data)
+        for _ in range(self.turns):
+            await self.generate(engine, samples, data)
+        return pad(samples, await self.score(samples, data))
+
+
+@dataclass(kw_only=True)
+class MyConfig(GRPOConfig):
+    patience: int = 3
+
+
+class MyTrainer:
+    config_class = MyConfig
+    def __init__(self, cfg, ctx, *, loud: bool = False):
+        pass
+    def fit(self):
+        pass
+'''
+ALL = {
+    "actor.loss": "outside:reinforce",
+    "actor.loss.options.scale": "2",
+    "actor.advantages": "outside:leave_one_out",
+    "train_dataset.type": "outside:colours",
+    "train_dataset.options.n": "5",
+    "train_dataset.reward": "outside:judge",
+    "train_dataset.reward.options.bonus": "0.5",
+    "train_dataset.sampler": "outside:Backwards",
+    "train_dataset.collate": "outside:hues",
+    "train_dataset.collate.options.add": "10",
+    "train_dataset.batch_size": "2",
+    "rollout.workflow": "outside:Ask",
+    "rollout.workflow.options.turns": "2",
+    "trainer": "outside:MyTrainer",
+    "trainer.options.loud": "true",
+    "patience": "4",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    write_stub(tmp_path / "model")
+    (tmp_path / "outside.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield tmp_path
+    sys.modules.pop("outside", None)
+
+
+def config(**changed: str | None) -> GRPOConfig:
+    words = ALL | {k.replace("__", "."): v for k, v in changed.items()}
+    base = ["actor.path=model", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2", "fileroot=runs"]
+    cfg = load_config(None, [*base, *(f"{k}={v}" for k, v in words.items() if v is not None)])
+    assert isinstance(cfg, GRPOConfig)
+    return cfg
+
+
+def test_everything_is_named_in_the_configuration(home: Path) -> None:
+    cfg = config()
+    assert type(cfg).__name__ == "MyConfig" and vars(cfg)["patience"] == 4
+    check_named(cfg, writes=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("actor__loss__options__scale", "x", r"actor\.loss\.options\.scale='x': not of type float"),
+        ("actor__loss", "outside:colours", "missing a required argument: 'seed'|seed: .*needs it"),
+        ("actor__loss", "outside:hues", r"actor\.loss\.options\.add: hues needs it"),
+        ("actor__loss", "ppo", r"actor\.loss=ppo: use one of grpo, or pkg\.module:function"),
+        ("actor__advantages", "outside:reinforce", r"returned a LossSpec, not a .*AdvantageSpec"),
+        ("rollout__workflow__options__turns", None, r"workflow\.options\.turns: Ask needs it"),
+        ("train_dataset__options__n", "many", r"options\.n='many': not of type int"),
+        ("train_dataset__collate__options__add", None, r"collate\.options\.add: hues needs it"),
+        ("train_dataset__sampler", "outside:hues", r"sampler\.options\.add: hues needs it"),
+        ("trainer__options__loud", "2", r"trainer\.options\.loud=2: not of type bool"),
+        ("trainer", "outside:Backwards", r"Backwards has no such option|has no method fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_start(
+    home: Path, key: str, value: str | None, message: str
+) -> None:
+    changed: dict[str, Any] = {key: value}
+    if key == "trainer":
+        changed |= {"patience": None}
+    if key == "actor__loss":
+        changed |= {"actor__loss__options__scale": None}
+    with pytest.raises(ConfigError, match=message):
+        check_named(config(**changed), writes=False)
+
+
+def test_rows_in_the_samplers_order_and_the_collators_form(home: Path) -> None:
+    cfg, tokenizer = config(), save_tokenizer(home / "tokenizer")
+    data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=1)
+    batches = list(build_dataloader(data, cfg.train_dataset, seed=1))
+    assert [[row["hue"] for row in rows] for rows in batches] == [[14, 13], [12, 11]]
+
+
+def test_a_loss_and_an_advantage_train(home: Path) -> None:
+    """The step is the gradient that the file's two functions stand for."""
+    cfg = config()
+    actor = Actor(cfg.actor, BigramEngine(), temperature=1.0)
+    batch = rollout(BigramEngine())
+    actor.compute_prox_logp(batch)
+    actor.compute_advantages(batch)
+    rewards, groups, mask = batch["rewards"], batch["group_ids"], batch["loss_mask"].bool()
+    for i in range(len(rewards)):
+        others = [rewards[j] for j in range(len(rewards)) if groups[j] == groups[i] and j != i]
+        number = float(rewards[i] - sum(others) / len(others))
+        places = mask[i].nonzero().flatten().tolist()
+        for k, t in enumerate(places):
+            want = number / (len(places) - k)
+            assert float(batch["advantages"][i, t]) == pytest.approx(want, abs=1e-6)
+    table = actor.engine.table.detach().clone().requires_grad_()
+    ids = batch["input_ids"]
+    logp = table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    (2 * (logp * batch["advantages"][:, 1:])[mask[:, 1:]].sum() / mask.sum()).backward()
+    stats = actor.ppo_update(batch)
+    assert table.grad is not None
+    want_table = table.detach() + actor.engine.lr * table.grad
+    torch.testing.assert_close(actor.engine.table.detach(), want_table, rtol=0, atol=1e-6)
+    assert "ratio" not in stats and stats["n_updates"] == 1
+
+
+# GSPO, an algorithm in a file of its own
+
+
+def gspo_by_hand(logp: list[list[float]], batch: dict[str, Any], low: float, high: float) -> float:
+    """Eq. 5 of arXiv 2507.18071, token by token in plain Python: the sum over sequences."""
+    total = 0.0
+    for i, row in enumerate(logp):
+        marked = [t for t in range(len(row)) if batch["loss_mask"][i][t]]
+        if not marked:
+            continue
+        s = math.exp(sum(row[t] - float(batch["prox_logp"][i][t]) for t in marked) / len(marked))
+        a = float(batch["advantages"][i][marked[0]])
+        total -= min(s * a, min(max(s, 1 - low), 1 + high) * a)
+    return total
+
+
+def test_gspo_is_its_formula_and_so_is_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
+    numbers = torch.tensor([1.5, -0.7, 1.0, -2.0], dtype=torch.float64)
+    batch = {
+        "loss_mask": mask,
+        "prox_logp": -torch.rand(4, 5, generator=generator, dtype=torch.float64),
+        "advantages": numbers[:, None] * mask,
+    }
+    logp = (batch["prox_logp"] + 0.2 * torch.randn(4, 5, generator=generator)).requires_grad_()
+    eps = dict(eps_low=0.03, eps_high=0.05)
+    loss, stats = gspo_loss({"logprobs": logp}, batch, old_logp="prox_logp", **eps)
+    by_hand = gspo_by_hand(logp.tolist(), batch, 0.03, 0.05)
+    assert float(loss.detach()) == pytest.approx(by_hand, abs=1e-12)
+    clipped, n = stats["seq_clip_frac"]
+    assert n == 3 and 0 < clipped < 3  # both branches are here
+    loss.backward()
+    assert logp.grad is not None
+    for i in range(4):
+        for t in range(5):
+            up, down = logp.detach().clone(), logp.detach().clone()
+            up[i, t] += 1e-6
+            down[i, t] -= 1e-6
+            both = [gspo_by_hand(x.tolist(), batch, 0.03, 0.05) for x in (up, down)]
+            slope = (both[0] - both[1]) / 2e-6  # central differences: error of the order of 1e-9
+            assert float(logp.grad[i, t]) == pytest.approx(slope, abs=1e-7)
+
+
+def test_gspo_is_chosen_by_the_configuration_alone() -> None:
+    cfg = load_config(None, ["actor.loss=examples.gspo:gspo", "actor.loss.options.eps_high=0.1"])
+    assert isinstance(cfg, GRPOConfig)
+    assert cfg.actor.loss == SeamConfig(type="examples.gspo:gspo", options={"eps_high": 0.1})
+    cfg.actor.ppo_n_minibatches = 2
+    actor = Actor(cfg.actor, BigramEngine(), temperature=1.0)
+    batch = rollout(BigramEngine())
+    actor.compute_prox_logp(batch)
+    actor.compute_advantages(batch)
+    before = actor.compute_logp(batch)
+    stats = actor.ppo_update(batch)
+    gain = ((actor.compute_logp(batch) - before) * batch["advantages"]).sum()
+    assert gain > 0 and stats["n_updates"] == 2
+    # in the second step the policy has moved
+    assert 0 < stats["seq_ratio"] != 1.0 and 0 < stats["seq_clip_frac"] <= 0.5

@@ -1,0 +1,41 @@
+"""`import megarl`: the public names, lazily, as editors and docs/api.md know them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import megarl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_name_is_there_and_an_editor_finds_it() -> None:
+    tree = ast.parse(Path(megarl.__file__).read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If))  # if TYPE_CHECKING
+    found = {a.name: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert sorted(found) == sorted(megarl.__all__)
+    for name, module in found.items():
+        scope: dict[str, object] = {}
+        exec(f"from {module} import {name}", scope)
+        assert getattr(megarl, name) is scope[name], name
+
+
+def test_the_import_is_light_and_a_wrong_name_is_an_attribute_error() -> None:
+    code = (
+        "import sys, megarl; assert not {'torch', 'megatron', 'omegaconf'} & set(sys.modules)\n"
+        "megarl.load_config; assert 'torch' not in sys.modules\n"
+        "megarl.no_such_name"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.rstrip().endswith(
+        "AttributeError: module 'megarl' has no attribute 'no_such_name'; docs/api.md lists them"
+    ), done.stderr
+
+
+def test_the_page_lists_every_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = [line.split(".")[-1] for line in page.splitlines() if line.startswith("::: megarl.")]
+    assert sorted(listed) == sorted(megarl.__all__)

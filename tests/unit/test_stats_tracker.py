@@ -1,0 +1,64 @@
+"""stats_tracker in one process; over ranks: tests/dist/test_rank_zero.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.observability.stats_tracker import StatsTracker
+
+
+def test_scalars_are_averaged_under_their_scopes() -> None:
+    tracker = StatsTracker()
+    tracker.scalar(c=1.0)
+    tracker.scalar(c=2)
+    with tracker.scope("A"):
+        tracker.scalar(c=123)
+        with tracker.scope("B"):
+            tracker.scalar(c=234)
+    assert tracker.export() == {"c": 1.5, "A/c": 123.0, "A/B/c": 234.0}
+    assert tracker.export() == {}
+
+
+def test_tensors_are_reduced_where_their_denominator_holds() -> None:
+    """The design document's example: lengths of right and of wrong answers."""
+    tracker = StatsTracker()
+    rewards = torch.tensor([1.0, 0.0, 1.0, -1.0])
+    seqlens = torch.tensor([10.0, 20.0, 40.0, 5.0])
+    tracker.denominator(right=rewards > 0, wrong=rewards <= 0, never=rewards > 9)
+    tracker.stat(right_len=seqlens, denominator="right")
+    for how in ("sum", "avg", "min", "max"):
+        tracker.stat(denominator="wrong", reduce_type=how, **{f"wrong_{how}": seqlens})
+    tracker.stat(nothing=seqlens, denominator="never", reduce_type="avg")
+    stats = tracker.export()
+    assert math.isnan(stats.pop("nothing"))
+    assert stats == {
+        "right": 2.0, "wrong": 2.0, "never": 0.0,
+        "right_len/avg": 25.0, "right_len/min": 10.0, "right_len/max": 40.0,
+        "wrong_sum": 25.0, "wrong_avg": 12.5, "wrong_min": 5.0, "wrong_max": 20.0,
+    }  # fmt: skip
+
+
+def test_wrong_use_is_named() -> None:
+    tracker, mask = StatsTracker(), torch.tensor([True, False])
+    with pytest.raises(ValueError, match=r"denominator\(n=\): torch.float32, not bool"):
+        tracker.denominator(n=mask.float())
+    tracker.denominator(n=mask)
+    with pytest.raises(ValueError, match="denominator 'm' is not known"):
+        tracker.stat(x=torch.ones(2), denominator="m")
+    with pytest.raises(ValueError, match=r"shape \(3,\), but denominator 'n' has \(2,\)"):
+        tracker.stat(x=torch.ones(3), denominator="n")
+    with pytest.raises(ValueError, match="reduce_type='mean': one of avg, sum, min, max"):
+        tracker.stat(x=torch.ones(2), denominator="n", reduce_type="mean")
+
+
+def test_timings_add_up_until_the_export() -> None:
+    tracker = StatsTracker()
+    for _ in range(2):
+        with tracker.record_timing("train"):
+            pass
+    seconds = tracker.seconds("train")
+    assert seconds > 0 and tracker.export() == {"timing/train_s": seconds}
+    assert tracker.seconds("train") == 0
