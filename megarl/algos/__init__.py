@@ -1,25 +1,21 @@
 """Algorithms: losses, advantages, KL estimators, and the roles that use them over a TrainEngine.
 
-Plain torch. Nothing here knows of packing or Megatron: a loss sees padded [b,S] tensors of whole
-sequences and returns a sum; the engine divides by the global weight. A role's verbs take a Batch,
-whose tokens lie on the ranks that work on them, or a plain dict of padded [B,S] tensors that is the
-same on every rank. What is summed over the batch goes through `rows.py`.
+Plain torch. Nothing here knows of ranks, packing or Megatron: a loss sees padded [b,S] tensors of
+whole sequences and returns a sum; the engine divides by the global weight.
 
 Position t of every per-token tensor belongs to input_ids[:, t] (logprobs[:, t] = log p(x_t|x_<t)).
 
 How to add an algorithm
 -----------------------
-1. A loss in `losses.py` (or a file beside it): `my_loss(outputs, batch, *, knobs) ->
-   (loss_sum, {name: (sum, weight)})`. `outputs` holds what was asked of the engine ("logprobs",
-   "entropy", "values", "greedy_match"), with gradient. Sum, never divide by the batch: everything
-   that normalises over the batch belongs in the weight.
-2. A weight `my_weight(batch) -> float` that depends on the batch alone, not on the model, and adds
-   up when the batch is cut: loss_sum / weight must not change with micro-batches.
-3. If it needs one, an advantage in `advantages.py`: pure functions of [B] tensors, and of the
-   padded [b,S] tensors of some rows, which `rows.map_rows` applies to all.
-4. A role: a subclass of `Role` whose methods are the verbs of the training script
-   (`compute_logp`, `ppo_update`, ...), calling `engine.forward`, `train_batch`, `eval_batch`.
-5. A test against a plain Python loop over tokens, and one that cuts the batch in two.
+1. A loss: a function `my_loss(config, **options) -> LossSpec` (specs.py), in losses.py and NAMES or
+   anywhere, named in `actor.loss` by its import path. Sum, never divide by the batch: everything
+   that normalises over the batch belongs in the weight, which adds up when the batch is cut.
+2. If it needs one, an advantage: `my_advantages(config, **options) -> AdvantageSpec`, in the same
+   way, for `actor.advantages`.
+3. If it has another model or other steps, a role: a subclass of `Role` whose methods are the verbs
+   of the training script (`compute_logp`, `ppo_update`, ...), calling `engine.forward`,
+   `train_batch`, `eval_batch`; and a trainer, named in `trainer`.
+4. A test against a plain Python loop over tokens, and one that cuts the batch in two.
 """
 
 from megarl.algos.actor import Actor

@@ -169,6 +169,19 @@ def test_advantages_need_groups_only_where_they_normalise():
     assert torch.equal(batch["advantages"], batch["rewards"][:, None] * batch["loss_mask"])
 
 
+def test_kl_in_the_reward_is_summed_over_the_samples_trained_tokens():
+    """Before the group's norm, after the reward's shape; by hand, sample by sample."""
+    actor, batch = prepared(PPOActorConfig(adv_norm="none", reward_scaling=2.0))
+    with pytest.raises(ValueError, match=r"compute_advantages: the batch has no 'ref_logp'"):
+        actor.compute_advantages(batch, kl_ctl=0.5)
+    batch["ref_logp"] = batch["prox_logp"] - 0.1 * torch.arange(batch["prox_logp"].shape[1])
+    actor.compute_advantages(batch, kl_ctl=0.5)
+    for i, mask in enumerate(batch["loss_mask"].bool()):
+        kl = sum(float(batch["prox_logp"][i, t] - batch["ref_logp"][i, t]) for t in mask.nonzero())
+        want = 2.0 * float(batch["rewards"][i]) - 0.5 * kl
+        assert batch["advantages"][i][mask].tolist() == pytest.approx([want] * int(mask.sum()))
+
+
 def test_missing_prox_logp_says_what_to_call():
     actor, batch = prepared(PPOActorConfig())
     del batch["prox_logp"]
