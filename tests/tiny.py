@@ -61,7 +61,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     # a router without groups
     "kimi_k2": dict(
         n_routed_experts=8,
-        num_experts_per_tok=2,
+        num_experts_per_tok=3,
         n_group=1,
         topk_group=1,
         q_lora_rank=24,

@@ -26,6 +26,7 @@ from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 
 from megatron.core import parallel_state as ps  # isort: skip
+from megatron.core import transformer  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
@@ -126,7 +127,8 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
-    config: TransformerConfig = family.config_class()(**{**fields, **overrides})
+    kind = getattr(transformer, family.config_class)
+    config: TransformerConfig = kind(**{**fields, **overrides})
     return config
 
 

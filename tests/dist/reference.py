@@ -28,7 +28,7 @@ def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
     cls = cls or getattr(T, name.format("Sequence"), None)
     if cls is None:  # as transformers makes them
         bases = (GenericForSequenceClassification, type(causal).__mro__[1])
-        cls = type(name.format("Sequence"), bases, {})
+        cls = type(name.format("Sequence"), bases, {"__module__": type(causal).__module__})
     config = causal.config
     config.num_labels, config.pad_token_id = 1, 0
     model = cls(config).float().eval()

@@ -82,6 +82,24 @@ def test_ragged_batches_give_the_models_logits(pair, split, monkeypatch):
         torch.testing.assert_close(got[i], reference(model, p, 4), atol=1e-4, rtol=1e-4)
 
 
+def test_windows_in_some_layers_are_served_deterministically_too(tmp_path):
+    over = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    path, model = save_tiny(tmp_path, "qwen2", **over), tiny_hf("qwen2", **over)
+    given = prompts([3, 17, 40])
+    for deterministic in (False, True):
+        runner = ModelRunner(
+            ServerArgs(
+                model_path=str(path), dtype="float32", device="cpu", deterministic=deterministic
+            )
+        )
+        for batch in [[p] for p in given] if deterministic else [given]:
+            got = teacher_forced(runner, [make_sequence(p) for p in batch], steps=4)
+            for logits, prompt in zip(got, batch, strict=True):
+                torch.testing.assert_close(
+                    logits, reference(model, prompt, 4), atol=1e-4, rtol=1e-4
+                )
+
+
 def test_equal_prompts_are_run_once_and_share_their_logits(pair, monkeypatch):
     runner, model = pair
     a, b = prompts([12, 7])
@@ -167,17 +185,18 @@ def test_prompt_logprobs(pair):
 
 
 def test_attention_the_server_does_not_have_is_refused_by_name(tmp_path):
-    config = transformers.MistralConfig(
+    config = transformers.Gemma2Config(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        sliding_window=16,
+        head_dim=16,
+        attn_logit_softcapping=30.0,
     )
-    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="sliding_window"):
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
         ModelRunner(ServerArgs(model_path=str(tmp_path), device="cpu"))
 
 
@@ -239,7 +258,7 @@ def test_latent_attention_is_served_and_loaded(kind, tmp_path, monkeypatch):
     assert all(sum_ != before[name] for name, sum_ in store.checksums().items())
     other = dict(tiny_hf(kind, layers=2, seed=1).named_buffers())
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert (name in store.tensors) == (kind == "deepseek_v3")
+    assert (name in store.tensors) == (kind in ("deepseek_v3", "kimi_k2"))
     if kind == "deepseek_v3":
         assert torch.equal(store.tensors[name], other[name])
 

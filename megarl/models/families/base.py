@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class Family:
     sliding window, a rule of megarl.models.families.grouped_query; None: it knows no window.
     `partial_rotary`: it reads partial_rotary_factor. `rope_scalings`: the kinds of rotary scaling
     it has, each with its reader.
+    `config_class`: the name of megatron-core's class of TransformerConfig.
     `defaults`: what HF's config class takes for a key that config.json leaves out; those of all
     families are megarl.models.hf_config.DEFAULTS. Sizes without which no weight has a shape are
     not among them: a config.json that lacks one is refused.
@@ -57,6 +58,7 @@ class Family:
     slides: str | None = None
     partial_rotary: bool = False
     rope_scalings: Mapping[str, ScalingReader] = field(default_factory=lambda: SCALINGS)
+    config_class: str = "TransformerConfig"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored_fields: tuple[str, ...] = ()
 
@@ -98,13 +100,7 @@ class Family:
         assert self.moe is not None
         return self.moe.params(m.moe.num_experts)
 
-    # ---- megatron-core; `import` where it is used: declarations must load without torch
-
-    def config_class(self) -> Callable[..., Any]:
-        """Returns megatron-core's class of TransformerConfig for the family."""
-        from megatron.core.transformer import TransformerConfig
-
-        return TransformerConfig
+    # ---- megatron-core; what needs torch is imported where it is used
 
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
         """Returns the TransformerConfig's fields that depend on the kind of attention."""

@@ -147,6 +147,8 @@ def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
 class DeepSeek(Family):
     """A family with latent attention."""
 
+    config_class: str = "MLATransformerConfig"
+
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
         refuse_others(raw, {"rope_interleave": (True,)}, source)
         heads = positive(raw, "num_attention_heads", source)
@@ -176,13 +178,6 @@ class DeepSeek(Family):
         queries = _QUERIES if m.attention.q_rank is None else _LATENT_QUERIES
         return (*queries, *_KEYS_AND_VALUES)
 
-    def config_class(self) -> Callable[..., Any]:
-        from megarl.models import mla  # noqa: F401  mends megatron-core's layers: before any is built
-
-        from megatron.core.transformer import MLATransformerConfig  # isort: skip
-
-        return MLATransformerConfig
-
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
         """megatron-core takes rotary dimensions apart as Hugging Face does (even ones first) and,
         unlike elsewhere, its YaRN is the same to the bit."""
@@ -211,6 +206,9 @@ class DeepSeek(Family):
                 mscale_all_dim=yarn.mscale_all_dim,
             )
         return fields
+
+    def patch_spec(self, spec: Any) -> None:
+        from megarl.models import mla  # noqa: F401  mends megatron-core's layers
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         from megarl.models.mla import settle_mla
