@@ -122,7 +122,7 @@ def stored_block(
         try:
             with torch.serialization.skip_data():  # memory that is never touched takes no room
                 tensor = torch.load(reader._slice_file(f, place), weights_only=True)
-            archive = torch._C.PyTorchFileReader(reader._slice_file(f, place))
+            archive: Any = torch._C.PyTorchFileReader(reader._slice_file(f, place))
             start = place.offset + archive.get_record_offset("data/0")
         except (RuntimeError, pickle.UnpicklingError, ValueError, LookupError, EOFError) as e:
             raise ValueError(
