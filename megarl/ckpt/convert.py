@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from megarl.ckpt.convert_source import (
     Source,
     main_dtype,
     row_runs,
+    runs_by,
 )
 from megarl.ckpt.convert_work import Buffer, Job, make_directory
 from megarl.ckpt.dist import complete, describe_model
@@ -75,18 +77,14 @@ def hf2dist(
     """
     source = HfSource(Path(hf))
     dtypes = _param_dtypes(source, dtype)
-    parts = _plan_parts(source, dtypes, part_bytes)
-    runs: dict[str, list[Run]] = {}
-    for run in row_runs(source.table):
-        runs.setdefault(run.param, []).append(run)
-
-    def job(params: Sequence[LocalParam]) -> Job:
-        return Job(
+    runs = runs_by(source.table, lambda run: run.param)
+    jobs = {
+        f"__0_{i}.distcp": Job(
             nbytes=sum(_nbytes(p, dtypes) for p in params),
-            write=lambda path, buffer, add: _write_part(
-                source, params, runs, dtypes, path, buffer, add
-            ),
+            write=partial(_write_part, source, params, runs, dtypes),
         )
+        for i, params in enumerate(_plan_parts(source, dtypes, part_bytes))
+    }
 
     def finish(staging: Path, chunks: dict[str, Any]) -> None:
         _write_metadata(staging, source, dtypes, chunks)
@@ -97,7 +95,7 @@ def hf2dist(
     with _without_checksums():
         make_directory(
             Path(out),
-            {f"__0_{i}.distcp": job(params) for i, params in enumerate(parts)},
+            jobs,
             finish,
             input_=_input(DIST, source, dtype, part_bytes),
             workers=workers,
@@ -132,11 +130,10 @@ def dist2hf(
     ]
     shards = plan_shards(members, max_shard_bytes)
 
-    def job(shard: Sequence[Member]) -> Job:
-        return Job(
-            nbytes=sum(m.nbytes for m in shard),
-            write=lambda path, buffer, add: _write_shard(source, shard, path, buffer, add),
-        )
+    jobs = {
+        name: Job(nbytes=sum(m.nbytes for m in shard), write=partial(_write_shard, source, shard))
+        for name, shard in shards.items()
+    }
 
     def finish(staging: Path, _: dict[str, Any]) -> None:
         if len(shards) > 1:
@@ -146,7 +143,7 @@ def dist2hf(
 
     make_directory(
         Path(out),
-        {name: job(shard) for name, shard in shards.items()},
+        jobs,
         finish,
         input_=_input(HF, source, dtype, max_shard_bytes),
         workers=workers,

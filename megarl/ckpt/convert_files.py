@@ -122,8 +122,8 @@ def stored_block(
         try:
             with torch.serialization.skip_data():  # memory that is never touched takes no room
                 tensor = torch.load(reader._slice_file(f, place), weights_only=True)
-            archive = torch._C.PyTorchFileReader(reader._slice_file(f, place))
-            start = place.offset + archive.get_record_offset("data/0")  # type: ignore[attr-defined]
+            archive: Any = torch._C.PyTorchFileReader(reader._slice_file(f, place))
+            start = place.offset + archive.get_record_offset("data/0")
         except (RuntimeError, pickle.UnpicklingError, ValueError, LookupError, EOFError) as e:
             raise ValueError(
                 f"{file}: no tensor at byte {place.offset} ({type(e).__name__}: {e}); the file is "

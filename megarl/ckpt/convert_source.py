@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,14 @@ def row_runs(table: PieceTable) -> list[Run]:
                 runs.append(Run(t.name, hf_row, piece.param, row, rows))
                 hf_row += rows
     return runs
+
+
+def runs_by(table: PieceTable, key: Callable[[Run], str]) -> dict[str, list[Run]]:
+    """Groups the runs of `row_runs`, in their order."""
+    groups: dict[str, list[Run]] = {}
+    for run in row_runs(table):
+        groups.setdefault(key(run), []).append(run)
+    return groups
 
 
 class Source(ABC):
@@ -144,10 +152,8 @@ class DistSource(Source):
         self.info = info
         self.companions = base or path / COMPANIONS
         self._blocks = self._find_blocks()
-        self._runs: dict[str, list[Run]] = {}
-        for run in row_runs(self.table):
-            self._runs.setdefault(run.name, []).append(run)
-            self.dtypes[run.name] = self._blocks[run.param][0].dtype
+        self._runs = runs_by(self.table, lambda run: run.name)
+        self.dtypes = {n: self._blocks[runs[0].param][0].dtype for n, runs in self._runs.items()}
 
     def read(self, name: str, row: int, out: Tensor) -> None:
         """Reads rows as `Source.read` says, put together from the parts that ranks wrote."""

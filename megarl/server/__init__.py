@@ -17,6 +17,7 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     running.py           the sequences that are being written: prefill, decode, how they end
     scheduler.py         continuous batching, pause, abort: one thread that owns the model
     weights.py           HF names -> tensors; validated loads, checksums
+    tensor_lists.py      what an update's body says about its tensors; receiving them
     updates.py           weight-update sessions and process groups
     text.py              tokenizer: stop strings, answers
     generate.py          /generate: body -> sequences

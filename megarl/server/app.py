@@ -37,8 +37,8 @@ _SWITCH_INTERVAL = 5e-4
 
 # an endpoint's route has its name, and its method is POST but for these
 _METHODS = {
-    **{name: ["GET"] for name in ("health", "ready", "model_info", "server_info")},
-    **{name: ["GET", "POST"] for name in ("flush_cache", "weights_checker")},
+    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ("GET",)),
+    **dict.fromkeys(("flush_cache", "weights_checker"), ("GET", "POST")),
 }
 # what shows no weights and changes nothing but by computing
 _OPEN = {"health", "ready", "model_info", "server_info", "generate"}
@@ -55,7 +55,7 @@ def build_app(core: ServerCore, access: Access) -> FastAPI:
     }
     for name, handler in routes.items():
         check = functools.partial(access.check, control=name not in _OPEN)
-        methods = _METHODS.get(name, ["POST"])
+        methods = list(_METHODS.get(name, ("POST",)))
         app.add_route(f"/{name}", guarded(handler, check), methods=methods)
 
     async def unknown(request: Request) -> Response:

@@ -23,7 +23,7 @@ from megarl.ckpt import convert as module
 from megarl.ckpt.convert import dist2hf, hf2dist
 from megarl.ckpt.convert_logits import check_logits
 from megarl.ckpt.convert_report import inspect, verify
-from megarl.ckpt.convert_work import chunk_bytes, resident_bytes
+from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import check_contents, read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
@@ -404,3 +404,17 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "error: no config.json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["hf2dist", "--hf", a, "--out", b, "--max-memory", "much"])
+
+
+def test_progress_counts_what_was_there_and_ends_workers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Progress(3 << 20, done=1 << 20) as progress:
+        progress.add(1 << 20)
+        progress.stopped.set()
+        with pytest.raises(InterruptedError):
+            progress.add(1)
+    with Progress(1, quiet=True) as progress:
+        progress.add(1)
+    said = capsys.readouterr().err  # no terminal: lines, the last one at the end
+    assert "2.0/3.0 MiB" in said and said.count("MiB") == 1
