@@ -108,14 +108,14 @@ class Sent:
 
 
 def plain_send(count: int) -> float:
-    """Seconds of one send of `count` bytes from rank 0 to rank 1."""
-    data = torch.ones(count if dist.get_rank() < 2 else 0, dtype=torch.uint8)
+    """Seconds of one send of `count` bytes from rank 0 to rank 1, into fresh memory there."""
+    data = torch.ones(count if dist.get_rank() == 0 else 0, dtype=torch.uint8)
     dist.barrier()
     start = time.perf_counter()
     if dist.get_rank() == 0:
         dist.send(data, 1)
     elif dist.get_rank() == 1:
-        dist.recv(data, 0)
+        dist.recv(torch.empty(count, dtype=torch.uint8), 0)
     dist.barrier()
     return time.perf_counter() - start
 

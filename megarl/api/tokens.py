@@ -90,9 +90,13 @@ class Tokens:
         if torch.equal(starts[1:], (starts + lengths)[:-1]):  # side by side: no copy
             first = int(starts[0]) if len(starts) else 0
             return Tokens(self.values[first : first + int(lengths.sum())], lengths)
-        ends = (starts + lengths).tolist()
-        pieces = [self.values[a:z] for a, z in zip(starts.tolist(), ends)]
-        return Tokens(torch.cat(pieces), lengths)
+        return Tokens(torch.cat(self.pieces(index)), lengths)
+
+    def pieces(self, index: Tensor) -> list[Tensor]:
+        """The rows at `index` one by one, views."""
+        starts = self.starts[index]
+        ends = starts + self.lengths[index]
+        return [self.values[a:z] for a, z in zip(starts.tolist(), ends.tolist())]
 
     def padded(self, fill: float = 0, *, width: int | None = None) -> Tensor:
         """[b, S, ...] with `fill` after the end of a row; S is that of the longest, or `width`."""

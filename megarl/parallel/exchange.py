@@ -8,8 +8,9 @@ lengths and the two homes: no message announces another.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from megarl.api.batch import Batch, Home, Tokens, register_comm
 from megarl.parallel.groups import collective_timeout
 
-CHUNK = 8 << 20  # bytes of a message, unless a row alone is longer
+CHUNK = 16 << 20  # bytes of a message, unless a row alone is longer
 IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
 
 
@@ -160,9 +161,10 @@ def place(batch: Batch, home: Home) -> None:
     if _same(batch.home, home):
         return
     plan = flows(batch.home, home)
+    buffers: list[Tensor] = []
     for name in sorted(batch.per_token):
         batch.per_token[name] = move(
-            batch.per_token[name], batch.lengths, batch.home, home, batch.comm, plan
+            batch.per_token[name], batch.lengths, batch.home, home, batch.comm, plan, buffers
         )
     batch.home = home
 
@@ -183,10 +185,12 @@ def _same(a: Home, b: Home) -> bool:
 
 def move(
     tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any,
-    plan: Sequence[Flow] | None = None,
+    plan: Sequence[Flow] | None = None, buffers: list[Tensor] | None = None,
 ) -> Tokens:  # fmt: skip
     """One field of the rows held under `before`, as the rows held under `after`. `lengths` [B] are
-    those of all rows; `plan`: flows(before, after), if they are known. Collective."""
+    those of all rows; `plan`: flows(before, after), if they are known; `buffers`: kept from one
+    field to the next, because fresh memory takes longer to get than what is copied into it.
+    Collective."""
     if _same(before, after):
         return tokens
     rank = comm.rank if comm else 0
@@ -202,8 +206,12 @@ def move(
         out = tokens.values.new_empty((int(lengths[wanted].sum()), *inner))
         result = Tokens(out, lengths[wanted])
         _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
-    _Mover(tokens, had, result, wanted, comm).run(todo)
+    _Mover(tokens, had, result, wanted, comm, [] if buffers is None else buffers).run(todo)
     return result
+
+
+def _neighbours(places: Tensor) -> bool:
+    return int(places[-1] - places[0]) == len(places) - 1
 
 
 def _put(into: Tokens, places: Tensor, values: Tensor) -> None:
@@ -223,12 +231,13 @@ class _Mover:
     """Sends from what a rank had, or has received to pass on; receives into what it will have."""
 
     def __init__(
-        self, source: Tokens, had: Tensor, target: Tokens, wanted: Tensor, comm: WorldComm
-    ) -> None:
+        self, source: Tokens, had: Tensor, target: Tokens, wanted: Tensor, comm: WorldComm,
+        buffers: list[Tensor],
+    ) -> None:  # fmt: skip
         self.source, self.had, self.target, self.wanted = source, had, target, wanted
-        self.comm = comm
-        self._sends: deque[tuple[Any, Tensor]] = deque()
-        self._receives: deque[tuple[Any, Callable[[], None]]] = deque()
+        self.comm, self.buffers = comm, buffers
+        self._sends: deque[tuple[Any, Tensor, Tensor | None]] = deque()
+        self._receives: deque[tuple[Any, tuple[Tensor, Tensor] | None]] = deque()
 
     def run(self, todo: Sequence[_Hop]) -> None:
         """All messages, in their order; a few are under way at a time."""
@@ -237,39 +246,60 @@ class _Mover:
                 self._receive(hop)
             else:
                 self._send(hop)
-        self._settle(self._receives, 0)
+        self._settle(0)
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sent()
 
     def _receive(self, hop: _Hop) -> None:
+        """Neighbours are received in place, others in a buffer whose rows are then put there."""
         places = torch.searchsorted(self.wanted, hop.rows)
-        count = int(self.target.lengths[places].sum())
-        buffer = self.target.values.new_empty((count, *self.target.values.shape[1:]))
+        into = self.target.take(places).values if _neighbours(places) else None
+        buffer = into
+        if buffer is None:
+            count = int(self.target.lengths[places].sum())
+            buffer = self.target.values.new_empty((count, *self.target.values.shape[1:]))
         if not buffer.numel():
             return
-        self._settle(self._receives, IN_FLIGHT - 1)
+        self._settle(IN_FLIGHT - 1)
         work = dist.irecv(_bytes(buffer), hop.src, group=self.comm.group)
-        self._receives.append((work, lambda: _put(self.target, places, buffer)))
+        self._receives.append((work, None if into is not None else (places, buffer)))
 
     def _send(self, hop: _Hop) -> None:
         origin = bool(torch.isin(hop.rows[:1], self.had))
         if not origin:
-            self._settle(self._receives, 0)  # what is passed on has to be here
+            self._settle(0)  # what is passed on has to be here
         held, rows = (self.source, self.had) if origin else (self.target, self.wanted)
-        values = held.take(torch.searchsorted(rows, hop.rows)).values.contiguous()
-        if not values.numel():
-            return
         while len(self._sends) >= IN_FLIGHT:
-            self._sends.popleft()[0].wait()
-        work = dist.isend(_bytes(values), hop.dst, group=self.comm.group)
-        self._sends.append((work, values))
+            self._sent()
+        values, buffer = self._packed(held, torch.searchsorted(rows, hop.rows))
+        if values.numel():
+            work = dist.isend(_bytes(values), hop.dst, group=self.comm.group)
+            self._sends.append((work, values, buffer))
 
-    @staticmethod
-    def _settle(receives: deque[tuple[Any, Callable[[], None]]], leave: int) -> None:
-        while len(receives) > leave:
-            work, put = receives.popleft()
+    def _packed(self, held: Tokens, places: Tensor) -> tuple[Tensor, Tensor | None]:
+        """These rows one after the other, and the buffer they were copied to, if they had to be."""
+        if _neighbours(places):
+            return held.take(places).values.contiguous(), None
+        shape = (int(held.lengths[places].sum()), *held.values.shape[1:])
+        count = math.prod(shape) * held.values.element_size()
+        buffer = self.buffers.pop() if self.buffers else torch.empty(CHUNK, dtype=torch.uint8)
+        if len(buffer) < count:
+            buffer = torch.empty(count, dtype=torch.uint8)
+        values = buffer[:count].view(held.values.dtype).view(shape)
+        return torch.cat(held.pieces(places), out=values), buffer
+
+    def _sent(self) -> None:
+        work, _, buffer = self._sends.popleft()
+        work.wait()
+        if buffer is not None:
+            self.buffers.append(buffer)
+
+    def _settle(self, leave: int) -> None:
+        while len(self._receives) > leave:
+            work, put = self._receives.popleft()
             work.wait()
-            put()
+            if put is not None:
+                _put(self.target, *put)
 
 
 def _bytes(values: Tensor) -> Tensor:
