@@ -168,6 +168,15 @@ class Actor(Role):
                 made = whiten(whole, name)
             put(batch, name, made)
 
+    def place(self, batch: Batch) -> None:
+        """Gives the batch's tokens to the ranks on which this actor will train on them.
+
+        Collective. compute_logp does so by itself; call it where another role, in another layout,
+        would be the first to get the batch.
+        """
+        self._plan(batch)
+        self.engine.place(batch)
+
     def _plan(self, data: Data) -> None:
         """Tells a batch its mini-batches before its first pass, which balances them over ranks."""
         if isinstance(data, Batch) and data.minibatches is None:

@@ -108,17 +108,17 @@ def gae(
     A reward at a token the policy did not write belongs to the trained token before it.
     """
     mask = loss_mask.bool()
-    order = torch.argsort((~mask).byte(), dim=1, stable=True)  # trained tokens first
-    steps, n = mask.gather(1, order), mask.sum(1, keepdim=True)
+    n, width = mask.sum(1, keepdim=True), mask.shape[1]
     step = mask.long().cumsum(1) - 1  # [b,S] the step a position belongs to, -1 before the first
+    place = torch.where(mask, step, n + (~mask).long().cumsum(1) - 1)  # trained tokens first
+    steps = torch.arange(width) < n
     earned = token_rewards.double().where(step >= 0, 0.0)
     r = torch.zeros_like(earned).scatter_add(1, step.clamp(min=0), earned)
-    v = F.pad(values.double().gather(1, order).where(steps, 0.0), (0, 1))
+    first = torch.zeros_like(earned).scatter(1, place, values.double())
+    v = F.pad(first.where(steps, 0.0), (0, 1))
     v = v.scatter(1, n, last_value.double()[:, None])  # the state after the last step
     delta = (r + discount * v[:, 1:] - v[:, :-1]).where(steps, 0.0)
-    advantages = torch.zeros_like(earned).scatter(
-        1, order, discounted_sums(delta, discount * gae_lambda)
-    )
+    advantages = discounted_sums(delta, discount * gae_lambda).gather(1, place)
     return advantages.float(), (advantages + values).where(mask, 0.0).float()
 
 

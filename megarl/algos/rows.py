@@ -144,13 +144,21 @@ def map_rows(
     `rows` [c] are numbers of rows of the batch, `padded` their fields `names`: [c,S], or [c] for a
     per-sample field. The results are [c,S,...], and come back as Tokens of all held rows.
     """
+    order = batch.lengths[batch.rows].argsort(stable=True)  # rows of like length: little padding
     parts = []
-    chunks = batch.chunks(CHUNK_TOKENS, names) if len(batch.rows) else [_no_rows(batch, names)]
-    for rows, padded in chunks:
-        lengths = batch.lengths[rows]
-        parts.append([Tokens.from_padded(made, lengths) for made in fn(rows, padded)])
-    return tuple(Tokens.concat(pieces) for pieces in zip(*parts, strict=True))
+    for rows in _chunks(batch.rows[order], batch.lengths):
+        made = fn(rows, batch.padded(rows, names))
+        parts.append([Tokens.from_padded(values, batch.lengths[rows]) for values in made])
+    back = order.argsort()
+    return tuple(Tokens.concat(pieces).take(back) for pieces in zip(*parts, strict=True))
 
 
-def _no_rows(batch: Batch, names: Sequence[str]) -> tuple[Tensor, Padded]:
-    return batch.rows, batch.padded([], names)
+def _chunks(rows: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Rows, from short to long, in parts of CHUNK_TOKENS padded tokens, or of one row; one part at
+    least."""
+    out: list[list[int]] = [[]]
+    for row, n in zip(rows.tolist(), lengths[rows].tolist(), strict=True):
+        if out[-1] and n * (len(out[-1]) + 1) > CHUNK_TOKENS:
+            out.append([])
+        out[-1].append(row)
+    return [torch.tensor(part, dtype=torch.long) for part in out]

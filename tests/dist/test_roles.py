@@ -76,8 +76,7 @@ def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
     white = Actor(PPOActorConfig(adv_norm="batch"), actor.engine, temperature=1.0)
     for origin in ORIGINS:
         batch = bring(samples(), origin)
-        actor._plan(batch)
-        actor.engine.place(batch)
+        actor.place(batch)
         assert len(batch.rows) < N or actor.engine.layout.dp == 1
         kw = dict(discount=0.9, gae_lambda=0.95, kl_ctl=0.1, bootstrap=True)
         white.compute_gae(batch, **kw)

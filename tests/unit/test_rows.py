@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megarl.algos import rows, whiten
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
 from megarl.algos.nonfinite import nonfinite_inputs
-from megarl.algos.rows import moments, reduce_rows, row_sums, total, trained_tokens
-from megarl.api.batch import Batch, Tokens
+from megarl.algos.rows import map_rows, moments, reduce_rows, row_sums, total, trained_tokens
+from megarl.api.batch import Batch, Padded, Tokens
 
 NAMES = ("values", "returns", "prox_logp", "logprobs")
 
@@ -33,6 +33,10 @@ def a_batch(lengths: list[int]) -> Batch:
     return batch
 
 
+def doubled_and_numbered(taken: torch.Tensor, part: Padded) -> tuple[torch.Tensor, ...]:
+    return 2 * part["values"], taken[:, None].expand_as(part["values"])
+
+
 def numbers(batch: Batch) -> list[torch.Tensor]:
     """What is computed of the rows, or of the whole batch."""
     return [
@@ -44,6 +48,7 @@ def numbers(batch: Batch) -> list[torch.Tensor]:
         torch.tensor(explained_variance(batch)),
         whiten(batch, "values").values,
         torch.tensor(list(logp_gap_stats(batch).values())),
+        *(made.values for made in map_rows(batch, doubled_and_numbered, NAMES[:1])),
     ]
 
 
@@ -59,6 +64,8 @@ def test_no_bit_depends_on_how_many_rows_are_taken_at_a_time(lengths, chunk):
         m.setattr(rows, "CHUNK_TOKENS", chunk)
         got = numbers(batch)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(want[-2], 2 * batch["values"].values)
+    assert torch.equal(want[-1], torch.arange(len(lengths)).repeat_interleave(batch.lengths))
     values = batch["values"].values.split(lengths)
     torch.testing.assert_close(want[1], torch.stack([v.double().sum() for v in values]))
     tops = [float(v.max()) if len(v) else -math.inf for v in values]
