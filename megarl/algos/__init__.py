@@ -7,7 +7,7 @@ Position t of every per-token tensor belongs to input_ids[:, t] (logprobs[:, t] 
 
 How to add an algorithm
 -----------------------
-1. A loss: a function `my_loss(config, **options) -> LossSpec` (specs.py), in losses.py and NAMES, or
+1. A loss: a function `my_loss(config, **options) -> LossSpec` (specs.py), in losses.py and NAMES or
    anywhere, named in `actor.loss` by its import path. Sum, never divide by the batch: everything
    that normalises over the batch belongs in the weight, which adds up when the batch is cut.
 2. If it needs one, an advantage: `my_advantages(config, **options) -> AdvantageSpec`, in the same
