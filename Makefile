@@ -21,7 +21,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format docs unit dist e2e test \
 	test-all test-system install-sglang test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
+	bench-packing bench-data-plane bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -122,6 +122,9 @@ bench-layouts: install  ## every parallel layout of up to 4 processes beside tra
 
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
+
+bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
+	$(CPU) $(BIN)/python benchmarks/data_plane.py
 
 bench-packing: install  ## how full and how balanced micro-batches are
 	$(CPU) $(BIN)/python benchmarks/packing.py

@@ -1,7 +1,9 @@
 """Algorithms: losses, advantages, KL estimators, and the roles that use them over a TrainEngine.
 
-Plain torch. Nothing here knows of ranks, packing or Megatron: a loss sees padded [b,S] tensors of
-whole sequences and returns a sum; the engine divides by the global weight.
+Plain torch. Nothing here knows of packing or Megatron: a loss sees padded [b,S] tensors of whole
+sequences and returns a sum; the engine divides by the global weight. A role's verbs take a Batch,
+whose tokens lie on the ranks that work on them, or a plain dict of padded [B,S] tensors that is the
+same on every rank. What is summed over the batch goes through `rows.py`.
 
 Position t of every per-token tensor belongs to input_ids[:, t] (logprobs[:, t] = log p(x_t|x_<t)).
 

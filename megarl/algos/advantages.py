@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.algos.rows import moments
+from megarl.algos.rows import map_tokens, moments
 from megarl.algos.specs import AdvantageSpec
-from megarl.api.batch import Batch, Tokens
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.algo import PPOActorConfig
 
 ADV_MODES = ("group", "group_mean", "none")
@@ -137,9 +137,12 @@ def whiten(batch: Batch, name: str, eps: float = 1e-6) -> Tokens:
     """Returns the field `name` with zero mean and unit std over the trained tokens of the whole
     batch; 0 elsewhere, and everywhere if fewer than two tokens are trained. Collective.
     """
-    values, mask = batch[name].values, batch["loss_mask"].values.bool()
-    count, mean, squares = moments(batch, values, mask)
-    if count < 2:
-        return Tokens(torch.zeros_like(values), batch[name].lengths)
-    normed = (values.double() - mean) / (math.sqrt(squares / (count - 1)) + eps)
-    return Tokens(normed.where(mask, 0.0).float(), batch[name].lengths)
+    count, mean, squares = moments(batch, lambda part: part[name], [name])
+
+    def normed(part: Padded) -> Tensor:
+        if count < 2:
+            return torch.zeros_like(part[name])
+        x = (part[name].double() - mean) / (math.sqrt(squares / (count - 1)) + eps)
+        return x.where(part["loss_mask"].bool(), 0.0).float()
+
+    return map_tokens(batch, normed, [name, "loss_mask"])

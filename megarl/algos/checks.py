@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
-from megarl.algos.metrics import Decode, LogpGap, row_ids, show_gaps, spell_ids
-from megarl.algos.rows import Data, row_sums
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.algos.metrics import Decode, LogpGap, show_gaps, spell_ids
+from megarl.algos.rows import Data
+from megarl.api.batch import Batch, Padded
 from megarl.api.engine import LossFn
 
 ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-batch is
@@ -270,79 +270,6 @@ class Streaks:
                 ),
             )
         return None
-
-
-# ---- NaN and Inf -------------------------------------------------------------------------------
-
-
-def nonfinite_inputs(batch: Batch) -> Finding | None:
-    """Finds numbers that are not finite where the loss reads them, before any pass is spent on
-    them. Collective.
-    """
-    samples = {n: v for n, v in batch.per_sample.items() if v.is_floating_point()}
-    tokens = {n: v.values for n, v in batch.per_token.items() if v.values.is_floating_point()}
-    counts = {}
-    if tokens:
-        mask = batch["loss_mask"].values.bool()
-        held = [_bad(v, mask).flatten(1).sum(1) for v in tokens.values()]
-        counts = dict(zip(tokens, row_sums(batch, torch.stack(held, 1)).unbind(1), strict=True))
-    counts |= {name: _bad(values).flatten(1).sum(1) for name, values in samples.items()}
-    details = []
-    for name, count in counts.items():
-        if rows := count.nonzero().flatten().tolist():
-            place, value = _first_bad(batch, name, rows[0])
-            details.append(
-                f"{name}: {int(count.sum())} numbers in rows {some(rows)}, "
-                f"the first at {place}: {value}"
-            )
-    if not details:
-        return None
-    return Finding("the batch holds numbers that are not finite", tuple(details))
-
-
-def _bad(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """True for what is not finite, of one number per token only where `mask` is set."""
-    bad = ~values.isfinite()
-    bad = bad & mask if mask is not None and bad.shape == mask.shape else bad
-    return bad if bad.ndim > 1 else bad[:, None]
-
-
-def _first_bad(batch: Batch, name: str, row: int) -> tuple[list[int], float]:
-    """The place and the value of the first number of a row that is not finite. Collective."""
-    if isinstance(batch[name], Tokens):
-        found = batch.fetch([row], [name, "loss_mask"])
-        values, mask = found[name][0], found["loss_mask"][0].bool()
-    else:
-        values, mask = batch[name][row : row + 1], None
-    bad = _bad(values, mask)
-    at = bad.reshape(values.shape).nonzero()[0].tolist()
-    inner = at if isinstance(batch[name], Tokens) else at[1:]
-    return [row, *inner], float(values[tuple(at)])
-
-
-def nonfinite_update(stats: dict[str, float]) -> Finding | None:
-    """An update that the engine refused; not one that a smaller loss scale mends (float16)."""
-    if stats["update_successful"] or stats.get("overflow"):
-        return None
-    metrics = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
-    return Finding(f"the update is not finite: {metrics}")
-
-
-def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:
-    """Says which sequences make the loss [B] what it is; none means that the backward pass did.
-    Collective.
-    """
-    bad = (~row_loss.isfinite()).nonzero().flatten().tolist()
-    if not bad:
-        return (
-            "the loss of every sequence is finite by itself: it overflowed in the sum or in the "
-            "backward pass"
-        )
-    text = decode(row_ids(batch, bad[:1])[0])
-    return (
-        f"the loss is not finite in {len(bad)} of {len(row_loss)} sequences, rows {some(bad)}; "
-        f"row {bad[0]} ends in {text[-80:]!r}"
-    )
 
 
 def some(rows: list[int], show: int = 8) -> str:

@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megarl.algos.kl import kl_estimate
-from megarl.algos.rows import moments, row_maxima, row_sums, total
+from megarl.algos.rows import moments, reduce_rows, total
 from megarl.api.batch import Batch, Padded
 
 Decode = Callable[[Sequence[int]], str]
@@ -32,19 +31,21 @@ def logp_gap_stats(batch: Batch) -> dict[str, float]:
     mismatch/k1, k3 estimate KL(server || trainer): the tokens were drawn by the server. With fresh
     weights and no bug these are rounding errors. Empty if no token is trained.
     """
-    mask = batch["loss_mask"].values.bool()
-    server = batch["logprobs"].values.double().where(mask, 0.0)
-    trainer = batch["prox_logp"].values.double().where(mask, 0.0)
-    gap = (trainer - server).abs()
-    k1, k3 = (kl_estimate(server, trainer, kind) for kind in ("k1", "k3"))
-    sums = row_sums(batch, torch.stack([mask.double(), gap, k1, k3], 1))
+
+    def columns(part: Padded) -> list[Tensor]:
+        mask = part["loss_mask"].bool()
+        server, trainer = (part[k].double().where(mask, 0.0) for k in ("logprobs", "prox_logp"))
+        k1, k3 = (kl_estimate(server, trainer, kind) for kind in ("k1", "k3"))
+        return [mask, (trainer - server).abs(), k1, k3]
+
+    sums = reduce_rows(batch, columns, ["loss_mask", "logprobs", "prox_logp"])
     tokens, *totals = (total(column) for column in sums.unbind(1))
     if not tokens:
         return {}
     mean, k1_mean, k3_mean = (value / tokens for value in totals)
     return {
         "train_rollout_logprob_abs_diff/mean": mean,
-        "train_rollout_logprob_abs_diff/max": float(row_maxima(batch, gap).max()),
+        "train_rollout_logprob_abs_diff/max": float(_largest_gap(batch, None).max()),
         "mismatch/k1": k1_mean,
         "mismatch/k3": k3_mean,
     }
@@ -54,12 +55,14 @@ def explained_variance(batch: Batch) -> float:
     """Returns 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is a perfect critic,
     0 no better than a constant. 0 where the returns are all equal. Collective.
     """
-    mask = batch["loss_mask"].values
-    values, returns = (batch[name].values.double() for name in ("values", "returns"))
-    spread = moments(batch, returns, mask)[2]
+    spread = moments(batch, lambda part: part["returns"], ["returns"])[2]
     if not spread > 0:
         return 0.0
-    return 1 - moments(batch, returns - values, mask)[2] / spread
+
+    def error(part: Padded) -> Tensor:
+        return part["returns"].double() - part["values"].double()
+
+    return 1 - moments(batch, error, ["returns", "values"])[2] / spread
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,13 @@ def worst_logp_gaps(
 
     version: only tokens that these weights wrote (batch["versions"]) count; None counts all.
     """
-    names = ["prox_logp", "logprobs", "loss_mask"]
-    names += ["versions"] if version is not None and "versions" in batch else []
-    gap = _masked_gap({name: batch[name].values for name in names}, version)
-    worst = row_maxima(batch, gap)
+    worst = _largest_gap(batch, version)
     if not float(worst.max()) > above:
         return []
     # each of the k worst tokens is in one of the k rows that hold the worst tokens
     rows = worst.topk(min(k, len(worst))).indices.sort().values
     rows = rows[worst[rows] >= 0]
-    found = batch.fetch(rows, names)
+    found = batch.fetch(rows, _gap_fields(batch, version))
     gap = _masked_gap(found, version)
     order = gap.flatten().topk(min(k, int((gap >= 0).sum()))).indices.tolist()
     places = [divmod(i, gap.shape[1]) for i in order]
@@ -133,6 +133,17 @@ def worst_logp_gaps(
         )
         for i, t in places
     ]
+
+
+def _gap_fields(batch: Batch, version: int | None) -> list[str]:
+    names = ["prox_logp", "logprobs", "loss_mask"]
+    return names + (["versions"] if version is not None and "versions" in batch else [])
+
+
+def _largest_gap(batch: Batch, version: int | None) -> Tensor:
+    """The largest _masked_gap of each row, [B] on every rank. Collective."""
+    names = _gap_fields(batch, version)
+    return reduce_rows(batch, lambda part: [_masked_gap(part, version)], names, "max")[:, 0]
 
 
 def _masked_gap(tokens: Padded, version: int | None) -> Tensor:

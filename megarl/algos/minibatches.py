@@ -18,8 +18,8 @@ def minibatches(
     ValueError if there are none.
     """
     if not trained.any():
-        empty = some((trained == 0).nonzero().flatten().tolist())
-        raise ValueError(f"ppo_update: loss_mask marks no token in the whole batch (rows {empty})")
+        named = some((trained == 0).nonzero().flatten().tolist())
+        raise ValueError(f"ppo_update: loss_mask marks no token in the whole batch (rows {named})")
     for rows in parts:
         if trained[rows].any():
             yield rows, select_rows(data, rows, names)

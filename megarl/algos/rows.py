@@ -1,15 +1,16 @@
-"""Rows of a Batch that lie on several ranks: sums over each, work on each, and single rows fetched.
+"""Work on the rows of a Batch, which lie on several ranks, and sums that every rank learns.
 
 B sequences of the batch, b of them (T tokens) held by this rank, S positions. A sum over the batch
 is made in two steps: every row by itself, in fp64 and in the order of its tokens, then all rows
-with `math.fsum`, which rounds once. So no figure depends on who holds which row, on how many
+with `math.fsum`, which rounds once. So no number depends on who holds which row, on how many
 threads a rank has, or on the width that rows were padded to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,49 +51,89 @@ def only(data: Data, names: Sequence[str]) -> Data:
 
 
 def total(per_row: Tensor) -> float:
-    """Returns the sum of [B] numbers, rounded once; NaN or Inf where one of them is."""
+    """Returns the sum of [B] or [B,1] numbers, rounded once; NaN or Inf where one of them is."""
     finite = bool(per_row.isfinite().all())
-    return math.fsum(per_row.tolist()) if finite else float(per_row.sum())
+    return math.fsum(per_row.flatten().tolist()) if finite else float(per_row.sum())
 
 
 def row_sums(batch: Batch, values: Tensor) -> Tensor:
-    """Returns the sum of `values` [T] or [T,k] over each row, [B] or [B,k] float64 on every rank.
+    """Returns the sum of `values` [T] over each row, [B] float64 on every rank. Collective.
 
-    Collective. T are the tokens this rank holds, row after row.
+    T are the tokens this rank holds, row after row. `reduce_rows` needs less memory.
     """
-    return batch.gather(_by_row(batch, values.double(), "sum"))
+    return batch.gather(_by_row(values, batch.lengths[batch.rows], "sum"))
 
 
-def row_maxima(batch: Batch, values: Tensor) -> Tensor:
-    """Returns the largest of `values` [T] in each row, [B] float64 on every rank, -inf for a row
-    without tokens. Collective.
+def reduce_rows(
+    batch: Batch, fn: Callable[[Padded], Sequence[Tensor]], names: Sequence[str], how: str = "sum"
+) -> Tensor:
+    """Returns the sums (`how`: "sum") or maxima ("max") of k columns over each row, [B,k] float64
+    on every rank; the maximum of an empty row is -inf. Collective.
+
+    `fn` is given the per-token fields `names` of some whole rows, flat [t,...], and returns k
+    columns [t]. It sees CHUNK_TOKENS or one row at a time, so that its temporaries stay small.
     """
-    return batch.gather(_by_row(batch, values.double(), "max"))
+    found = []
+    for lengths, part in _flat_parts(batch, names):
+        found.append(torch.stack([_by_row(column, lengths, how) for column in fn(part)], 1))
+    return batch.gather(torch.cat(found))
 
 
-def _by_row(batch: Batch, values: Tensor, reduce: str) -> Tensor:
+def map_tokens(batch: Batch, fn: Callable[[Padded], Tensor], names: Sequence[str]) -> Tokens:
+    """Returns what `fn` makes of each token by itself: it is given flat fields `names` [t,...] of
+    some rows at a time, and returns [t,...]."""
+    parts = [fn(part) for _, part in _flat_parts(batch, names)]
+    return Tokens(torch.cat(parts), batch.lengths[batch.rows])
+
+
+def _flat_parts(batch: Batch, names: Sequence[str]) -> Iterator[tuple[Tensor, Padded]]:
+    """(lengths, views of the fields) of some of the held rows after others; once at least."""
     lengths = batch.lengths[batch.rows]
+    ends = lengths.cumsum(0).tolist()
+    row = token = 0
+    while True:
+        last = max(bisect_right(ends, token + CHUNK_TOKENS), min(row + 1, len(ends)))
+        end = ends[last - 1] if last else 0
+        yield lengths[row:last], {name: batch[name].values[token:end] for name in names}
+        row, token = last, end
+        if row == len(ends):
+            return
+
+
+def _by_row(values: Tensor, lengths: Tensor, how: str) -> Tensor:
     if not len(lengths):
-        return values  # segment_reduce refuses to work on no rows
-    return torch.segment_reduce(values, reduce, lengths=lengths)
+        return values.double()  # segment_reduce refuses to work on no rows
+    return torch.segment_reduce(values.double(), how, lengths=lengths)
 
 
 def trained_tokens(batch: Batch) -> Tensor:
     """Returns how many tokens of each row loss_mask marks, [B] float64 on every rank."""
-    return row_sums(batch, batch["loss_mask"].values)
+    return reduce_rows(batch, lambda part: [part["loss_mask"]], ["loss_mask"])[:, 0]
 
 
-def moments(batch: Batch, values: Tensor, mask: Tensor) -> tuple[int, float, float]:
-    """Returns count, mean and sum of squared deviations of `values` [T] where `mask` [T] is set,
-    over the whole batch; the mean of nothing is 0. Collective: two passes.
+def moments(
+    batch: Batch, column: Callable[[Padded], Tensor], names: Sequence[str]
+) -> tuple[int, float, float]:
+    """Returns count, mean and sum of squared deviations of `column` over the trained tokens of the
+    whole batch; the mean of nothing is 0. Collective: two passes.
+
+    `column` makes [t] numbers of flat fields `names`, as `fn` of reduce_rows does.
     """
-    mask = mask.bool()
-    counted = torch.stack([mask.double(), values.double().where(mask, 0.0)], 1)
-    counts, sums = row_sums(batch, counted).unbind(1)
+    fields = [*names, "loss_mask"]
+
+    def counted(part: Padded) -> list[Tensor]:
+        mask = part["loss_mask"].bool()
+        return [mask, column(part).double().where(mask, 0.0)]
+
+    counts, sums = reduce_rows(batch, counted, fields).unbind(1)
     count = int(total(counts))
     mean = total(sums) / max(1, count)
-    squares = row_sums(batch, (values.double() - mean).square().where(mask, 0.0))
-    return count, mean, total(squares)
+
+    def squared(part: Padded) -> list[Tensor]:
+        deviation = column(part).double() - mean
+        return [deviation.square().where(part["loss_mask"].bool(), 0.0)]
+
+    return count, mean, total(reduce_rows(batch, squared, fields))
 
 
 def map_rows(

@@ -169,6 +169,7 @@ class Batch:
         wanted = set(self.keys() if names is None else names)
         if missing := sorted(wanted - set(self.keys())):
             raise KeyError(f"the batch has no {missing[0]!r}, only {sorted(self.keys())}")
+        wanted.add("unit_ids")  # what belongs together does so in every part
         out = Batch(
             self.lengths[index],
             {k: v[index] for k, v in self.per_sample.items() if k in wanted},

@@ -86,12 +86,14 @@ class TrainEngine(ABC):
         whole_groups: bool = False,
     ) -> dict[str, float]:
         """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
-        batch. Returns loss, grad_norm, lr, update_successful and the weighted means of the loss's
-        stats, the same on every rank. Where loss or gradient are not finite, weights and optimizer
-        state stay as they are and update_successful is 0.
+        rows, which it is given one at a time ([1,n] tensors). Returns loss, grad_norm, lr,
+        update_successful and the weighted means of the loss's stats, the same on every rank. Where
+        loss or gradient are not finite, weights and optimizer state stay as they are and
+        update_successful is 0.
 
         loss_fn sees some sequences at a time, each of them whole. With `whole_groups` all rows with
-        the same batch["group_ids"] [B] come together, as a loss over pairs needs them.
+        the same batch["unit_ids"] [B] (without the field: "group_ids") come together, as a loss
+        over pairs needs them.
         """
 
     @abstractmethod

@@ -136,9 +136,9 @@ class WeightUpdateMeta:
     ) -> WeightUpdateMeta:
         """Makes an update that streams buckets over NCCL, on CPU over gloo.
 
-        `alloc_mode` and `engine` stand where other systems have them: the first goes to the log,
-        the second is not needed, since the engine that uploads knows its parameters. `addresses`
-        and `fields` are those of `from_disk`.
+        `alloc_mode` and `engine` stand where other systems have them, and have no effect: the
+        engine that uploads knows its layout and its parameters. `addresses` and `fields` are those
+        of `from_disk`.
         """
         servers = tuple(addresses) or tuple(listed_addresses())
         return cls(type="distributed", alloc_mode=alloc_mode, addresses=servers, **fields)

@@ -168,6 +168,6 @@ def row_lengths(padded: Mapping[str, Tensor]) -> Tensor:
     if broken.any():
         row = int(broken.nonzero()[0])
         raise ValueError(
-            f"{MASK} of row {row} is not right-padded (a real token after a padded one)"
+            f"attention_mask of row {row} is not right-padded (a real token after a padded one)"
         )
     return mask.sum(1)

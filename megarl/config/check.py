@@ -218,7 +218,7 @@ def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
 
 def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]:
     size, n = cfg.train_dataset.batch_size, cfg.gconfig.n_samples
-    if parts > size * n:
+    if 0 < size * n < parts:
         yield (
             f"{name}.ppo_n_minibatches={parts}: exceeds the train_dataset.batch_size * "
             f"gconfig.n_samples = {size}*{n} = {size * n} sequences of a step"

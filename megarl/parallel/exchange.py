@@ -86,17 +86,19 @@ def flows(before: Home, after: Home) -> list[Flow]:
     """Every flow that takes rows from `before` to `after`. Ranks that hold a row already are left
     out, and one of them passes it on to the others of its index."""
     old, new = _ranks(before), _ranks(after)
+    indices = max(before.of_rank + after.of_rank) + 1
+    pairs, rows = (before.of_row * indices + after.of_row).sort(stable=True)
+    names, counts = pairs.unique_consecutive(return_counts=True)
     out = []
-    pairs = torch.stack([before.of_row, after.of_row], 1).unique(dim=0).tolist()
-    for s, d in pairs:
+    for pair, part in zip(names.tolist(), rows.split(counts.tolist()), strict=True):
+        s, d = divmod(pair, indices)
         sources, targets = old[s], new.get(d, [])
         missing = [r for r in targets if r not in sources]
         if not missing:
             continue
         own = [r for r in targets if r in sources]
         source = own[0] if own else sources[d % len(sources)]
-        rows = ((before.of_row == s) & (after.of_row == d)).nonzero().flatten()
-        out.append(Flow((source, *missing), rows, (missing[0] - source) % len(before.of_rank)))
+        out.append(Flow((source, *missing), part, (missing[0] - source) % len(before.of_rank)))
     return out
 
 
@@ -157,9 +159,10 @@ def place(batch: Batch, home: Home) -> None:
     batch.placed = True
     if _same(batch.home, home):
         return
+    plan = flows(batch.home, home)
     for name in sorted(batch.per_token):
         batch.per_token[name] = move(
-            batch.per_token[name], batch.lengths, batch.home, home, batch.comm
+            batch.per_token[name], batch.lengths, batch.home, home, batch.comm, plan
         )
     batch.home = home
 
@@ -178,23 +181,28 @@ def _same(a: Home, b: Home) -> bool:
     return a.of_rank == b.of_rank and torch.equal(a.of_row, b.of_row)
 
 
-def move(tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any) -> Tokens:
+def move(
+    tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any,
+    plan: Sequence[Flow] | None = None,
+) -> Tokens:  # fmt: skip
     """One field of the rows held under `before`, as the rows held under `after`. `lengths` [B] are
-    those of all rows. Collective."""
+    those of all rows; `plan`: flows(before, after), if they are known. Collective."""
     if _same(before, after):
         return tokens
     rank = comm.rank if comm else 0
     had, wanted = before.rows(rank), after.rows(rank)
     mine = torch.isin(had, wanted)
-    kept = tokens.take(mine.nonzero().flatten())
-    if comm is None or not (plan := flows(before, after)):
+    result = kept = tokens.take(mine.nonzero().flatten())
+    if comm is None:
         return kept
     inner = tokens.values.shape[1:]
-    out = torch.empty((int(lengths[wanted].sum()), *inner), dtype=tokens.values.dtype)
-    result = Tokens(out, lengths[wanted])
-    _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
-    row_bytes = max(1, out[:0].element_size() * inner.numel())
-    _Mover(tokens, had, result, wanted, comm).run(hops(plan, lengths, row_bytes, rank))
+    row_bytes = max(1, tokens.values.element_size() * inner.numel())
+    todo = hops(flows(before, after) if plan is None else plan, lengths, row_bytes, rank)
+    if any(hop.dst == rank for hop in todo):
+        out = tokens.values.new_empty((int(lengths[wanted].sum()), *inner))
+        result = Tokens(out, lengths[wanted])
+        _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
+    _Mover(tokens, had, result, wanted, comm).run(todo)
     return result
 
 

@@ -129,7 +129,9 @@ def plan_micro_batches(
     if index is None:
         ranks = spread(costs, dp)
     else:
-        ranks = [[u for u, unit in enumerate(units) if index[unit[0]] == d] for d in range(dp)]
+        ranks = [[] for _ in range(dp)]
+        for number, unit in enumerate(units):
+            ranks[index[unit[0]]].append(number)
     fitted = [_first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of

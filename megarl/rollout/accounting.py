@@ -53,6 +53,18 @@ class SampleAccounting:
             else:
                 self.episodes += 1
 
+    def fail(self, episode_ids: Tensor) -> None:
+        """`episode_ids` [n]: samples that left the batch after they were handed out, because
+        something failed for them. An episode that has no others counts as skipped.
+        """
+        for episode, count in Counter(episode_ids.tolist()).items():
+            if count > self._untrained.get(episode, 0):
+                raise AccountingError(f"episode {episode}: {count} samples failed, it has fewer")
+            self._untrained[episode] -= count
+            if not self._untrained[episode]:
+                del self._untrained[episode]
+                self.skipped_episodes += 1
+
     def check(self) -> None:
         """Raises unless everything received was trained, or skipped."""
         if self._untrained:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.api.batch import Padded
+from megarl.api.batch import Batch, Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError, SampleAccounting
@@ -169,6 +169,15 @@ class RolloutExecutor:
         }
         failed = pipe.failed_samples.stats()
         return {k: float(v) for k, v in counters.items()} | failed | self._batch_stats
+
+    def failed(self, batch: Batch, mask: torch.Tensor, kind: str) -> None:
+        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool,
+        which batch.keep(~mask) leaves out. `kind` is one of api.inference.FAILURES.
+        """
+        self.accounting.fail(batch["episode_ids"][mask])
+        with self.pipeline.changed:
+            lengths = batch.lengths[mask].tolist()
+            self.pipeline.failed_samples.add([(kind, n) for n in lengths])
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool;

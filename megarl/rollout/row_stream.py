@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -53,6 +53,12 @@ class RowStream:
             if self._batches is None:
                 self._batches = iter(self._loader)
             rows = next(self._batches, None)
+            if isinstance(rows, Mapping):
+                raise ValueError(
+                    "prepare_batch: the dataloader yields single rows, and a batch of rows is "
+                    "needed: give it batch_size and collate_fn=list; a list of rows is for "
+                    "rollout_batch"
+                )
             if rows:
                 self._rows.extend(rows)
                 return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.algos.rows import Data, as_batch, row_maxima, row_sums, total, trained_tokens
+from megarl.algos.rows import Data, as_batch, moments, reduce_rows, total, trained_tokens
 from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
@@ -34,12 +34,14 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     if "truncated" in batch:
         metrics["response_len/truncated"] = batch["truncated"].float().mean().item()
     if "versions" in batch and trained.any():
-        mask = batch["loss_mask"].values.bool()
-        age = (version - batch["versions"].values).double()
-        metrics |= {
-            "staleness/mean": total(row_sums(batch, age.where(mask, 0.0))) / total(trained),
-            "staleness/max": row_maxima(batch, age.where(mask, -math.inf)).max().item(),
-        }
+
+        def age(part: Padded) -> list[torch.Tensor]:
+            ages = (version - part["versions"]).double()
+            return [ages.where(part["loss_mask"].bool(), -math.inf)]
+
+        _, mean, _ = moments(batch, lambda part: version - part["versions"], ["versions"])
+        oldest = reduce_rows(batch, age, ["versions", "loss_mask"], "max")
+        metrics |= {"staleness/mean": mean, "staleness/max": oldest.max().item()}
     return metrics
 
 

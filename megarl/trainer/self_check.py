@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megarl.algos import checks
+from megarl.algos import checks, nonfinite
 from megarl.algos.checks import Finding
 from megarl.algos.rows import Data, as_batch, trained_tokens
 from megarl.api.batch import Batch
@@ -166,7 +166,7 @@ class SelfCheck:
         """
         self._minibatch += 1
         batch = as_batch(data)
-        if finding := checks.nonfinite_inputs(batch):
+        if finding := nonfinite.nonfinite_inputs(batch):
             return self._refuse(engine, batch, finding, {})
         if self._unchecked is None or self._unchecked not in batch:
             stats, rows = engine.train_batch(data, loss_fn, *args, **kw), {}
@@ -174,7 +174,7 @@ class SelfCheck:
             watched = checks.watch_gaps(loss_fn, self._unchecked)
             stats = engine.train_batch(checks.number_rows(data), watched, *args, **kw)
             rows = checks.take_rows(stats)
-        if finding := checks.nonfinite_update(stats):
+        if finding := nonfinite.nonfinite_update(stats):
             by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
             return self._refuse(engine, batch, finding, stats, by_row)
         self._skipped = 0
@@ -203,7 +203,7 @@ class SelfCheck:
         if broken := self._broken_weights(engine):
             details.append(f"the weights themselves are not finite: {broken}")
         elif row_losses is not None:
-            details.append(checks.nonfinite_origin(row_losses(), batch, decode=self._decode))
+            details.append(nonfinite.nonfinite_origin(row_losses(), batch, decode=self._decode))
         where = f"step {self._step}, mini-batch {self._minibatch}"
         finding = Finding(f"{where}: {finding.headline}", tuple(details))
         details.append(self._save(batch, finding, stats))

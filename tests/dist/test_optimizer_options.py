@@ -318,3 +318,30 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
     rough = world2.run(precision_aware, path, other, str(tmp_path / "ck"), **small)[0]
     assert rough["dtypes"] == {torch.float16, torch.bfloat16}
     assert_same(rough, want, 3e-2)
+
+
+def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, Any], int]:
+    """`steps` with every activation offloaded, and how many went."""
+    from megarl.engine import activations
+
+    gone, pack = 0, activations._pack
+
+    def counting(tensor: torch.Tensor) -> Any:
+        nonlocal gone
+        packed = pack(tensor)
+        gone += isinstance(packed, tuple)
+        return packed
+
+    with mock.patch.multiple(activations, MIN_BYTES=0, _pack=counting):
+        return steps(path, dict(tp=2), n=2, offload_activations=True, **over), gone
+
+
+@pytest.mark.parametrize("granularity", ["none", "full"])
+def test_activations_on_the_host_change_no_bit(world2, tmp_path, granularity) -> None:
+    """Two steps and the logprobs after them, tensor-parallel, with and without recomputation."""
+    path = str(save_tiny(tmp_path / "m", "qwen3"))
+    over = dict(recompute_granularity=granularity)
+    plain = world2.run(steps, path, dict(tp=2), n=2, **over)[0]
+    for result, gone in world2.run(steps_with_activations_on_host, path, **over):
+        assert gone > 0
+        assert_same(result, plain, 0.0)

@@ -559,3 +559,30 @@ def test_destroy_leaves_no_thread_and_may_be_repeated(servers):
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match="initialize"):
         client.check_health()
+
+
+def test_a_request_by_text_and_the_text_of_its_answer(servers):
+    class Words:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [int(w) for w in text.split()]}
+
+        def decode(self, ids, skip_special_tokens):
+            return " ".join(map(str, ids))
+
+    config = RolloutConfig(addresses=[servers[0].address])
+    gconfig = GenerationHyperparameters(n_samples=4).new(n_samples=1, max_new_tokens=2)
+    asked = ModelRequest(text="7 8 9", gconfig=gconfig)
+    client = RemoteSGLangEngine(config, tokenizer=Words())
+    try:
+        client.initialize()
+        (answer,) = generate(client, asked)
+    finally:
+        client.destroy()
+    assert answer.input_tokens == [7, 8, 9] and answer.completion == "103 104"
+    plain = RemoteSGLangEngine(config)
+    try:
+        plain.initialize()
+        with pytest.raises(ValueError, match="has text and no input_ids: give the client a tok"):
+            generate(plain, asked)
+    finally:
+        plain.destroy()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megarl.config.aliases import ALIASES, aliased
-from megarl.config.base import SeamConfig
+from megarl.config.base import SeamConfig, arg
 from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config, run_dir, save_config
+from megarl.config.loader import load_config, load_expr_config, run_dir, save_config
 from megarl.config.recipes import RECIPES, GRPOConfig, SFTConfig
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.config.schema import key_table
 
 
@@ -365,3 +366,32 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     assert "not a subclass of SFTConfig, GRPOConfig or PPOConfig" in problem
     with pytest.raises(ConfigError, match=r"recipe=ppo: OwnConfig is not one of that recipe's"):
         load_config(["recipe=ppo"], cls=OwnConfig)
+
+
+def test_a_script_has_keys_of_its_own(tmp_path):
+    """The launcher leaves them out, and nothing else."""
+
+    @dataclass(kw_only=True)
+    class Script(GRPOConfig):
+        transfer: str = arg("disk", help="", choices=("disk", "megatron"))
+
+    path = tmp_path / "x.yaml"
+    path.write_text("transfer: megatron\nseed: 3\n")
+    config, source = load_expr_config(["--config", str(path), "seed=4"], Script)
+    assert (config.transfer, config.seed, source) == ("megatron", 4, str(path))
+    assert load_config(path, ["transfer=disk"], foreign=True).seed == 3
+    with pytest.raises(ConfigError, match="transfer: unknown key"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"actor\.pathh: unknown key"):
+        load_config(path, ["actor.pathh=x"], foreign=True)
+
+
+def test_sampling_as_a_model_recommends_it(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "eos_token_id": [1, 7]}')
+    found = GenerationHyperparameters.from_pretrained(tmp_path, max_new_tokens=9)
+    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
+    assert found.stop_token_ids == [7] and found.max_new_tokens == 9 and not found.greedy
+    assert GenerationHyperparameters.from_pretrained(tmp_path / "none") == (
+        GenerationHyperparameters()
+    )

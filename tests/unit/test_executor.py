@@ -11,6 +11,7 @@ from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import MAX_DROPS
 from megarl.rollout.rewards import RewardError
+from megarl.rollout.row_stream import RowStream
 from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, rows, trajectory
 
 
@@ -402,3 +403,9 @@ def test_closing_the_loop_cancels_episodes_and_ends_the_thread(make):
     assert "short-lived" not in {t.name for t in threading.enumerate()}
     with pytest.raises(RuntimeError, match="rollout thread has ended"):
         ex.wait(1)
+
+
+def test_rows_in_place_of_batches_of_rows_are_an_error_that_names_the_fix():
+    stream = RowStream()
+    with pytest.raises(ValueError, match="yields single rows, and a batch of rows is needed"):
+        stream.attach([{"row_id": 0}, {"row_id": 1}])

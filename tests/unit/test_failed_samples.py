@@ -15,6 +15,7 @@ from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES
 from megarl.config.algo import PPOActorConfig
 from megarl.config.rollout import RolloutConfig
+from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid
 from megarl.rollout.executor import RolloutExecutor
@@ -127,11 +128,17 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert stats["failed_samples/tool"] == stats["failed_samples/server"] == 4
         assert stats["failed_samples/len_mean"] == 2
         ex.accounting.receive(batch["episode_ids"])
-        ex.trained(batch["episode_ids"])
+        whole = Batch.from_local(batch)  # a reward model finds two more, all of the first row's
+        ex.failed(whole, torch.arange(8) < 2, "reward")
+        kept = whole.keep(torch.arange(8) >= 2)
+        ex.trained(kept["episode_ids"])
+        assert ex.stats()["failed_samples/reward"] == 2 and ex.stats()["skipped"] == 1
+        with pytest.raises(AccountingError, match="episode 0: 1 samples failed"):
+            ex.accounting.fail(torch.tensor([0]))
         again = RolloutExecutor(RolloutConfig(), engine=FakeEngine(), loop=loop)
         again.load_state_dict(ex.state_dict())
         assert again.stats()["failed_samples/tool"] == 4
-        assert again.stats()["trained_samples"] == 8
+        assert again.stats()["trained_samples"] == 6
     finally:
         loop.close()
 

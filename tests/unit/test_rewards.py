@@ -23,6 +23,7 @@ from megarl.rollout.rewards import (
     RewardTimeout,
     check_rows,
     get_reward_fn,
+    reward_arguments,
 )
 
 
@@ -410,3 +411,19 @@ def test_close_kills_busy_workers():
 def test_bad_pool_settings(bad):
     with pytest.raises(ValueError, match=r"rollout.reward_"):
         RewardPool(bad["workers"], timeout=bad["timeout"])
+
+
+def by_name(completions, answer):
+    return float(completions.strip() == answer)
+
+
+def all_names(**given):
+    return float(len(given))
+
+
+def test_a_reward_gets_what_its_parameters_name():
+    own, row = ("1+1=", " 2", [1, 2], [3]), {"answer": "2", "task": "sum"}
+    assert reward_arguments(by_name, own, row) == ((), {"completions": " 2", "answer": "2"})
+    args, kw = reward_arguments(all_names, own, row)
+    assert not args and kw["prompt"] == "1+1=" and kw["completion_ids"] == [3] and "task" in kw
+    assert reward_arguments(get_reward_fn("arithmetic"), own, row) == (own, row)
