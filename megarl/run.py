@@ -35,11 +35,6 @@ from megarl.utils import stopping
 from megarl.utils.disk import DiskFull
 from megarl.utils.importing import add_working_directory, load_object
 
-TRAINERS: dict[type[BaseConfig], str] = {  # of the recipes; PPO's is one of GRPO's, too
-    PPOConfig: "megarl.trainer.ppo:PPOTrainer",
-    GRPOConfig: "megarl.trainer.rl:RLTrainer",
-    SFTConfig: "megarl.trainer.offline:SFTTrainer",
-}
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
 
@@ -148,8 +143,10 @@ def prepare(cfg: BaseConfig) -> None:
 
 def run(cfg: BaseConfig) -> None:
     """Imports torch and runs the recipe's trainer, or the one that the configuration names."""
-    name = cfg.trainer.type or next(t for kind, t in TRAINERS.items() if isinstance(cfg, kind))
-    trainer = load_object(name, what="trainer")
+    named = cfg.trainer.type
+    if not named and isinstance(cfg, PPOConfig):
+        named = "megarl.trainer.ppo:PPOTrainer"
+    trainer = load_object(named, what="trainer") if named else None
     if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
 

@@ -20,10 +20,13 @@ LO = {"GLOO_SOCKET_IFNAME": "lo"} if has_interface("lo") else {}
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseConfig]]:
-    """(module, config) of every loop that was entered; the loops themselves are not imported."""
+    """(module or trainer, config) of every loop that was entered; the loops themselves are not
+    imported."""
     calls: list[tuple[str, Any]] = []
     for name in ("rl", "offline"):
-        loop = SimpleNamespace(run=lambda cfg, name=name: calls.append((name, cfg)))
+        loop = SimpleNamespace(
+            run=lambda cfg, trainer, name=name: calls.append((trainer or name, cfg))
+        )
         monkeypatch.setattr(megarl.trainer, name, loop, raising=False)
     for name in ("MEGARL_LLM_SERVER_ADDRS", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -59,6 +62,20 @@ def test_grpo_needs_servers(
     assert main(args) == 0
     assert LO.items() <= environ.items()
     assert [loop for loop, _ in ran] == ["rl", "rl"] and isinstance(ran[1][1], GRPOConfig)
+
+
+class OwnTrainer:
+    def __init__(self, cfg: BaseConfig, ctx: Any, *, patience: int) -> None: ...
+
+    def fit(self) -> None: ...
+
+
+def test_a_trainer_of_ones_own(ran: list, environ: dict[str, str], tmp_path: Path) -> None:
+    args = ["recipe=sft", f"model.path={write_stub(tmp_path / 'm')}", "model.optimizer.lr=1"]
+    args += [f"trainer={__name__}:OwnTrainer"]
+    assert main(args) == 2 and not ran  # it needs options.patience
+    assert main([*args, "trainer.options.patience=2"]) == 0
+    assert ran[0][0] is OwnTrainer
 
 
 def test_check_runs_nothing(ran: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
