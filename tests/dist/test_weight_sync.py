@@ -240,8 +240,10 @@ def test_a_transport_from_outside_of_the_package(
     load(untied[0], saved)
     assert sent[0] == sent[1] == checksums(untied[0])
     bad = replace(meta, version=206, path=str(saved / "config.json"))  # rank 0 alone writes there
-    for r in world.run(run_failing_sync, source, dict(tp=2), bad, replace(meta, version=207)):
-        assert "NotADirectoryError" in r.error and r.recovered["weight_sync/servers"] == 2
+    results = world.run(run_failing_sync, source, dict(tp=2), bad, replace(meta, version=207))
+    assert "Not a directory" in results[0].error
+    assert "weight sync failed on rank 0: NotADirectoryError: " in results[1].error
+    assert [r.recovered["weight_sync/servers"] for r in results] == [2, 2]
 
 
 def run_apart(*args: Any) -> list[dict[str, float]]:
@@ -387,7 +389,7 @@ def run_failing_sync(
     try:
         sender.upload(bad)
         error = ""
-    except RuntimeError as e:
+    except (RuntimeError, OSError) as e:
         error = str(e)
     try:
         return Failure(error, sender.upload(good))
