@@ -60,17 +60,16 @@ class RankZero:
         """Makes a process group of its own where there are several ranks.
 
         timeout: seconds that ranks wait for each other; keys: the configuration keys it comes from,
-        for the error; meets: rank 0 also waits for the others after a success, so that a rank that
-        did not make the call is named.
+        for the error; meets: ranks meet in a monitored barrier first, so that one that does not
+        make the call is named.
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._bound, self._meets = f"{keys} = {timeout:g} s", meets
         self._leading = False  # rank 0 is in a call
+        self._timeout = timedelta(seconds=timeout)
         self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            if self.size > 1
-            else None
+            dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
         )
 
     @property
@@ -114,7 +113,6 @@ class RankZero:
             self._leading = False
         try:
             self._tell("ok", result)
-            self._meet(name)
         except RuntimeError as e:
             raise RuntimeError(
                 f"rank 0 finished {name}, but another rank ended, hangs or did not call it within "
@@ -124,18 +122,20 @@ class RankZero:
         return result
 
     def _tell(self, status: str, value: Any) -> None:
+        self._meet()
         dist.broadcast_object_list([(status, value)], 0, self._group)
 
-    def _meet(self, name: str) -> None:
+    def _meet(self) -> None:
+        """Waits for all ranks; unlike a broadcast, the error of rank 0 names those that lack."""
         if self._meets:
-            dist.monitored_barrier(self._group, wait_all_ranks=True)
+            # without a timeout of its own it takes torch's default, not the group's
+            dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
 
     def _follow(self, name: str) -> Any:
         box: list[Any] = [None]
         try:
+            self._meet()
             dist.broadcast_object_list(box, 0, self._group)
-            if box[0][0] == "ok":
-                self._meet(name)
         except RuntimeError as e:
             raise RuntimeError(
                 f"rank {self.rank} waited for rank 0 to finish {name}, and rank 0 ended or took "

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from megarl.config.rollout import RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
 from megarl.parallel.rank_zero import RankZero
 
 _FIX = (
