@@ -133,7 +133,9 @@ def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]
 
 
 def test_context_parallel_equals_hf(two: World, tmp_path: Path) -> None:
-    hf = tiny_hf("llama", layers=2)
+    """The first layer attends to all tokens before, the second through a window."""
+    window = dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)
+    hf = tiny_hf("qwen2", layers=2, **window)
     hf.save_pretrained(tmp_path)
     lengths = [8, 40, 4, 64]
     want = torch.cat([hf(p[None]).logits[0] for p in ids_of(116, seed=2).split(lengths)])
