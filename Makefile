@@ -65,11 +65,12 @@ quickstart-ppo: install  ## the same task by PPO with a critic
 demo-smollm2: install  ## GRPO on SmolLM2-135M-Instruct with reasoning-gym tasks, on CPU
 	$(CPU) $(BIN)/python examples/smollm2.py
 
-lint: install  ## ruff, mypy, import-linter
+lint: install  ## ruff, mypy, import-linter, docstrings
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy megarl $(if $(wildcard tools/*.py),tools)
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/house.py --min-docs 90
 
 format: install  ## let ruff fix and format
 	$(BIN)/ruff check --fix $(CODE)

@@ -247,18 +247,36 @@ def show(table: Sequence[tuple[str, Count]], console: Console) -> None:
     console.print(LEGEND, highlight=False)
 
 
+def check_docs(table: Sequence[tuple[str, Count]], percent: int) -> int:
+    """Names the packages in which fewer public definitions have docstrings; 1 if there are any."""
+    short = [
+        f"{name}: {c.documented} of {c.public} public definitions have docstrings"
+        for name, c in table
+        if 100 * c.documented < percent * c.public
+    ]
+    for line in short:
+        print(f"{line}; {percent} % is the least", file=sys.stderr)
+    return int(bool(short))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rev", help="a git revision; default: the files as they are")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument(
+        "--min-docs", type=int, metavar="PERCENT",
+        help="print no table; fail where fewer public definitions of a package have docstrings",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         table = rows(sources(args.rev))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    if args.min_docs is not None:
+        return check_docs(table, args.min_docs)
     if args.markdown:
         print(markdown(table))
     else:

@@ -62,3 +62,10 @@ def test_core_and_satellites_stand_apart_and_add_up() -> None:
 def test_a_revision_git_does_not_know_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert HOUSE["main"](["--rev", "no-such-revision"]) == 2
     assert "--rev no-such-revision: " in capsys.readouterr().err
+
+
+def test_packages_short_of_docstrings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    table = HOUSE["rows"]({"parallel/groups.py": FILE})
+    assert HOUSE["check_docs"](table, 66) == 0 and not capsys.readouterr().err
+    assert HOUSE["check_docs"](table, 67) == 1
+    assert "parallel: 2 of 3 public definitions have docstrings" in capsys.readouterr().err
