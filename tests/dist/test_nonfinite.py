@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,11 +116,15 @@ def plus(loss: Any, constant: float, outputs: Any, b: Any) -> Any:
     return value + constant, stats
 
 
+def set_loss(actor: Any, fn: Any) -> None:
+    actor.loss = replace(actor.loss, fn=fn)
+
+
 def skipped_updates(
     path: str, out: str, parallel: dict[str, Any], over: dict[str, Any]
 ) -> dict[str, Any]:
     run = Run(path, out, parallel, max_skips=100, **over)
-    actor, healthy = run.actor, run.actor._loss
+    actor, healthy = run.actor, run.actor.loss.fn
     first = actor.ppo_update(run.batch())  # so that there are moments to spoil
     before, batch = run.bits(), run.batch()
 
@@ -130,19 +135,19 @@ def skipped_updates(
         partial(plus, healthy, math.inf),
         partial(plus, healthy, math.nan),
     ):
-        actor._loss = fault
+        set_loss(actor, fault)
         skipped.append(actor.ppo_update(batch)["skipped_updates"])
         untouched.append(same_bits(before, run.bits()))
-    actor._loss = healthy
+    set_loss(actor, healthy)
     spoilt = batch["advantages"].where(~batch["loss_mask"], math.nan)
     skipped.append(actor.ppo_update(batch | {"advantages": spoilt})["skipped_updates"])
     untouched.append(same_bits(before, run.bits()))
 
     token = int(batch["input_ids"][5][batch["loss_mask"][5]][0])
-    actor._loss = partial(nan_where, healthy, token)
+    set_loss(actor, partial(nan_where, healthy, token))
     partly = actor.ppo_update(batch)
     actor.step_lr_scheduler()
-    actor._loss = healthy
+    set_loss(actor, healthy)
     last = actor.ppo_update(run.batch())
     trained = not same_bits(before, run.bits())
     run.close()
@@ -182,10 +187,10 @@ def holders(path: str, out: str) -> dict[str, Any]:
     batch.minibatches = split_minibatches(batch.unit_ids, 2, seed=0)
     run.actor.engine.place(batch)
     theirs = int((batch.home.of_row == 1).nonzero()[0])
-    healthy, token = run.actor._loss, int(b["input_ids"][theirs][b["loss_mask"][theirs]][0])
-    run.actor._loss = partial(nan_where, healthy, token)
+    healthy, token = run.actor.loss.fn, int(b["input_ids"][theirs][b["loss_mask"][theirs]][0])
+    set_loss(run.actor, partial(nan_where, healthy, token))
     stats = run.actor.ppo_update(batch)
-    run.actor._loss = healthy
+    set_loss(run.actor, healthy)
     spoilt = batch.select(range(8))
     values = spoilt["advantages"].values.clone()
     if dist.get_rank() == 1:
@@ -228,7 +233,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
         return run
 
     run = Run(path, out, parallel, on_nonfinite="stop")
-    run.actor._loss = partial(nan_where, run.actor._loss, None)
+    set_loss(run.actor, partial(nan_where, run.actor.loss.fn, None))
     said["nan"] = run.error_of(lambda: run.actor.ppo_update(run.batch()))
 
     batch = fresh().batch()

@@ -342,6 +342,6 @@ def test_activations_on_the_host_change_no_bit(world2, tmp_path, granularity) ->
     path = str(save_tiny(tmp_path / "m", "qwen3"))
     over = dict(recompute_granularity=granularity)
     plain = world2.run(steps, path, dict(tp=2), n=2, **over)[0]
-    for result, gone in world2.run(steps_with_activations_on_host, path, **over):
-        assert gone > 0
-        assert_same(result, plain, 0.0)
+    ranks = world2.run(steps_with_activations_on_host, path, **over)
+    assert all(gone > 0 for _, gone in ranks)
+    assert_same(ranks[0][0], plain, 0.0)  # weights are whole on rank 0
