@@ -44,7 +44,7 @@ def chat(
 
 
 def _renamed(source: Row, columns: dict[str, str], place: str) -> Row:
-    """The row with the names of `columns`; a column that was renamed keeps no second name."""
+    """Returns the row with the names of `columns`; a renamed column keeps no second name."""
     found = {}
     for name, column in columns.items():
         value: Any = source

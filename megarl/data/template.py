@@ -100,8 +100,8 @@ class Template:
     def _pieces(
         self, messages: Sequence[Message], turns: Sequence[int], tools: Any
     ) -> Iterator[tuple[str, bool]]:
-        """The conversation's text in parts, and whether the assistant wrote each. Tokens are made
-        of each part alone, as in RL, where no token of an answer reaches into the prompt."""
+        """Yields the conversation's text in parts, and whether the assistant wrote each. Tokens are
+        made of each part alone, as in RL, where no token of an answer reaches into the prompt."""
         whole = self.render(messages, tools=tools, answer_follows=False)
         done = 0
         for i in turns:
