@@ -1,4 +1,4 @@
-"""Around every recipe's loop: processes, run directory, tokenizer, logging, clock."""
+"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock."""
 
 from __future__ import annotations
 

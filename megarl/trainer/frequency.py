@@ -1,4 +1,4 @@
-"""When to save, to checkpoint and to evaluate."""
+"""Says when to save, to checkpoint and to evaluate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what a configuration names: a place for the run, a tokenizer, data, code.
+"""Checks what a configuration names: a place for the run, a tokenizer, data, code.
 
 They come before any process group or server exists. None imports torch, but `check_code` where the
 code that is named does.

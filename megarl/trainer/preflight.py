@@ -1,4 +1,4 @@
-"""Checks of a recipe against its models, before any process group or server exists. No torch."""
+"""Checks a recipe against its models, before any process group or server exists. No torch."""
 
 from __future__ import annotations
 

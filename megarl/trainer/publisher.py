@@ -1,4 +1,4 @@
-"""WeightPublisher: a model's new weights on every generation server."""
+"""WeightPublisher brings a model's new weights to every generation server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: taken at the end of a step, continued from by the next start.
+"""Writes the checkpoints of a run at the end of a step; the next start continues from the newest.
 
 <run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
 random states) by its name, and the trainer's (place in the data, prompts in flight, counters,

@@ -1,4 +1,4 @@
-"""SelfCheck: the run looks at itself while it trains, and stops, skips or warns as configured.
+"""SelfCheck looks at the run while it trains, and stops, skips or warns as configured.
 
 What it looks at (megarl/algos/checks.py says how):
 * at the first update after every start the training pass sees the policy compute_logp saw;

@@ -1,4 +1,4 @@
-"""RolloutSession: a run's generation, as every rank sees it."""
+"""RolloutSession runs a run's generation, as every rank sees it."""
 
 from __future__ import annotations
 

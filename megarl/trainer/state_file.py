@@ -1,5 +1,5 @@
-"""trainer.pt: the trainer's own part of a run's checkpoint. Plain data, so that reading it runs
-nothing that is in it."""
+"""Writes and reads trainer.pt, the trainer's own part of a run's checkpoint. It holds plain data,
+so that reading it runs nothing that is in it."""
 
 from __future__ import annotations
 

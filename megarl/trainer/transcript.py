@@ -1,4 +1,4 @@
-"""A sample as a reader sees it: who wrote which part of it."""
+"""Shows a sample as its parts, with who wrote each of them."""
 
 from __future__ import annotations
 
