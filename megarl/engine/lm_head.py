@@ -1,4 +1,4 @@
-"""The output layer that answers with per-token numbers instead of logits.
+"""LMHead is the output layer that answers with per-token numbers instead of logits.
 
 It takes the place of GPTModel.output_layer and keeps its parameter, so that the data-parallel
 wrapper's gradient hooks, the shared embedding and checkpoints see what they saw before. Before each

@@ -1,4 +1,4 @@
-"""MegatronEngine: TrainEngine on megatron-core, one process per device.
+"""MegatronEngine is a TrainEngine on megatron-core, one process per device.
 
 The same code runs over NCCL on GPUs and over gloo on CPUs. Every method is a collective over the
 world: all ranks call it with the same arguments.
@@ -56,8 +56,9 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Makes process groups, model, weights, optimizer and schedule, in the world that `addr`
-        ("host:port") or torchrun's environment names. Raises ValueError where model, machine or
-        world cannot do what the config asks, and when called twice. Collective."""
+        ("host:port") or torchrun's environment names; `ft_spec` gives the schedule its length.
+        Raises ValueError where model, machine or world cannot do what the config asks, and when
+        called twice. Collective."""
         if self._groups is not None:
             raise ValueError("initialize() was called twice; call destroy() in between")
         init_distributed(addr)

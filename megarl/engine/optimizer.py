@@ -1,4 +1,4 @@
-"""Data-parallel wrappers, optimizer, learning-rate schedule, and a step that refuses NaN."""
+"""Makes data-parallel wrappers, optimizer and learning-rate schedule, and steps without NaN."""
 
 from __future__ import annotations
 

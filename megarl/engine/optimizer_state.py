@@ -1,4 +1,4 @@
-"""The optimizer's part of a training checkpoint.
+"""Saves and loads the optimizer's part of a training checkpoint.
 
 The distributed optimizer's moments and fp32 weights stand on disk as megatron-core's
 "fully_reshardable" format has them, tensors of the model's shapes that any layout reads. Its own

@@ -1,5 +1,5 @@
-"""The routers of a mixture-of-experts model: how evenly they load the experts, what they chose, and
-replaying that choice.
+"""Measures how evenly the routers of a mixture-of-experts model load the experts, records what they
+chose, and replays that choice.
 
 Rounding, or another implementation of the same model, can send a token to other experts and change
 its logprob by far more than rounding should. An update that replays the routing of the logp pass
