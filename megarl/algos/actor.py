@@ -1,4 +1,4 @@
-"""Actor: the trained policy of PPO-like algorithms (GRPO and its relatives)."""
+"""Actor trains the policy of PPO-like algorithms (GRPO and its relatives)."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ class Actor(Role):
         seed: int = 0,
         decode: Decode = spell_ids,
     ) -> None:
-        """temperature: that of generation (gconfig.temperature), without a default: at another one
-        the ratio would start from the logprobs of a different policy. seed: of the order of
-        mini-batches; decode: token ids to text, for warnings that show tokens.
-        """
+        """Takes the actor's section and its engine.
+
+        temperature: that of generation (gconfig.temperature), without a default: at another one the
+        ratio would start from the logprobs of a different policy. seed: of the order of
+        mini-batches; decode: token ids to text, for warnings that show tokens."""
         super().__init__(engine)
         check_actor(config, temperature)
         self.config, self.temperature, self.seed = config, temperature, seed

@@ -1,4 +1,4 @@
-"""Critic: the value function of PPO, trained beside the policy."""
+"""Critic trains the value function of PPO, beside the policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Critic(Role):
     """
 
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine, *, seed: int = 0) -> None:
-        """seed: of the order of mini-batches."""
+        """Takes the critic's section and its engine. seed: of the order of mini-batches."""
         super().__init__(engine)
         check_critic(config)
         self.config, self.seed = config, seed

@@ -1,4 +1,4 @@
-"""The frozen policy that the KL term measures against: a model by itself, or the actor's own."""
+"""Plays the frozen policy that the KL term measures against: a model by itself, or the actor's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Ref(Role):
     def __init__(
         self, config: TrainEngineConfig, engine: TrainEngine, *, temperature: float
     ) -> None:
-        """temperature: that of generation (gconfig.temperature), as the actor's."""
+        """Takes a section and its engine. temperature: that of generation (gconfig.temperature), as
+        the actor's."""
         super().__init__(engine)
         self.config = config
         self.temperature = temperature

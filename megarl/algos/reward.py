@@ -1,4 +1,4 @@
-"""RewardModel: a frozen model that scores whole answers."""
+"""RewardModel scores whole answers by a frozen model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Role: an algorithm's part (actor, reference, ...) played on an injected TrainEngine."""
+"""Role plays an algorithm's part (actor, reference, ...) on an injected TrainEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SFT: supervised fine-tuning on the tokens under loss_mask."""
+"""SFT fine-tunes a model on the tokens under loss_mask."""
 
 from __future__ import annotations
 
