@@ -1,4 +1,4 @@
-"""Generated sums: "123+456", answer "579"."""
+"""Makes sums, such as "123+456" with the answer "579"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversations from jsonl, json or parquet files or from the hub, in whatever columns they are."""
+"""Reads conversations from jsonl, json or parquet files or from the hub, in whatever columns they
+are."""
 
 from __future__ import annotations
 

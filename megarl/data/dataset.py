@@ -1,4 +1,4 @@
-"""build_dataset: rows of a source, through the chat template, as rows of tokens."""
+"""build_dataset brings rows of a source through the chat template and makes rows of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of rows in a seeded order that survives a resume; padding for SFT."""
+"""Gives batches of rows in a seeded order that survives a resume; pads them for SFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A problem: what the loaders of question and answer make of their source, before any tokenizer."""
+"""A Problem is what loaders of question and answer make of their source, before any tokenizer."""
 
 from __future__ import annotations
 

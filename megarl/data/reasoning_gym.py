@@ -1,4 +1,4 @@
-"""Generated tasks of the reasoning_gym library, with the entries its scorers need."""
+"""Makes tasks of the reasoning_gym library, with the entries its scorers need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Rows of a data set by DatasetConfig.type. Imports no torch of itself, so that a start can look at
-its data before anything else.
-"""
+"""Loads the rows of a data set by DatasetConfig.type. It imports no torch of itself, so that a
+start can look at its data before anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: prompts for RL, conversations with their loss mask for SFT."""
+"""Applies a tokenizer's chat template: prompts for RL, conversations with a loss mask for SFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories and hub names."""
+"""Loads tokenizers of Hugging Face directories and hub names."""
 
 from __future__ import annotations
 
