@@ -1,4 +1,4 @@
-"""Everything on this host: generation servers, then trainers, until the trainers are done.
+"""Runs everything on this host: generation servers, then trainers, until the trainers are done.
 
     python -m megarl.launcher.local [script.py] --config X.yaml [--nproc N] [key=value ...]
 
@@ -268,7 +268,7 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
 
 
 def server_env(gpus: str | None) -> dict[str, str]:
-    """Returns the variables that a server's environment has beside ours, or otherwise. gpus: its
+    """Returns the variables of a server's environment that ours lacks or has otherwise. gpus: its
     CUDA_VISIBLE_DEVICES."""
     env = dict(os.environ)
     set_loopback_default(env)

@@ -1,4 +1,5 @@
-"""Child processes in groups of their own, signals as flags, and a reaper for the worst case."""
+"""Runs child processes in groups of their own, takes signals as flags, and has a reaper for the
+worst case."""
 
 from __future__ import annotations
 
