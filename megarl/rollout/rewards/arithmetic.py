@@ -1,4 +1,4 @@
-"""Exact match: the whole answer, and nothing else."""
+"""Scores exact matches: the whole answer, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RewardPool: rewards in worker processes, each with a bound on its time.
+"""RewardPool runs rewards in worker processes, each with a bound on its time.
 
 A reward is other people's code: it may be slow, hang in C, start processes, or kill its own. Every
 worker is driven by one thread, which kills and replaces it, and all it started, when its reward
