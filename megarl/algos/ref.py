@@ -1,4 +1,4 @@
-"""Plays the frozen policy that the KL term measures against: a model by itself, or the actor's own."""
+"""Plays the frozen policy that the KL term measures against: a model by itself or the actor's."""
 
 from __future__ import annotations
 
