@@ -167,7 +167,7 @@ class MegatronEngine(TrainEngine):
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
         """Does train_batch's work but for the optimizer step: the gradients stay in place (see
-        `hf_state`)."""
+        `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
         with self._scope("train_batch", PARTS), self._mode(True):
@@ -196,8 +196,8 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
         """Returns the outputs of a batch: Tokens, or [B,S] of a plain dict (TrainEngine.forward).
-        With `output_seqlens` or `post_hook`, for a plain dict only, every sequence is taken by
-        itself (passes.by_sequence), and `aggregate_fn` joins the list."""
+        With `output_seqlens` or `post_hook` every sequence is taken by itself (passes.by_sequence),
+        and `aggregate_fn` joins the list; with a Batch, the two raise ValueError."""
         with self._inference("forward"):
             result = passes.forward_pass(self.state, input_, outputs, temperature)
         if output_seqlens is None and post_hook is None:

@@ -131,7 +131,7 @@ class Frame:
         return torch.zeros(int(self.lengths.sum()), *inner, dtype=dtype, device=mcore.device())
 
     def starts(self, rows: Sequence[int]) -> Tensor:
-        """Returns where each of these rows begins among the T tokens."""
+        """Returns where each of these rows begins among the T tokens, [len(rows)]."""
         ends = self.lengths.cumsum(0)
         places = torch.searchsorted(self.rows, torch.as_tensor(rows, dtype=torch.long))
         return (ends - self.lengths)[places]

@@ -114,7 +114,7 @@ def hf_state(
     state: EngineState, grads: bool, scope: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields full tensors by HF name; see MegatronEngine.hf_state. `scope` is left while the caller
-    has a bucket's tensors."""
+    has a bucket's tensors. Raises ValueError for `grads` without an optimizer."""
     values, table, dtype = state.whole_weights(), state.table, state.dtype
     if grads:
         if state.optimizer is None:
