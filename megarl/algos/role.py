@@ -39,7 +39,8 @@ class Role:
         return self.update_check.train_batch(self.engine, data, loss_fn, weight_fn, **kw)
 
     def forward_logp(self, data: Data, temperature: float) -> Tokens | Tensor:
-        """Returns log-probabilities of the batch's tokens, 0 at t=0."""
+        """Returns log-probabilities of the batch's tokens, 0 at t=0: Tokens, or [B,S] of a plain
+        dict."""
         return self.forward(data, ("logprobs",), temperature)
 
     def forward(self, data: Data, outputs: Sequence[str], temperature: float = 1.0) -> Any:

@@ -29,7 +29,7 @@ def as_batch(data: Data) -> Batch:
 
 
 def put(data: Data, name: str, value: Tokens | Tensor) -> None:
-    """Adds a field to the data; to a plain dict a per-token field comes padded to its S."""
+    """Adds a field to the data; to a plain dict a per-token field comes padded to its [B,S]."""
     if isinstance(value, Tokens) and not isinstance(data, Batch):
         value = value.padded(width=data["input_ids"].shape[1])
     data[name] = value  # type: ignore[assignment]
