@@ -57,7 +57,7 @@ def _hub_rows(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Returns the files <split>*.parquet (or .jsonl, .json) of the folder, or of its `main` as the
-    hub has it."""
+    hub has it. Raises ValueError where there are none."""
     for place in (folder, folder / "main"):
         for suffix in FORMATS:
             if files := sorted(place.glob(f"{split}*{suffix}")):

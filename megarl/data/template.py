@@ -59,7 +59,8 @@ class Template:
         return self._apply(messages, tools, tokenize=False, add_generation_prompt=answer_follows)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of text that holds its special tokens. ValueError if it has none."""
+        """Returns the tokens of text that holds its special tokens. Raises ValueError where the
+        tokenizer makes none of it."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if text.strip() and not ids:
             raise ValueError(
