@@ -141,7 +141,7 @@ def import_path(script: Path) -> list[str]:
 
 
 def plan(command: CommandLine) -> Job:
-    """Reads and checks the command line; starts nothing."""
+    """Reads and checks the command line; starts nothing. Raises ConfigError for what is wrong."""
     script = PACKAGE / "run.py"
     if command.words and command.words[0].endswith(".py"):
         script = Path(command.words.pop(0))
