@@ -1,4 +1,4 @@
-"""Actor: the trained policy of PPO-like algorithms (GRPO and its relatives)."""
+"""Actor trains the policy of PPO-like algorithms (GRPO and its relatives)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 class Actor(Role):
-    """One training step in verbs:
+    """Trains the policy. One training step in verbs:
 
         actor.compute_prox_logp(batch)                     # recompute_logprob
         batch["ref_logp"] = ref.compute_logp(batch)        # kl_coef > 0
@@ -55,10 +55,11 @@ class Actor(Role):
         seed: int = 0,
         decode: Decode = spell_ids,
     ) -> None:
-        """temperature: that of generation (gconfig.temperature), without a default: at another one
-        the ratio would start from the logprobs of a different policy. seed: of the order of
-        mini-batches; decode: token ids to text, for warnings that show tokens.
-        """
+        """Takes the actor's section and its engine.
+
+        temperature: that of generation (gconfig.temperature), without a default: at another one the
+        ratio would start from the logprobs of a different policy. seed: of the order of
+        mini-batches; decode: token ids to text, for warnings that show tokens."""
         super().__init__(engine)
         check_actor(config, temperature)
         self.config, self.temperature, self.seed = config, temperature, seed
@@ -72,9 +73,9 @@ class Actor(Role):
         return self.forward_logp(batch, self.temperature if temperature is None else temperature)
 
     def compute_prox_logp(self, batch: Data) -> None:
-        """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
-        with moe.router_replay also the routing behind them, which the update will repeat.
-        """
+        """Adds batch["prox_logp"] [B,S], the logprobs before the update, if recompute_logprob is
+        on; with moe.router_replay also batch["routed_experts"] [B,S,L,k], the routing behind them,
+        which the update will repeat."""
         if self.config.recompute_logprob and self.config.moe.router_replay:
             self._plan(batch)
             names = ("logprobs", "routed_experts")
@@ -85,7 +86,8 @@ class Actor(Role):
 
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
-        [B], group_ids [B] and loss_mask [B,S].
+        [B], group_ids [B] and loss_mask [B,S]. Raises ValueError for a missing field, or a reward
+        that is not finite.
 
         kl_ctl: weight of the KL to the reference (ref_logp), estimated by k1 and summed over the
         trained tokens of a sample, as a penalty in its reward.
@@ -126,15 +128,16 @@ class Actor(Role):
         return {"advantages": advantages, "returns": batch.get("returns", advantages)}
 
     def _kl_to_ref(self, batch: Batch) -> Tensor:
-        """[B] float64: the KL to the reference summed over each sample's trained tokens."""
+        """Returns the KL to the reference, summed over each sample's trained tokens, [B] fp64."""
         kl = kl_estimate(batch[self.config.old_logp].values, batch["ref_logp"].values, "k1")
         return row_sums(batch, kl.where(batch["loss_mask"].values.bool(), 0.0))
 
     def compute_gae(
         self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
     ) -> None:
-        """PPO with a critic: adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] from
-        rewards [B], values [B,S] and last_value [B].
+        """Adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] for PPO with a critic,
+        from rewards [B], values [B,S] and last_value [B]. Raises ValueError for a missing field, or
+        a reward that is not finite.
 
         kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
         bootstrap: an answer that was cut (`truncated`) ends with the value of going on.
@@ -196,13 +199,13 @@ class Actor(Role):
         return shape_rewards(rewards, self.config)
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps over the batch; metrics averaged over them.
+        """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
+        them.
 
-        Beside the loss's metrics: n_updates, skipped_updates (refused because something was not
-        finite; they enter no mean), skipped_sequences and skipped_tokens (theirs), and the
-        trainer/server logprob gap. Adds batch["skipped"] [B], true where a sequence's update was
-        skipped.
-        """
+        Beside the loss's metrics there are n_updates, skipped_updates (refused because something
+        was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
+        the trainer/server logprob gap. Adds batch["skipped"] [B], true where a sequence's update
+        was skipped. Raises ValueError for a missing field, or a batch without a trained token."""
         spec = self.loss
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.router_replay else []
@@ -231,7 +234,8 @@ class Actor(Role):
         return stats | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
-        """The trainer/server gap; warns with the worst tokens if they are not a staleness effect.
+        """Returns the trainer/server gap; warns with the worst tokens if they are not a staleness
+        effect.
 
         Tokens that older weights wrote differ rightly, so only tokens of the current version warn.
         """

@@ -1,4 +1,5 @@
-"""Rewards to advantages, by group or by a critic's values. b sequences at hand of B, S positions.
+"""Turns rewards into advantages, by group or by a critic's values. b sequences at hand of B, S
+positions.
 
 An estimator has up to three parts: group statistics, [B] -> [B] on every rank; work on rows, padded
 [b,S] -> [b,S], for some of them at a time; and one step that sees the whole batch (whitening).
@@ -21,7 +22,7 @@ ADV_MODES = ("group", "group_mean", "none")
 
 
 def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
-    """(r + bias) * scaling, bounded by +-clip. [B] -> [B]"""
+    """Returns (r + bias) * scaling, bounded by +-clip: [B] -> [B] float32."""
     shaped = (rewards.float() + config.reward_bias) * config.reward_scaling
     return shaped.clamp(-config.reward_clip, config.reward_clip)
 
@@ -29,7 +30,8 @@ def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
 def grpo_advantages(
     rewards: Tensor, group_ids: Tensor, mode: str = "group", eps: float = 1e-6
 ) -> Tensor:
-    """Advantage of every sequence within its group, [B] float32.
+    """Returns the advantage of every sequence within its group, [B] float32. Raises ValueError for
+    an unknown mode, or shapes that are not [B].
 
     mode: "group"       (r - mean) / (std + eps), the sample std      (GRPO, arXiv 2402.03300)
           "group_mean"  r - mean: no division, so easy and hard prompts weigh the same
@@ -76,12 +78,12 @@ def group(config: PPOActorConfig) -> AdvantageSpec:
 
 
 def spread_over_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """[b] -> [b,S]: the sequence's advantage at every trained token, 0 elsewhere."""
+    """Returns the sequence's advantage at every trained token, 0 elsewhere: [b] -> [b,S]."""
     return advantages[:, None].float() * loss_mask
 
 
 def place_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """[b] -> [b,S]: the outcome as the reward of the sequence's last trained token."""
+    """Returns the outcome as the reward of the sequence's last trained token: [b] -> [b,S]."""
     mask = loss_mask.bool()
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None].float() * last
@@ -96,8 +98,8 @@ def gae(
     discount: float = 1.0,
     gae_lambda: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), and the returns
-    A_t + v_t the critic learns; both [b,S] float32, 0 where no token is trained.
+    """Returns the generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), and
+    the returns A_t + v_t that the critic learns; both [b,S] float32, 0 where no token is trained.
 
     token_rewards [b,S]: what writing x_t earned. values [b,S]: v(state before x_t). last_value [b]:
     v(state after the last token) of episodes that were cut, 0 of those that ended.
@@ -123,9 +125,8 @@ def gae(
 
 
 def discounted_sums(x: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor * y_{t+1} along dim 1 of [b,S], in log2(S) steps instead of S: after each,
-    y_t holds the terms up to twice as far ahead.
-    """
+    """Returns y_t = x_t + factor * y_{t+1} along dim 1 of [b,S], in log2(S) steps instead of S:
+    after each step, y_t holds the terms up to twice as far ahead."""
     reach = 1
     while reach < x.shape[1]:
         x = x + factor**reach * F.pad(x[:, reach:], (0, reach))

@@ -1,4 +1,4 @@
-"""What can be wrong with an update: functions that return a Finding, or None if all is well.
+"""Checks what can be wrong with an update: functions that return a Finding, or None if all is well.
 
 Every rank looks at the rows it holds, learns the others' metrics, and so comes to the same finding;
 a row that a finding shows is fetched from whoever holds it. B sequences of the batch, b of a part
@@ -25,6 +25,8 @@ ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-
 
 @dataclass(frozen=True)
 class Finding:
+    """Says what is wrong: a headline, and details that a message shows on lines of their own."""
+
     headline: str
     details: tuple[str, ...] = ()
 
@@ -37,7 +39,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far rounding alone takes two passes of one policy apart. Each figure sees another error.
+    """Bounds how far rounding alone takes two passes of one policy apart. Each number sees another
+    error.
 
     mean      of |log ratio| over trained tokens (|ratio - 1| to first order): everything is a bit
               off, e.g. another temperature, other weights, dropout
@@ -69,7 +72,8 @@ SAME_SHAPES = replace(ROUNDING[torch.float32], token=1e-4)
 
 @dataclass(frozen=True)
 class RowGaps:
-    """How far two policies are apart on the trained tokens of every sequence, each [B] float64."""
+    """Holds how far two policies are apart on the trained tokens of every sequence, each [B]
+    float64."""
 
     tokens: Tensor
     abs_sum: Tensor  # of |log ratio|
@@ -80,10 +84,11 @@ class RowGaps:
 
     @property
     def token(self) -> Tensor:
+        """Returns the largest |log ratio| of every sequence, [B]."""
         return (self.ours - self.theirs).abs()
 
     def worst(self, k: int = 3) -> list[LogpGap]:
-        """The worst token of each of the (at most k) worst sequences, where they differ at all."""
+        """Returns the worst token of each of the (at most k) worst sequences that differ at all."""
         order = self.token.nan_to_num(nan=math.inf).topk(min(k, len(self.token))).indices.tolist()
         return [
             LogpGap(i, int(self.position[i]), float(self.ours[i]), float(self.theirs[i]))
@@ -93,7 +98,7 @@ class RowGaps:
 
 
 def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
-    """RowGaps of two [b,S] logprobs of the same tokens."""
+    """Returns the RowGaps of two [b,S] logprobs of the same tokens."""
     mask = loss_mask.bool()
     ours, theirs = ours.double().where(mask, 0.0), theirs.double().where(mask, 0.0)
     gap = (ours - theirs).abs()
@@ -109,7 +114,7 @@ def row_gaps(ours: Tensor, theirs: Tensor, loss_mask: Tensor) -> RowGaps:
 
 
 def gaps_of(batch: Batch, ours: str, theirs: str) -> RowGaps:
-    """RowGaps [B] of two fields of the batch, on every rank. Collective."""
+    """Returns the RowGaps [B] of two fields of the batch, on every rank. Collective."""
     names = (ours, theirs, "loss_mask")
     parts = [torch.empty(0, len(fields(RowGaps)), dtype=torch.float64)]
     for _, padded in batch.chunks(names=names):
@@ -128,7 +133,8 @@ def same_policy(
     causes: str,
     decode: Decode = spell_ids,
 ) -> Finding | None:
-    """Returns a finding where `gaps` (of the trained tokens of `batch`) are more than rounding.
+    """Returns a finding where `gaps` (of the trained tokens of `batch`) are more than rounding,
+    else None.
 
     Collective where they are: the worst tokens are shown.
     """
@@ -168,7 +174,8 @@ def number_rows(data: Data) -> Data:
 
 
 def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
-    """`loss_fn`, with RowGaps of the pass's logprobs and batch[old_logp] among its stats."""
+    """Returns `loss_fn` with the RowGaps of the pass's logprobs and batch[old_logp] among its
+    stats; its batch comes from `number_rows`."""
 
     def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
@@ -180,7 +187,8 @@ def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
 
 
 def watch_losses(loss_fn: LossFn) -> LossFn:
-    """`loss_fn`, with the loss of every sequence by itself among its stats."""
+    """Returns `loss_fn` with the loss of every sequence by itself among its stats; its batch comes
+    from `number_rows`."""
 
     def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
@@ -194,7 +202,8 @@ def watch_losses(loss_fn: LossFn) -> LossFn:
 
 
 def _by_row(batch: Padded, columns: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """As (sum, weight): a sequence stands in one micro-batch, so its sum over all is its own."""
+    """Returns the columns as (sum, weight): a sequence stands in one micro-batch, so its sum over
+    all is its own."""
     return {
         f"{ROW}/{row}/{name}": (column[i], 1.0)
         for i, row in enumerate(batch[ROW].tolist())
@@ -203,7 +212,7 @@ def _by_row(batch: Padded, columns: dict[str, list[float]]) -> dict[str, tuple[f
 
 
 def take_rows(stats: dict[str, float]) -> dict[str, Tensor]:
-    """Takes what a watched loss added out of `stats`: {name: [B] float64}."""
+    """Removes from `stats` what a watched loss added, and returns it: {name: [B] float64}."""
     found: dict[str, dict[int, float]] = {}
     for key in [k for k in stats if k.startswith(f"{ROW}/")]:
         _, row, name = key.split("/")
@@ -220,9 +229,8 @@ PATIENCE = 3  # steps in a row
 
 
 def no_trained_token(trained: Tensor, what: str) -> Finding | None:
-    """Finds rows without a token to train on. `trained` [B]: every row's trained tokens; `what`
-    names the batch.
-    """
+    """Finds rows without a token to train on, None if there are none. `trained` [B]: every row's
+    trained tokens; `what` names the batch."""
     if not (rows := (trained == 0).nonzero().flatten().tolist()):
         return None
     return Finding(
@@ -231,19 +239,18 @@ def no_trained_token(trained: Tensor, what: str) -> Finding | None:
 
 
 class Streaks:
-    """Tells of rewards that teach nothing, once they have done so for PATIENCE steps in a row, and
-    again only after a step that was different.
-    """
+    """Finds rewards that teach nothing, once they have done so for PATIENCE steps in a row, and
+    again only after a step that was different."""
 
     def __init__(self, *, compares_groups: bool) -> None:
-        """compares_groups: advantages are differences within a group, so that equal rewards of a
-        group give no gradient.
-        """
+        """Takes whether equal rewards of a group give no gradient (compares_groups), as where
+        advantages are differences within a group."""
         self._compares_groups = compares_groups
         self._zero = self._tied = 0
 
     def step(self, metrics: dict[str, float]) -> Finding | None:
-        """metrics: those of one step's batch (reward/mean, reward/std, reward/groups_all_equal)."""
+        """Returns a finding if one step's metrics (reward/mean, reward/std,
+        reward/groups_all_equal) make a streak, else None."""
         zero = metrics["reward/mean"] == metrics["reward/std"] == 0
         tied = self._compares_groups and metrics["reward/groups_all_equal"] == 1
         self._zero = self._zero + 1 if zero else 0
@@ -273,5 +280,5 @@ class Streaks:
 
 
 def some(rows: list[int], show: int = 8) -> str:
-    """The first `show` of them, as text."""
+    """Returns the first `show` rows as text."""
     return ", ".join(map(str, rows[:show])) + (" ..." if len(rows) > show else "")

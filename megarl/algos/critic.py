@@ -1,4 +1,4 @@
-"""Critic: the value function of PPO, trained beside the policy."""
+"""Critic trains the value function of PPO, beside the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INPUTS = ("input_ids", "attention_mask", "loss_mask", "values", "returns")
 
 
 class Critic(Role):
-    """One training step in verbs:
+    """Trains the value function. One training step in verbs:
 
     critic.compute_values(batch)
     actor.compute_gae(batch, ...)       # advantages and returns
@@ -27,7 +27,7 @@ class Critic(Role):
     """
 
     def __init__(self, config: PPOCriticConfig, engine: TrainEngine, *, seed: int = 0) -> None:
-        """seed: of the order of mini-batches."""
+        """Takes the critic's section and its engine. seed: of the order of mini-batches."""
         super().__init__(engine)
         check_critic(config)
         self.config, self.seed = config, seed
@@ -40,9 +40,9 @@ class Critic(Role):
         put(batch, "values", values)
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
-        """ppo_n_minibatches optimizer steps towards batch["returns"]; metrics averaged over them,
-        and explained_variance of the values before the update.
-        """
+        """Makes ppo_n_minibatches optimizer steps towards batch["returns"] [B,S]; returns metrics
+        averaged over them, and explained_variance of the values before the update. Raises
+        ValueError for a missing field, or a batch without a trained token."""
         if missing := [key for key in INPUTS if key != "attention_mask" and key not in batch]:
             raise ValueError(
                 f"ppo_update: the batch has no {missing[0]!r}: call critic.compute_values(batch) "

@@ -16,12 +16,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio) with log_ratio bounded above by MAX_LOG_RATIO."""
+    """Returns exp(log_ratio) with log_ratio bounded above by MAX_LOG_RATIO, any shape."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(logp_q: Tensor, logp_p: Tensor, kind: str = "k3") -> Tensor:
-    """Per-token estimate of KL(q || p) at tokens drawn from q, any shape.
+    """Estimates KL(q || p) per token, at tokens drawn from q, any shape. Raises ValueError for an
+    unknown `kind`.
 
     With log r = log p(x) - log q(x):
       k1 = -log r           unbiased, high variance, may be negative

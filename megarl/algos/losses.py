@@ -23,12 +23,12 @@ Stats = dict[str, tuple[Tensor, Tensor]]
 
 
 def token_weight(batch: Padded) -> float:
-    """Trained tokens."""
+    """Counts the trained tokens of loss_mask [b,S]."""
     return float(batch["loss_mask"].sum())
 
 
 def sequence_weight(batch: Padded) -> float:
-    """Sequences with at least one trained token."""
+    """Counts the sequences of loss_mask [b,S] with at least one trained token."""
     return float(batch["loss_mask"].bool().any(1).sum())
 
 
@@ -39,7 +39,8 @@ LOSS_WEIGHTS: dict[str, Callable[[Padded], float]] = {
 
 
 def aggregate(per_token: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
-    """The sum over [b,S] that, divided by LOSS_WEIGHTS[loss_agg], is the wanted mean.
+    """Returns the sum over [b,S] that, divided by LOSS_WEIGHTS[loss_agg], is the wanted mean.
+    Raises ValueError for an unknown `loss_agg`.
 
     token-mean: the sum over trained tokens. sequence-mean: the sum over sequences of the mean over
     their trained tokens, so a long answer counts as much as a short one.
@@ -53,7 +54,7 @@ def aggregate(per_token: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
 
 
 def sft_loss(outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
-    """Cross entropy of the trained tokens; weight: `token_weight`.
+    """Returns the summed cross entropy of the trained tokens, and stats; weight: `token_weight`.
 
     With the output "greedy_match" [b,S] (1 where x_t is the argmax) also token_accuracy, and
     exact_match: the fraction of sequences whose every trained token is the argmax, which is what
@@ -85,7 +86,8 @@ def grpo_loss(
     kl_estimator: str = "k3",
     loss_agg: str = "token-mean",
 ) -> tuple[Tensor, Stats]:
-    """The clipped policy gradient of PPO/GRPO; weight: `LOSS_WEIGHTS[loss_agg]`.
+    """Returns the summed clipped policy gradient of PPO/GRPO, and stats; weight:
+    `LOSS_WEIGHTS[loss_agg]`.
 
     outputs: logprobs [b,S] with gradient, optionally entropy [b,S] (a figure only).
     batch: loss_mask, advantages, logprobs (behaviour policy), `old_logp`, with kl_coef ref_logp.
@@ -176,8 +178,8 @@ def _grpo_metrics(mean: Metrics, first: Metrics) -> Metrics:
 def critic_loss(
     outputs: Padded, batch: Padded, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
 ) -> tuple[Tensor, Stats]:
-    """Half the squared error of values [b,S] against batch["returns"]; weight:
-    `LOSS_WEIGHTS[loss_agg]`.
+    """Returns half the summed squared error of values [b,S] against batch["returns"], and stats;
+    weight: `LOSS_WEIGHTS[loss_agg]`.
 
     value_clip: with v_old = batch["values"], a token's error is the larger one of v and of v kept
     within value_clip of v_old, so that no step gains by moving farther (the value clipping of
@@ -206,7 +208,7 @@ def critic_loss(
 def _policy_stats(
     logp: Tensor, ratio: Tensor, batch: Padded, low: float, high: float, c_clip: float | None
 ) -> Stats:
-    """Figures of the step, as means over trained tokens.
+    """Returns the metrics of the step, as means over trained tokens.
 
     A clip fraction counts tokens whose gradient the clip removes. approx_kl is the k3 estimate of
     KL(behaviour || policy) (tokens were drawn from the behaviour policy).

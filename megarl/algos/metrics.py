@@ -1,8 +1,7 @@
-"""How far two sides disagree about the same tokens.
+"""Measures how far two sides disagree about the same tokens.
 
-B sequences of the batch, T tokens of those that this rank holds. What is collective gives the same
-on every rank.
-"""
+B sequences of the batch, T tokens of those that this rank holds. A collective function returns the
+same on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def spell_ids(ids: Sequence[int]) -> str:
-    """What stands in for a tokenizer's decode where there is no tokenizer."""
+    """Returns token ids as text, in place of a tokenizer's decode where there is no tokenizer."""
     return " ".join(map(str, ids))
 
 
@@ -67,7 +66,7 @@ def explained_variance(batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class LogpGap:
-    """One token about which two sides disagree: its logprob as the one and the other say it."""
+    """Holds one token about which two sides disagree, and its logprob by each of them."""
 
     row: int
     position: int
@@ -141,7 +140,7 @@ def _gap_fields(batch: Batch, version: int | None) -> list[str]:
 
 
 def _largest_gap(batch: Batch, version: int | None) -> Tensor:
-    """The largest _masked_gap of each row, [B] on every rank. Collective."""
+    """Returns the largest _masked_gap of each row, [B] on every rank. Collective."""
     names = _gap_fields(batch, version)
     return reduce_rows(batch, lambda part: [_masked_gap(part, version)], names, "max")[:, 0]
 

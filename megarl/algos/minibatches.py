@@ -1,4 +1,4 @@
-"""Several optimizer steps over one batch: who is in which, and the metrics of all of them."""
+"""Cuts a batch into the mini-batches of several optimizer steps, and averages their metrics."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from megarl.algos.rows import Data, select_rows
 def minibatches(
     data: Data, names: Sequence[str], parts: Sequence[list[int]], trained: Tensor
 ) -> Iterator[tuple[list[int], Data]]:
-    """(rows, their fields `names`) for those of `parts` that have something to train on: elsewhere
-    the gradient is zero, and so is its denominator. `trained` [B]: trained tokens of every row.
-    ValueError if there are none.
-    """
+    """Yields (rows, their fields `names`) of those `parts` that have something to train on:
+    elsewhere the gradient is zero, and so is its denominator. `trained` [B]: trained tokens of
+    every row. Raises ValueError if there are none."""
     if not trained.any():
         named = some((trained == 0).nonzero().flatten().tolist())
         raise ValueError(f"ppo_update: loss_mask marks no token in the whole batch (rows {named})")
@@ -26,8 +25,7 @@ def minibatches(
 
 
 def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
-    """Counts what was not trained on: the rows of `skipped` [B] bool, and their `trained` tokens
-    [B]."""
+    """Counts what was not trained on: `skipped` [B] bool rows, and their `trained` tokens [B]."""
     return {
         "skipped_sequences": float(skipped.sum()),
         "skipped_tokens": float(trained[skipped].sum()),
@@ -35,7 +33,8 @@ def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps that were made (of lr the last), and how many were."""
+    """Returns the means over the optimizer steps that were made (of lr the last value), and the
+    numbers of steps made and skipped."""
     done = [u for u in updates if u["update_successful"]]
     counts = {
         "n_updates": float(len(done)),

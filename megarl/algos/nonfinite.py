@@ -1,4 +1,4 @@
-"""What is not finite, and where: functions that return a Finding, or None if all is well.
+"""Finds what is not finite, and where: functions that return a Finding, or None if all is well.
 
 Collective as those of checks.py are. B sequences of the batch, T tokens of those held here.
 """
@@ -43,14 +43,14 @@ def nonfinite_inputs(batch: Batch) -> Finding | None:
 
 
 def _bad(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """True for what is not finite, of one number per token only where `mask` is set."""
+    """Returns where `values` are not finite; of one number per token, only where `mask` is set."""
     bad = ~values.isfinite()
     bad = bad & mask if mask is not None and bad.shape == mask.shape else bad
     return bad if bad.ndim > 1 else bad[:, None]
 
 
 def _first_bad(batch: Batch, name: str, row: int) -> tuple[list[int], float]:
-    """The place and the value of the first number of a row that is not finite. Collective."""
+    """Returns the place and the value of a row's first number that is not finite. Collective."""
     if isinstance(batch[name], Tokens):
         found = batch.fetch([row], [name, "loss_mask"])
         values, mask = found[name][0], found["loss_mask"][0].bool()
@@ -63,7 +63,8 @@ def _first_bad(batch: Batch, name: str, row: int) -> tuple[list[int], float]:
 
 
 def nonfinite_update(stats: dict[str, float]) -> Finding | None:
-    """An update that the engine refused; not one that a smaller loss scale mends (float16)."""
+    """Finds an update that the engine refused, but for one that a smaller loss scale mends
+    (float16)."""
     if stats["update_successful"] or stats.get("overflow"):
         return None
     metrics = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
@@ -71,9 +72,8 @@ def nonfinite_update(stats: dict[str, float]) -> Finding | None:
 
 
 def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:
-    """Says which sequences make the loss [B] what it is; none means that the backward pass did.
-    Collective.
-    """
+    """Says which sequences make the loss [B] what it is; where there are none, the backward pass
+    did. Collective."""
     bad = (~row_loss.isfinite()).nonzero().flatten().tolist()
     if not bad:
         return (

@@ -1,4 +1,4 @@
-"""The frozen policy that the KL term measures against: a model by itself, or the actor's own."""
+"""Plays the frozen policy that the KL term measures against: a model by itself or the actor's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from megarl.config.engine import TrainEngineConfig
 
 
 class Ref(Role):
+    """Computes the logprobs of the frozen policy that the KL term measures against."""
+
     def __init__(
         self, config: TrainEngineConfig, engine: TrainEngine, *, temperature: float
     ) -> None:
-        """temperature: that of generation (gconfig.temperature), as the actor's."""
+        """Takes a section and its engine. temperature: that of generation (gconfig.temperature), as
+        the actor's."""
         super().__init__(engine)
         self.config = config
         self.temperature = temperature
@@ -27,15 +30,16 @@ class Ref(Role):
 
 
 class LoRARef(Ref):
-    """The reference of an actor that trains adapters: the actor's engine with them off, so there is
-    no second model in memory. The engine begins and ends with the actor."""
+    """Computes the reference of an actor that trains adapters, in the actor's engine with them off,
+    so that there is no second model in memory. The engine begins and ends with the actor."""
 
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor.config, actor.engine, temperature=actor.temperature)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
+        """Returns log-probabilities of the policy below the adapters, as Ref.compute_logp does."""
         with self.engine.disable_adapter():
             return super().compute_logp(batch, temperature)
 
     def destroy(self) -> None:
-        """The actor's affair."""
+        """Does nothing: the engine is the actor's."""

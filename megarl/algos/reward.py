@@ -1,4 +1,4 @@
-"""RewardModel: a frozen model that scores whole answers."""
+"""RewardModel scores whole answers by a frozen model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megarl.algos.rows import Data
 
 
 class RewardModel(Role):
-    """A value model whose score at the last token is the reward, as in HF's
+    """Scores answers by a value model whose score at the last token is the reward, as in HF's
     ForSequenceClassification."""
 
     def compute_rewards(self, batch: Data) -> Tensor:
-        """[B] scores of the sequences."""
+        """Returns the scores of the sequences, [B]."""
         return self.forward_values(batch)[1]

@@ -1,4 +1,4 @@
-"""Role: an algorithm's part (actor, reference, ...) played on an injected TrainEngine."""
+"""Role plays an algorithm's part (actor, reference, ...) on an injected TrainEngine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Role:
         return self.update_check.train_batch(self.engine, data, loss_fn, weight_fn, **kw)
 
     def forward_logp(self, data: Data, temperature: float) -> Tokens | Tensor:
-        """Returns log-probabilities of the batch's tokens, 0 at t=0."""
+        """Returns log-probabilities of the batch's tokens, 0 at t=0: Tokens, or [B,S] of a plain
+        dict."""
         return self.forward(data, ("logprobs",), temperature)
 
     def forward(self, data: Data, outputs: Sequence[str], temperature: float = 1.0) -> Any:
@@ -70,49 +71,63 @@ class Role:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's part of the model."""
+        """Returns the device of this rank's part of the model."""
         return self.engine.device
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Initializes the engine; `ft_spec` gives the length of its learning-rate schedule.
+        Collective."""
         self.engine.initialize(addr, ft_spec)
 
     def destroy(self) -> None:
+        """Destroys the engine. Collective."""
         self.engine.destroy()
 
     def step_lr_scheduler(self) -> None:
-        """Once per training step (not per mini-batch): the schedule counts steps."""
+        """Moves the learning-rate schedule on, once per training step (not per mini-batch)."""
         self.engine.step_lr_scheduler()
 
     def set_version(self, version: int) -> None:
+        """Sets the version of the engine's weights."""
         self.engine.set_version(version)
 
     def get_version(self) -> int:
+        """Returns the version of the engine's weights."""
         return self.engine.get_version()
 
     def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Brings `parts` of the engine's memory back to the device; returns bytes by part, and in
+        use before and after."""
         return self.engine.onload(parts)
 
     def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Gives up the device memory of `parts`; returns bytes by part, and in use before and
+        after."""
         return self.engine.offload(parts)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        """Sends the weights to the servers of `meta`; returns phases (s) and bytes. Collective."""
         return self.engine.upload_weights(meta)
 
     def save(self, meta: SaveLoadMeta) -> None:
+        """Writes weights or training state to meta.path. Collective."""
         self.engine.save(meta)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
+        """Begins a save; nothing is at meta.path before the result's `finish`. Collective."""
         return self.engine.begin_save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
+        """Loads what was saved at meta.path. Collective."""
         self.engine.load(meta)
 
     def get_scheduling_config(self) -> dict[str, Any]:
+        """Returns what a launcher needs to place the engine's processes."""
         return self.engine.get_scheduling_config()
 
 
 def _one_token_longer(batch: Batch) -> Batch:
-    """The ids of the batch with one more token 0 after every row, held by the same ranks."""
+    """Returns the ids of the batch with a token 0 more after every row, held by the same ranks."""
     ids = batch["input_ids"]
     ends = (ids.lengths + 1).cumsum(0) - 1
     longer = torch.zeros(len(ids.values) + len(ids.lengths), dtype=ids.values.dtype)

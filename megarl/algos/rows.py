@@ -1,4 +1,4 @@
-"""Work on the rows of a Batch, which lie on several ranks, and sums that every rank learns.
+"""Works on the rows of a Batch, which lie on several ranks, and makes sums that every rank learns.
 
 B sequences of the batch, b of them (T tokens) held by this rank, S positions. A sum over the batch
 is made in two steps: every row by itself, in fp64 and in the order of its tokens, then all rows
@@ -29,14 +29,15 @@ def as_batch(data: Data) -> Batch:
 
 
 def put(data: Data, name: str, value: Tokens | Tensor) -> None:
-    """Adds a field to the data; to a plain dict a per-token field comes padded to its S."""
+    """Adds a field to the data; to a plain dict a per-token field comes padded to its [B,S]."""
     if isinstance(value, Tokens) and not isinstance(data, Batch):
         value = value.padded(width=data["input_ids"].shape[1])
     data[name] = value  # type: ignore[assignment]
 
 
 def select_rows(data: Data, rows: Sequence[int], names: Sequence[str]) -> Data:
-    """Returns some rows (ascending) and fields of the data, and what its units are."""
+    """Returns some rows (ascending) and the fields `names` of the data; of a Batch, its unit_ids,
+    too."""
     if isinstance(data, Batch):
         wanted = [name for name in (*names, "unit_ids") if name in data]
         return data.select(rows, wanted)
@@ -87,7 +88,7 @@ def map_tokens(batch: Batch, fn: Callable[[Padded], Tensor], names: Sequence[str
 
 
 def _flat_parts(batch: Batch, names: Sequence[str]) -> Iterator[tuple[Tensor, Padded]]:
-    """(lengths, views of the fields) of some of the held rows after others; once at least."""
+    """Yields (lengths, views of the fields) of the held rows, some at a time; once at least."""
     lengths = batch.lengths[batch.rows]
     ends = lengths.cumsum(0).tolist()
     row = token = 0
@@ -154,8 +155,8 @@ def map_rows(
 
 
 def _chunks(rows: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Rows, from short to long, in parts of CHUNK_TOKENS padded tokens, or of one row; one part at
-    least."""
+    """Returns rows, from short to long, in parts of at most CHUNK_TOKENS padded tokens, or of one
+    row; one part at least."""
     out: list[list[int]] = [[]]
     for row, n in zip(rows.tolist(), lengths[rows].tolist(), strict=True):
         if out[-1] and n * (len(out[-1]) + 1) > CHUNK_TOKENS:

@@ -1,4 +1,4 @@
-"""SFT: supervised fine-tuning on the tokens under loss_mask."""
+"""SFT fine-tunes a model on the tokens under loss_mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 
 class SFT(Role):
-    """Next-token prediction; needs input_ids, attention_mask and loss_mask, all [B,S]."""
+    """Trains next-token prediction; needs input_ids, attention_mask and loss_mask, all [B,S]."""
 
     def __init__(self, config: TrainEngineConfig, engine: TrainEngine) -> None:
         super().__init__(engine)
@@ -30,10 +30,10 @@ class SFT(Role):
         self._told_of_untrained = False
 
     def train(self, batch: Data) -> dict[str, float]:
-        """One optimizer step. The engine's metrics (loss, grad_norm, lr), ppl and skipped_updates
-        (1 if it was refused because something was not finite; then there is no ppl), with
-        skipped_sequences and skipped_tokens.
-        """
+        """Makes one optimizer step; returns the engine's metrics (loss, grad_norm, lr), ppl and
+        skipped_updates (1 if the step was refused because something was not finite; then there is
+        no ppl), with skipped_sequences and skipped_tokens. Raises ValueError for a batch without a
+        trained token."""
         inputs, trained = self._inputs(batch)
         stats = self.train_batch(inputs, sft_loss, token_weight)
         done = bool(stats["update_successful"])
@@ -42,7 +42,8 @@ class SFT(Role):
         return (_with_ppl(stats) if done else stats) | counts
 
     def evaluate(self, batch: Data) -> dict[str, float]:
-        """loss, ppl, token_accuracy and exact_match (every trained token is the argmax)."""
+        """Returns loss, ppl, token_accuracy and exact_match: the share of sequences whose every
+        trained token is the argmax. Raises ValueError for a batch without a trained token."""
         return _with_ppl(
             self.engine.eval_batch(
                 self._inputs(batch)[0], sft_loss, token_weight, outputs=("logprobs", "greedy_match")
@@ -50,9 +51,8 @@ class SFT(Role):
         )
 
     def _inputs(self, batch: Data) -> tuple[Data, Tensor]:
-        """What the loss needs, and the trained tokens of every row [B]. ValueError for a batch
-        without a trained token; single rows without warn, once.
-        """
+        """Returns what the loss needs, and the trained tokens of every row [B]. Raises ValueError
+        for a batch without a trained token; warns, once, of single rows without."""
         trained = trained_tokens(as_batch(batch))
         if finding := no_trained_token(trained, "SFT batch"):
             if not trained.any():

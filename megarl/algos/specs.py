@@ -1,4 +1,4 @@
-"""What the actor has to know of a loss and of advantages, and how a configuration names them.
+"""Says what the actor has to know of a loss and of advantages, and how a configuration names them.
 
 `actor.loss` and `actor.advantages` each name a function `make(config, **options)` that gets the
 actor's section and returns a LossSpec or an AdvantageSpec: one of NAMES, or one of the user's by
@@ -28,13 +28,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def as_they_are(mean: Metrics, first: Metrics) -> Metrics:
-    """The metrics of a loss that derives none."""
+    """Returns `mean`: the metrics of a loss that derives none."""
     return mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """What an update minimises.
+    """Says what an update minimises.
 
     fn: (outputs, batch) -> (loss_sum, {name: (sum, weight)}), all tensors padded [b,S] of whole
     samples; it sums and divides by nothing of the batch.
@@ -56,7 +56,7 @@ class LossSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSpec:
-    """How rewards become advantages.
+    """Says how rewards become advantages.
 
     per_sample: {name: [B] or [B,...]} of the whole batch, with the shaped rewards and group_ids ->
     one number per sample, [B]. It is the same on every rank.

@@ -1,4 +1,4 @@
-"""Generated sums: "123+456", answer "579"."""
+"""Makes sums, such as "123+456" with the answer "579"."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _too_few(
 
 
 def _without_carry(question: str) -> str:
-    """ "57+68" gives "15": every column by itself, modulo 10."""
+    """Returns a sum without its carries, every column by itself modulo 10: "57+68" gives "15"."""
     a, b = question.split("+")
     width = max(len(a), len(b))
     columns = zip(a.zfill(width), b.zfill(width), strict=True)
@@ -91,7 +91,7 @@ def _levels(level: int | Sequence[int]) -> list[int]:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A number of exactly `digits` digits; 0 has one."""
+    """Returns a random number of exactly `digits` digits; 0 has one."""
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 

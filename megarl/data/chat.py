@@ -1,4 +1,5 @@
-"""Conversations from jsonl, json or parquet files or from the hub, in whatever columns they are."""
+"""Reads conversations from jsonl, json or parquet files or from the hub, in whatever columns they
+are."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def chat(
 
 
 def _renamed(source: Row, columns: dict[str, str], place: str) -> Row:
-    """The row with the names of `columns`; a column that was renamed keeps no second name."""
+    """Returns the row with the names of `columns`; a renamed column keeps no second name."""
     found = {}
     for name, column in columns.items():
         value: Any = source

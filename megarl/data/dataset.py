@@ -1,4 +1,4 @@
-"""build_dataset: rows of a source, through the chat template, as rows of tokens."""
+"""build_dataset brings rows of a source through the chat template and makes rows of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class RowDataset(Dataset[Row]):
-    """Rows in memory, indexable."""
+    """Holds rows in memory and gives them by index."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
@@ -77,7 +77,8 @@ def _sft_row(index: int, source: Row, template: Template) -> Row:
 def check_context(
     dataset: Dataset[Row], gconfig: GenerationHyperparameters, context_length: int
 ) -> None:
-    """Raises for the first RL row whose prompt and response cannot fit the server's context."""
+    """Raises ValueError for the first RL row whose prompt and response (gconfig.max_new_tokens) do
+    not fit the server's context, in tokens."""
     for i in range(len(dataset)):  # type: ignore[arg-type]
         row = dataset[i]
         prompt = len(row["prompt_ids"])

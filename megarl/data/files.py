@@ -1,6 +1,5 @@
-"""Rows of local files or of the hub, each with the place a message can name: file and line, or file
-and row.
-"""
+"""Reads rows of local files or of the hub, each with the place a message can name: file and line,
+or file and row."""
 
 from __future__ import annotations
 
@@ -57,7 +56,8 @@ def _hub_rows(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """<split>*.parquet (or .jsonl, .json), in the folder or in its `main` as the hub has it."""
+    """Returns the files <split>*.parquet (or .jsonl, .json) of the folder, or of its `main` as the
+    hub has it. Raises ValueError where there are none."""
     for place in (folder, folder / "main"):
         for suffix in FORMATS:
             if files := sorted(place.glob(f"{split}*{suffix}")):
@@ -66,7 +66,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every row. Raises ValueError naming the place that cannot be read."""
+    """Yields (place, row) of every row. Raises ValueError naming the place that cannot be read."""
     if file.suffix not in FORMATS:
         raise ValueError(f"{file}: use one of {sorted(FORMATS)}")
     try:
@@ -76,7 +76,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(file: Path) -> Iterator[tuple[str, Row]]:
-    """One object a line, or (.json) one list of objects."""
+    """Yields the rows of a file with one object a line, or (.json) one list of objects."""
     if file.suffix == ".json":
         data = file.read_bytes()
         if data.lstrip()[:1] == b"[":
@@ -126,7 +126,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def text(row: Row, name: str, place: str) -> str:
-    """The text in `row[name]`. Raises ValueError for null, a number or anything else."""
+    """Returns the text in `row[name]`. Raises ValueError for null, a number or anything else."""
     value = row[name]
     if isinstance(value, str):
         try:
@@ -141,6 +141,6 @@ def text(row: Row, name: str, place: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, cut short."""
+    """Returns a value as JSON has it, cut to 60 characters."""
     out = json.dumps(value, ensure_ascii=False, default=str)
     return out if len(out) <= 60 else out[:57] + "..."

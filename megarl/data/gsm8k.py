@@ -1,4 +1,4 @@
-"""GSM8K (arXiv 2110.14168) from the hub or from local files in its format.
+"""Reads GSM8K (arXiv 2110.14168) from the hub or from local files in its format.
 
 A row has `question` and `answer`; the answer is a worked solution that ends in "#### 42".
 """

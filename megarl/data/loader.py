@@ -1,4 +1,4 @@
-"""Batches of rows in a seeded order that survives a resume; padding for SFT."""
+"""Gives batches of rows in a seeded order that survives a resume; pads them for SFT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def collator(
 
 
 def collate_sft(rows: Sequence[Row]) -> Padded:
-    """input_ids [B,S], attention_mask [B,S], loss_mask [B,S] of SFT rows, right-padded."""
+    """Returns input_ids [B,S], attention_mask [B,S], loss_mask [B,S] of SFT rows, right-padded."""
     width = max(len(row["input_ids"]) for row in rows)
     batch: Padded = {
         "input_ids": torch.zeros(len(rows), width, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""A problem: what the loaders of question and answer make of their source, before any tokenizer."""
+"""A Problem is what loaders of question and answer make of their source, before any tokenizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`answer` is what the reward compares with; `response` is what SFT learns to write (default:
-    the answer); `extra` goes into the RL row as it is and must survive JSON.
-    """
+    """Holds a question and its answer.
+
+    `answer` is what the reward compares with; `response` is what SFT learns to write (default: the
+    answer); `extra` goes into the RL row as it is and must survive JSON."""
 
     question: str
     answer: str
@@ -32,7 +33,7 @@ class Problem:
 
 
 def stable_hash(text: str) -> int:
-    """64 bits that depend on the text only: the same in every process and run."""
+    """Returns 64 bits that depend on the text only: the same in every process and run."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

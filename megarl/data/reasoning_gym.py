@@ -1,4 +1,4 @@
-"""Generated tasks of the reasoning_gym library, with the entries its scorers need."""
+"""Makes tasks of the reasoning_gym library, with the entries its scorers need."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def _item_seed(seed: int) -> int:
 
 
 def _problem(entry: dict[str, Any], task: str, items: Any, *, check: bool) -> Problem:
-    """`entry` as it is after a journey through JSON; `check`: the scorer must judge it as before
-    (some read tuples or sets out of the metadata).
-    """
+    """Makes a problem of `entry` as JSON brings it back; `check`: the scorer must judge it as
+    before (some read tuples or sets out of the metadata)."""
     try:
         travelled = json.loads(json.dumps(entry))
     except TypeError as e:

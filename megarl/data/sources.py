@@ -1,6 +1,5 @@
-"""Rows of a data set by DatasetConfig.type. Imports no torch of itself, so that a start can look at
-its data before anything else.
-"""
+"""Loads the rows of a data set by DatasetConfig.type. It imports no torch of itself, so that a
+start can look at its data before anything else."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def _source(cfg: DatasetConfig) -> Callable[..., Any]:
 
 
 def _all(made: Any) -> Iterable[Any]:
-    """The rows of a list, a generator, a HF or a torch data set."""
+    """Returns the rows of a list, a generator, a HF or a torch data set."""
     if hasattr(type(made), "__iter__"):
         return made
     if hasattr(type(made), "__len__") and hasattr(type(made), "__getitem__"):
@@ -102,5 +101,6 @@ def check_batches(rows: int, cfg: DatasetConfig) -> None:
 
 
 def describe(cfg: DatasetConfig) -> str:
+    """Returns a data set's type, path and split in words, to begin a message with."""
     where = f" ({cfg.path})" if cfg.path else ""
     return f"dataset {cfg.type}{where}, split {cfg.split},"

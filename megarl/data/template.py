@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: prompts for RL, conversations with their loss mask for SFT."""
+"""Applies a tokenizer's chat template: prompts for RL, conversations with a loss mask for SFT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Template:
         return self._apply(messages, tools, tokenize=False, add_generation_prompt=answer_follows)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of text that holds its special tokens. ValueError if it has none."""
+        """Returns the tokens of text that holds its special tokens. Raises ValueError where the
+        tokenizer makes none of it."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if text.strip() and not ids:
             raise ValueError(
@@ -100,8 +101,8 @@ class Template:
     def _pieces(
         self, messages: Sequence[Message], turns: Sequence[int], tools: Any
     ) -> Iterator[tuple[str, bool]]:
-        """The conversation's text in parts, and whether the assistant wrote each. Tokens are made
-        of each part alone, as in RL, where no token of an answer reaches into the prompt."""
+        """Yields the conversation's text in parts, and whether the assistant wrote each. Tokens are
+        made of each part alone, as in RL, where no token of an answer reaches into the prompt."""
         whole = self.render(messages, tools=tools, answer_follows=False)
         done = 0
         for i in turns:

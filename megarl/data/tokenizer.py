@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories and hub names."""
+"""Loads tokenizers of Hugging Face directories and hub names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 
 def load_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Returns the tokenizer of a directory or hub name. trust_remote_code: run code that lies
-    beside it, which some published tokenizers need; it may do anything."""
+    """Returns the tokenizer of a directory or hub name. Raises ValueError for one that needs code,
+    without trust_remote_code: with it, code that lies beside the tokenizer runs, which some
+    published tokenizers need; it may do anything."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory."""
+"""Keeps activations that wait for the backward pass in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training checkpoint of an engine holds, and putting it back.
+"""Saves what a training checkpoint of an engine holds, and puts it back.
 
 With adapters it holds these alone: the weights below them are the model's that the engine starts
 from.
@@ -40,7 +40,8 @@ log = get_logger(__name__)
 
 
 def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
-    """ValueError for a format that does not exist, or optimizer state where there is none."""
+    """Raises ValueError for a format that does not exist, "peft" without adapters, or optimizer
+    state where the format or the engine has none."""
     if meta.weight_format not in ("hf", "peft", "dist"):
         raise ValueError(
             f"SaveLoadMeta.weight_format={meta.weight_format!r}: use 'hf', 'peft' or 'dist'"
@@ -63,13 +64,14 @@ def check_meta(meta: SaveLoadMeta, state: EngineState) -> None:
 
 
 def save(state: EngineState, path: str, with_optim: bool, version: int) -> None:
-    """Collective. Weights; with `with_optim` also optimizer state (moments, step, fp32 weights),
-    the schedule's position, every rank's random states, and the weight version."""
+    """Writes the weights to `path`; with `with_optim` also optimizer state (moments, step, fp32
+    weights), the schedule's position, every rank's random states, and the weight version.
+    Collective."""
     save_sharded(path, *_to_save(state, with_optim, version))
 
 
 def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
-    """`save`, with the files written by a thread. Collective."""
+    """Begins `save`; a thread writes the files. Collective."""
     return write_behind(path, *_to_save(state, with_optim, version))
 
 
@@ -89,7 +91,8 @@ def _to_save(state: EngineState, with_optim: bool, version: int) -> tuple[Sharde
 
 
 def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
-    """Collective. Returns what was saved about the checkpoint ("version", "layout", ...).
+    """Loads a checkpoint; returns what was saved about it ("version", "layout", ...). Raises
+    ValueError, naming value and fix, for one that does not fit this engine. Collective.
 
     In the layout it was saved in, with `with_optim`, training continues bit for bit. On another
     layout (any tp, pp, vpp, dp) everything is resharded but the random states, which belong to
@@ -124,8 +127,8 @@ def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
 
 
 def _metadata(state: EngineState) -> dict[str, Any]:
-    """How megatron-core shall cut its state: by model parameter and layer, so that any layout can
-    read it."""
+    """Returns how megatron-core cuts its state: by model parameter and layer, so that any layout
+    can read it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -136,13 +139,14 @@ def _metadata(state: EngineState) -> dict[str, Any]:
 
 
 def _chunk_names(state: EngineState) -> list[str]:
-    """megatron-core's optimizer looks for these."""
+    """Returns the names of the chunks that megatron-core's optimizer looks for."""
     return [f"model{i}" for i in range(len(state.chunks))] if len(state.chunks) > 1 else ["model"]
 
 
 def _model_state(state: EngineState, stored: Collection[str] = ()) -> dict[str, Any]:
-    """Parameters only: Transformer Engine's extra state is empty outside of fp8, and a checkpoint
-    of the local layers has none. Under the keys they are saved under, or have in `stored`."""
+    """Returns the parameters of each chunk, under the keys they are saved under, or have in
+    `stored`. Transformer Engine's extra state is left out: it is empty outside of fp8, and a
+    checkpoint of the local layers has none."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(state)) for c in state.chunks]  # type: ignore[operator]
     kept = {
         name: {k: v for k, v in tensors.items() if "_extra_state" not in k and _is_kept(k, state)}
@@ -187,7 +191,7 @@ def _info(state: EngineState, with_optim: bool) -> dict[str, Any]:
 
 
 def _check(state: EngineState, path: str, found: dict[str, Any], with_optim: bool) -> None:
-    """ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
+    """Raises ValueError, naming value and fix, if the checkpoint cannot go into this engine."""
     mine = _info(state, with_optim)
     for name, value in mine["model"].items():
         if found["model"].get(name) != value:

@@ -1,4 +1,4 @@
-"""The engine's door: what a pass is given is checked here, before its first collective.
+"""Checks what a pass is given, before its first collective.
 
 A batch that only one rank refuses would leave the others waiting, and ranks with different batches
 would train on halves that do not belong together. So the ranks first compare what they were given,
@@ -29,13 +29,12 @@ def check_input(
     state: EngineState, verb: str, given: Batch | Padded, outputs: Sequence[str], *, backward: bool,
     temperature: float, **arguments: Any,
 ) -> None:  # fmt: skip
-    """ValueError, on every rank, for a batch or arguments that differ between ranks, and for those
-    that this engine cannot work on. Collective where there are several ranks.
+    """Raises ValueError, on every rank, for a batch or arguments that differ between ranks, and for
+    those that this engine cannot work on. Collective where there are several ranks.
 
-    What `verb` is, what it was asked and the bytes of every tensor that all ranks have are compared
-    (a hash of 32 MiB takes a core a few milliseconds, and 16 bytes of it travel); tokens that only
-    some ranks hold are checked there.
-    """
+    The ranks compare `verb`, its arguments and the bytes of every tensor that all ranks have (a
+    hash of 32 MiB takes a core a few milliseconds, and a few bytes of it travel); tokens that only
+    some ranks hold are checked by these ranks."""
     wrong = _wrong_ids(given, state.model.vocab_size) if isinstance(given, Batch) else None
     found_wrong = wrong is not None and bool(wrong.any())
     if state.layout.world_size > 1:
@@ -72,7 +71,7 @@ def _check_ids(batch: Padded, vocab_size: int) -> None:
 
 
 def _wrong_ids(batch: Batch, vocab_size: int) -> Tensor | None:
-    """[b] how many ids of each held row are outside of the vocabulary."""
+    """Returns how many ids of each held row are outside of the vocabulary, [b], if it has ids."""
     if "input_ids" not in batch:
         return None
     ids, counts = batch["input_ids"], torch.zeros(len(batch["input_ids"].lengths))
@@ -101,7 +100,8 @@ def _outside(row: int, position: int, value: int, count: int, vocab_size: int) -
 
 
 def _same_everywhere(given: Batch | Padded, asked: str, found_wrong: bool) -> bool:
-    """ValueError where the ranks were given different things; else whether one `found_wrong`."""
+    """Raises ValueError where the ranks were given different things; else returns whether one
+    `found_wrong`."""
     digests = {_ARGUMENTS: _hash(asked)} | _digests(given)
     whole = _hash(repr(sorted(digests.items()))) >> 2  # its negative is an int64, too
     bounds = torch.tensor([whole, -whole, int(found_wrong)], device=mcore.device())
@@ -121,8 +121,8 @@ def _same_everywhere(given: Batch | Padded, asked: str, found_wrong: bool) -> bo
 
 
 def _digests(given: Batch | Padded) -> dict[str, int]:
-    """A hash by name: of every tensor of a dict; of a Batch, of its per-sample fields and of what
-    ranks know about the per-token fields of each other."""
+    """Returns a hash by name: of every tensor of a dict; of a Batch, of its per-sample fields and
+    of what ranks know about each other's per-token fields."""
     if not isinstance(given, Batch):
         return {name: _digest(given[name]) for name in given}
     home = given.home

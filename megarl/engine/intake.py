@@ -1,4 +1,4 @@
-"""Where a pass finds its tokens: a batch is placed for the step, borrowed, or cut from a dict.
+"""Brings a pass its tokens: a batch is placed for the step, borrowed, or made of a dict.
 
 B samples of the batch, b rows that a rank holds.
 """
@@ -19,8 +19,8 @@ from megarl.parallel.placement import engine_home, place_rows, units_of
 
 
 def as_batch(given: Batch | Padded, names: Iterable[str] | None = None) -> Batch:
-    """A Batch as it is, or one of a plain dict that is the same on every rank. `names`: the fields
-    of it that are needed."""
+    """Returns a Batch as it is, or makes one of a plain dict that is the same on every rank.
+    `names`: the fields of the dict that are needed, None for all."""
     if isinstance(given, Batch):
         return given
     wanted = set(given if names is None else names) | {"input_ids", "attention_mask"}
@@ -29,8 +29,8 @@ def as_batch(given: Batch | Padded, names: Iterable[str] | None = None) -> Batch
 
 
 def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
-    """[B] rows that stay together at a rank, with `whole_groups` in a micro-batch too; None if each
-    is by itself. ValueError where `whole_groups` has nothing to go by."""
+    """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
+    too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
     if "unit_ids" in batch:
         return batch.unit_ids
     if not whole_groups:
@@ -44,7 +44,8 @@ def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
 
 
 def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
-    """The batch's own home, if this engine can work on it there; else the one it would be given."""
+    """Returns the batch's own home if this engine can work on it there, else the home that this
+    engine would give it."""
     of_rank = tuple(c.dp for c in state.layout.all_coords)
     units = group_ids(batch, whole_groups=whole_groups)
     if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
@@ -61,7 +62,7 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
 
 
 def _whole(units: Tensor | None, of_row: Tensor) -> bool:
-    """Whether no unit stands at two data-parallel indices."""
+    """Returns whether every unit stands at one data-parallel index."""
     if units is None:
         return True
     index = of_row.tolist()
@@ -75,8 +76,8 @@ def place(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> No
 
 
 def settle(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Batch:
-    """The batch where this engine works on it: one that has not been placed in this step is placed
-    for good; of one placed for another layout, a copy of what is not at hand is made. Collective.
-    """
+    """Returns the batch where this engine works on it. A batch that has not been placed in this
+    step is placed for good; of one placed for another layout, a copy is made of what is not at
+    hand. Collective."""
     place(state, batch, whole_groups=whole_groups)
     return exchange.placed(batch, home_of(state, batch, whole_groups=whole_groups))

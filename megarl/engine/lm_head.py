@@ -1,4 +1,4 @@
-"""The output layer that answers with per-token numbers instead of logits.
+"""LMHead is the output layer that answers with per-token numbers instead of logits.
 
 It takes the place of GPTModel.output_layer and keeps its parameter, so that the data-parallel
 wrapper's gradient hooks, the shared embedding and checkpoints see what they saw before. Before each
@@ -36,7 +36,7 @@ SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by Train
 
 @dataclass(frozen=True, kw_only=True)
 class HeadJob:
-    """What one forward pass shall answer: `outputs` about `labels` [T] at `temperature`."""
+    """Says what one forward pass computes: `outputs` about `labels` [T] at `temperature`."""
 
     labels: torch.Tensor
     outputs: tuple[str, ...]
@@ -44,13 +44,14 @@ class HeadJob:
 
 
 class LMHead(torch.nn.Module):
-    """[T,1,H] hidden states to [T,1,K]; `split` takes the K numbers apart by name."""
+    """Maps [T,1,H] hidden states to [T,1,K] numbers; `split` takes the K numbers apart by name."""
 
     def __init__(
         self, output_layer: Any, *, vocab_size: int, tp_group: dist.ProcessGroup,
         sequence_parallel: bool, chunk_tokens: int, keep_bytes: int = 0, topk: int = 1,
     ) -> None:  # fmt: skip
-        """See `token_outputs` for the last three."""
+        """Takes over the weight of `output_layer`. See `token_outputs` for the last three
+        arguments."""
         super().__init__()
         # None where the embedding's weight is passed in (tied, one pipeline stage)
         self.weight = output_layer.weight
@@ -68,6 +69,8 @@ class LMHead(torch.nn.Module):
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Returns ([T,1,K], None) for the job of `prepare`, from hidden states [T,1,H], or
+        [T/tp,1,H] under sequence parallelism. `weight` [V/tp,H]: that of a tied embedding."""
         job, self._job = self._job, None
         assert job is not None, "prepare() comes before every forward pass"
         weight = self.weight if weight is None else weight
@@ -86,7 +89,7 @@ class LMHead(torch.nn.Module):
     def _answer(
         self, hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, job: HeadJob
     ) -> torch.Tensor:
-        """[T,K]: the token outputs in the order of the job, then the logits if asked for."""
+        """Returns [T,K]: the token outputs in the order of the job, then any logits."""
         parts = []
         names = [o for o in job.outputs if o in TOKEN_OUTPUTS]
         if names:
@@ -105,7 +108,7 @@ class LMHead(torch.nn.Module):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """[T,K] to {name: [T]}, [T,k] for the top k, [T,V] for "logits"."""
+        """Splits [T,K] into {name: [T]}, [T,k] for the top k, [T,V] for "logits"."""
         at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk)
         by_name = {name: out[:, where] for name, where in at.items()}
         for name, x in by_name.items():
@@ -120,7 +123,7 @@ class LMHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As megatron-core's ColumnParallelLinear."""
+        """Returns the weight's part of a checkpoint, like megatron-core's ColumnParallelLinear."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
@@ -128,7 +131,8 @@ class LMHead(torch.nn.Module):
 
 
 def output_widths(vocab_size: int, topk: int) -> dict[str, int]:
-    """The last dimension of outputs [B,S,...] that are more than a number per token."""
+    """Returns the last dimension of each output [B,S,...] that is more than one number per token.
+    Raises ValueError for a topk above the vocabulary."""
     if topk > vocab_size:
         raise ValueError(f"lm_head_topk={topk} exceeds the vocabulary of {vocab_size}: lower it")
     return {TOP_LOGPROBS: topk, TOP_IDS: topk, "logits": vocab_size}
@@ -137,9 +141,8 @@ def output_widths(vocab_size: int, topk: int) -> dict[str, int]:
 def check_outputs(
     outputs: Sequence[str], head: str = "lm", *, backward: bool = False
 ) -> tuple[str, ...]:
-    """Raises ValueError naming an output that does not exist, that `head` cannot compute, or that
-    has no gradient to train by.
-    """
+    """Returns the names of the outputs. Raises ValueError naming one that does not exist, that
+    `head` cannot compute, or that has no gradient to train by."""
     names = tuple(outputs)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")

@@ -1,4 +1,4 @@
-"""MegatronEngine: TrainEngine on megatron-core, one process per device.
+"""MegatronEngine is a TrainEngine on megatron-core, one process per device.
 
 The same code runs over NCCL on GPUs and over gloo on CPUs. Every method is a collective over the
 world: all ranks call it with the same arguments.
@@ -33,7 +33,8 @@ _UNINITIALIZED = "the engine is not initialized: call initialize() first"
 
 
 class MegatronEngine(TrainEngine):
-    """One model in one layout. `initialize` makes it real, `destroy` gives everything back."""
+    """Trains or runs one model in one layout. `initialize` makes it real, `destroy` gives
+    everything back; a pass or a save outside of the two raises RuntimeError."""
 
     def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
         self.config, self.seed = config, seed
@@ -50,9 +51,14 @@ class MegatronEngine(TrainEngine):
 
     @property
     def device(self) -> torch.device:
+        """Returns the device on which this rank computes."""
         return mcore.device()
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Makes process groups, model, weights, optimizer and schedule, in the world that `addr`
+        ("host:port") or torchrun's environment names; `ft_spec` gives the schedule its length.
+        Raises ValueError where model, machine or world cannot do what the config asks, and when
+        called twice. Collective."""
         if self._groups is not None:
             raise ValueError("initialize() was called twice; call destroy() in between")
         init_distributed(addr)
@@ -68,6 +74,8 @@ class MegatronEngine(TrainEngine):
                 self._memory.offload(("params",))
 
     def destroy(self) -> None:
+        """Gives back connections, model and process groups; does nothing before `initialize`.
+        Collective."""
         if self._groups is None:
             return
         if self._sender is not None:
@@ -84,30 +92,36 @@ class MegatronEngine(TrainEngine):
 
     @property
     def groups(self) -> ProcessGroups:
+        """Returns the process groups of the layout. Raises RuntimeError before `initialize`."""
         if self._groups is None:
             raise RuntimeError(_UNINITIALIZED)
         return self._groups
 
     @property
     def state(self) -> EngineState:
+        """Returns all that `initialize` made. Raises RuntimeError before it."""
         if self._built is None:
             raise RuntimeError(_UNINITIALIZED)
         return self._built
 
     @property
     def memory(self) -> Memory:
+        """Returns the keeper of offloaded parts. Raises RuntimeError before `initialize`."""
         if self._memory is None:
             raise RuntimeError(_UNINITIALIZED)
         return self._memory
 
     @contextmanager
     def _scope(self, what: str, needs: Sequence[str] = ("params",)) -> Iterator[None]:
-        """megatron-core's globals are ours, and a wait that fails says who waited for what."""
+        """Puts this engine's groups into megatron-core's globals, and has a wait that fails say who
+        waited for `what`. Raises RuntimeError where a part in `needs` is offloaded."""
         self.memory.require(what, needs)
         with model_scope(self.groups), waiting_for(self.groups, what):
             yield
 
     def train(self, mode: bool = True) -> MegatronEngine:
+        """Puts the modules into training mode or out of it, and returns the engine. Each pass sets
+        its own mode and restores this one."""
         self._training = mode
         for chunk in self._built.chunks if self._built else ():
             chunk.train(mode)
@@ -125,6 +139,8 @@ class MegatronEngine(TrainEngine):
     # ---- passes --------------------------------------------------------------------------------
 
     def place(self, batch: Batch) -> None:
+        """Moves the batch's tokens to the ranks that work on them in this step, unless it has been
+        placed. Collective."""
         with self._scope("place", ()):
             intake.place(self.state, batch)
 
@@ -133,6 +149,9 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
+        """Makes one optimizer step; returns its metrics (TrainEngine.train_batch). Raises
+        ValueError without an optimizer, for a batch that differs between ranks, or without anything
+        to train on."""
         stats = self.backward_batch(
             input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature,
             whole_groups=whole_groups,
@@ -147,7 +166,8 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
-        """train_batch without its optimizer step: the gradients stay in place (see `hf_state`)."""
+        """Does train_batch's work but for the optimizer step: the gradients stay in place (see
+        `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
         with self._scope("train_batch", PARTS), self._mode(True):
@@ -162,6 +182,7 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:  # fmt: skip
+        """Returns the loss and stats of train_batch, without gradients (TrainEngine.eval_batch)."""
         with self._inference("eval_batch"):
             return passes.loss_pass(
                 self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
@@ -174,8 +195,9 @@ class MegatronEngine(TrainEngine):
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
-        """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
-        (passes.by_sequence), and `aggregate_fn` joins the list."""
+        """Returns the outputs of a batch: Tokens, or [B,S] of a plain dict (TrainEngine.forward).
+        With `output_seqlens` or `post_hook` every sequence is taken by itself (passes.by_sequence),
+        and `aggregate_fn` joins the list; with a Batch, the two raise ValueError."""
         with self._inference("forward"):
             result = passes.forward_pass(self.state, input_, outputs, temperature)
         if output_seqlens is None and post_hook is None:
@@ -190,23 +212,30 @@ class MegatronEngine(TrainEngine):
             yield
 
     def step_lr_scheduler(self) -> None:
+        """Moves the learning-rate schedule on by one training step. Raises ValueError without an
+        optimizer."""
         if self.state.schedule is None:
             raise ValueError("this engine has no optimizer, so no learning-rate schedule")
         self.state.schedule.step(1)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
+        """Returns a context in which passes run the model below the adapters. Raises ValueError
+        without adapters."""
         adapters = self.state.adapters
         return adapters.disabled() if adapters else super().disable_adapter()
 
     # ---- weights -------------------------------------------------------------------------------
 
     def save(self, meta: SaveLoadMeta) -> None:
+        """Writes weights or a training checkpoint to meta.path. Raises ValueError for a format that
+        this engine does not have. Collective."""
         checkpoint.check_meta(meta, self.state)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
             weights.save(self.state, meta, self._version)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
-        """For the "dist" format: a thread writes what is copied to host memory here."""
+        """Begins a save: of the "dist" format, a thread writes what is copied to host memory here;
+        other formats are saved at once."""
         if meta.weight_format != "dist":
             return super().begin_save(meta)
         checkpoint.check_meta(meta, self.state)
@@ -214,6 +243,8 @@ class MegatronEngine(TrainEngine):
             return weights.begin_save(self.state, meta, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
+        """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises
+        ValueError for a checkpoint that does not fit this engine. Collective."""
         checkpoint.check_meta(meta, self.state)
         with self._scope("load", ("params", "optimizer")):
             version = weights.load(self.state, meta)
@@ -221,6 +252,9 @@ class MegatronEngine(TrainEngine):
             self.set_version(version)
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        """Sends the weights to the servers of `meta`; returns phases (s) and bytes. Raises
+        ValueError for a version that does not rise, ServersLost where servers are lost on the way.
+        Collective."""
         meta = meta.settled(self._version, self._uploaded)
         with self._scope("upload_weights"):
             optimizer.gather_params(self.state.chunks)
@@ -246,35 +280,40 @@ class MegatronEngine(TrainEngine):
         return stats
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate too and
-        see none.
+        """Yields full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate
+        too and see none. It needs the memory of one bucket.
 
-        With `grads`, the gradients of the last backward_batch in fp32; they are whole only without
-        the distributed optimizer, which leaves each rank its own part. Those of adapters have
-        PEFT's names. Memory: one bucket.
-        """
+        With `grads` it yields the gradients of the last backward_batch in fp32, those of adapters
+        by PEFT's names; they are whole only without the distributed optimizer, which leaves each
+        rank its own part. Raises ValueError for `grads` without an optimizer."""
         needs = ("params", "grads") if grads else ("params",)
         return weights.hf_state(self.state, grads, partial(self._scope, "hf_state", needs))
 
     def set_version(self, version: int) -> None:
+        """Sets the version of the weights. After a return to earlier weights, later uploads may
+        repeat versions."""
         self._version = version
         if self._uploaded is not None and version < self._uploaded:
             self._uploaded = None  # back at earlier weights, whose versions count anew
 
     def get_version(self) -> int:
+        """Returns the version of the weights."""
         return self._version
 
     # ---- memory --------------------------------------------------------------------------------
 
     def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Gives up the device memory of `parts`; returns bytes by part, and in use before and
+        after. Collective."""
         with self._scope("offload", ()):
             return self.memory.offload(parts)
 
     def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+        """Undoes `offload`; returns bytes by part, and in use before and after."""
         return self.memory.onload(parts)
 
     def get_scheduling_config(self) -> dict[str, Any]:
-        """What a launcher needs to place this engine's processes."""
+        """Returns gpus_per_process, cpus_per_process and the layout's degrees, for a launcher."""
         parallel = asdict(self.config.parallel)
         on_gpu = mcore.on_cuda()
         return {"gpus_per_process": int(on_gpu), "cpus_per_process": 4 if on_gpu else 1} | parallel

@@ -1,4 +1,4 @@
-"""Which parts of an engine's memory (api/engine.py's PARTS) are on the device, and which away."""
+"""Moves parts of an engine's memory (api/engine.py's PARTS) off the device and back."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ log = get_logger(__name__)
 
 
 class Memory:
-    """Of what was built. With `offload` in its config the weights rest in host memory."""
+    """Keeps which parts of an engine are on the device and which are away. With `offload` in the
+    engine's config the weights rest in host memory."""
 
     def __init__(self, state: EngineState) -> None:
         self._built = state
         self._parked = ParkedStorages()
 
     def require(self, what: str, parts: Sequence[str]) -> None:
-        """RuntimeError if `what` would meet a part that is away."""
+        """Raises RuntimeError if `what` would meet a part that is away."""
         if away := tuple(part for part in parts if part in self._parked):
             raise RuntimeError(f"{what} needs {away}, which are offloaded; call onload({away})")
 
     def offload(self, parts: Sequence[str]) -> dict[str, int]:
-        """Collective: weights that the last step has not gathered are made whole first."""
+        """Gives up the device memory of `parts`; returns bytes by part, and in use before and
+        after. Collective: weights that the last step has not gathered are made whole first. Raises
+        ValueError for a part that does not exist."""
         parts = tuple(p for p in check_parts(parts) if p not in self._parked)
         before, freed = memory_in_use(), {}
         if "params" in parts:
@@ -48,13 +51,16 @@ class Memory:
         return self._moved("offload", freed, before)
 
     def onload(self, parts: Sequence[str]) -> dict[str, int]:
+        """Brings back those of `parts` that are away; returns bytes by part, and in use before and
+        after."""
         before = memory_in_use()
         taken = {p: self._parked.restore(p) for p in check_parts(parts) if p in self._parked}
         return self._moved("onload", taken, before)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """A pass of a model whose weights rest in host memory (`offload` of its config)."""
+        """Brings weights that rest in host memory (`offload` of the config) to the device for one
+        pass."""
         resting = self._built.config.offload and "params" in self._parked
         if resting:
             self.onload(("params",))

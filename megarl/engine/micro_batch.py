@@ -1,4 +1,4 @@
-"""A global batch cut into this rank's packed micro-batches.
+"""Cuts a global batch into this rank's packed micro-batches.
 
 B sequences of the global batch, b of a micro-batch, S positions (right-padded), T packed tokens.
 """
@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a batch that this rank holds.
+    """Holds some rows of a batch that this rank has.
 
     `packed`: this context-parallel rank's share of the same sequences, packed, on the device.
     """
@@ -32,12 +32,12 @@ class MicroBatch:
     packed: Packed
 
     def padded(self, names: Sequence[str] | None = None) -> Padded:
-        """These rows as [b,S] tensors on the host, as long as the longest of them; made anew each
-        time, so that only one micro-batch at a time is padded."""
+        """Returns these rows as [b,S] tensors on the host, S the length of the longest; they are
+        made anew each time, so that only one micro-batch at a time is padded."""
         return self.source.padded(self.rows, names)
 
     def params(self) -> PackedSeqParams:
-        """What attention and rotary embedding need to know about the packed tokens.
+        """Returns what attention and rotary embedding need to know about the packed tokens.
 
         Lengths are those of whole sequences: attention and rotary embedding know which share is
         this rank's. The longest slot is given as it is: a maximum equal to the total of several
@@ -56,9 +56,9 @@ class MicroBatch:
 
 
 def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
-    """Context-parallel ranks take two chunks of every sequence; tensor-parallel ranks share the
-    tokens of a rank under sequence parallelism. Every share is a multiple of `token_unit`.
-    """
+    """Returns the multiples that sequences and rows are filled up to. Context-parallel ranks take
+    two chunks of every sequence; tensor-parallel ranks share the tokens of a rank under sequence
+    parallelism. Every share is a multiple of `token_unit`."""
     slot = 2 * layout.cp if layout.cp > 1 else 1
     share = layout.tp if layout.sequence_parallel else 1
     return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
@@ -74,10 +74,9 @@ def plan(
     groups: Sequence[Sequence[int]] | None = None,
     token_unit: int = 1,
 ) -> list[list[list[int]]]:
-    """[dp rank][micro-batch] -> rows. `max_tokens` is what one device holds of a micro-batch. The
-    interleaved schedule wants a multiple of pp. `of_row` [B]: a row's dp rank. The rows of each of
-    `groups` share a micro-batch.
-    """
+    """Returns the rows of every micro-batch, [dp rank][micro-batch]. `of_row` [B]: a row's dp rank;
+    `max_tokens`: the tokens that one device holds of a micro-batch. The rows of each of `groups`
+    share a micro-batch. Under the interleaved schedule the micro-batches are a multiple of pp."""
     return plan_micro_batches(
         batch.lengths.tolist(),
         dp=layout.dp,
@@ -98,7 +97,7 @@ def build(
     cp_rank: int,
     token_unit: int = 1,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, in the order of the plan."""
+    """Packs this rank's micro-batches, in the order of the plan."""
     out = []
     for rows in micro_batches:
         ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
@@ -113,8 +112,8 @@ def build(
 
 @dataclass(frozen=True)
 class Frame:
-    """Where per-token results go: flat, of all rows for every rank (`everyone`), or of those that
-    a rank holds for the ranks of its data-parallel index. T tokens of them."""
+    """Says where per-token results go, flat: all rows go to every rank (`everyone`), or the rows
+    that a rank holds go to the ranks of its data-parallel index. T tokens of these rows."""
 
     rows: Tensor  # ascending
     lengths: Tensor  # [b], theirs
@@ -122,22 +121,24 @@ class Frame:
 
     @staticmethod
     def of(batch: Batch, *, everyone: bool) -> Frame:
+        """Makes the frame of a batch: of all its rows for `everyone`, else of those this rank
+        holds."""
         rows = torch.arange(len(batch)) if everyone else batch.rows
         return Frame(rows, batch.lengths[rows], everyone)
 
     def zeros(self, inner: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """[T, *inner] on the device."""
+        """Returns zeros, [T, *inner], on the device."""
         return torch.zeros(int(self.lengths.sum()), *inner, dtype=dtype, device=mcore.device())
 
     def starts(self, rows: Sequence[int]) -> Tensor:
-        """Where these rows begin."""
+        """Returns where each of these rows begins among the T tokens, [len(rows)]."""
         ends = self.lengths.cumsum(0)
         places = torch.searchsorted(self.rows, torch.as_tensor(rows, dtype=torch.long))
         return (ends - self.lengths)[places]
 
     def put(self, full: Tensor, mb: MicroBatch, values: Tensor) -> None:
-        """A micro-batch's [b,S,...] into `full`. The places are found on the host: a device need
-        not stop for them."""
+        """Writes a micro-batch's [b,S,...] into `full` [T,...]. The places are found on the host: a
+        device need not stop for them."""
         lengths = mb.source.lengths[mb.rows]
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         t = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
@@ -146,5 +147,5 @@ class Frame:
         full[into] = values.flatten(0, 1)[of].to(full.dtype)
 
     def tokens(self, full: Tensor) -> Tokens:
-        """The result, on the host."""
+        """Returns the result `full` [T,...] as Tokens on the host."""
         return Tokens(full.cpu(), self.lengths)

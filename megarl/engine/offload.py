@@ -21,7 +21,8 @@ from megarl.parallel import mcore
 
 
 def check_parts(parts: Sequence[str]) -> tuple[str, ...]:
-    """In the order of PARTS. ValueError for one that does not exist, and for a bare string."""
+    """Returns `parts` in the order of PARTS. Raises ValueError for one that does not exist, and for
+    a bare string."""
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts={parts!r}: give a tuple of some of {PARTS}")
     return tuple(p for p in PARTS if p in parts)
@@ -32,7 +33,7 @@ _Parked = list[tuple[torch.UntypedStorage, torch.Tensor | int]]
 
 
 class ParkedStorages:
-    """Named groups of storages, each in device memory or away from it.
+    """Keeps named groups of storages, each in device memory or away from it.
 
     Host memory holds one copy of what is away, pinned where the device is a GPU.
     """
@@ -47,10 +48,10 @@ class ParkedStorages:
         self, name: str, tensors: Iterable[torch.Tensor], *, keep: bool = True,
         but_not: Iterable[torch.Tensor] = (),
     ) -> int:  # fmt: skip
-        """Bytes of device memory given up by `tensors`, but for what they share with `but_not`.
+        """Gives up the device memory of `tensors`, but for what they share with `but_not`; returns
+        the bytes.
 
-        Without `keep` (gradients between steps) the numbers are lost, and zeros come back.
-        """
+        Without `keep` (gradients between steps) the numbers are lost, and zeros come back."""
         assert name not in self._away, f"{name} is parked already"
         seen = {storage._cdata for storage in _storages(but_not, set())}
         parked: _Parked = []
@@ -65,7 +66,7 @@ class ParkedStorages:
         return freed
 
     def restore(self, name: str) -> int:
-        """Bytes of device memory taken again."""
+        """Brings a group back to device memory; returns the bytes taken."""
         taken = 0
         for storage, content in self._away.pop(name):
             if isinstance(content, int):
@@ -87,7 +88,7 @@ def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Every non-empty storage of the engine's device once; `seen` grows."""
+    """Yields every non-empty storage of the engine's device once, and adds it to `seen`."""
     for t in tensors:
         storage = t.untyped_storage()
         on_device = storage.device.type == mcore.device().type
@@ -106,7 +107,8 @@ def _synchronize() -> None:
 
 
 def memory_in_use() -> int:
-    """Bytes of this process in device memory: tensors, or on a CPU all that is resident."""
+    """Returns the bytes of this process in device memory: tensors, or on a CPU all that is
+    resident."""
     if mcore.on_cuda():
         return torch.cuda.memory_allocated()
     with open("/proc/self/statm") as f:
@@ -114,7 +116,7 @@ def memory_in_use() -> int:
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Main parameters and states of a megatron optimizer, chained or not."""
+    """Yields main parameters and states of a megatron optimizer, chained or not."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         torch_optimizer = inner.optimizer
         if torch_optimizer is None:  # this rank holds no parameter of that kind
@@ -128,7 +130,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(chunks: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The data-parallel wrappers' gradient buffers."""
+    """Yields the data-parallel wrappers' gradient buffers."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data

@@ -1,4 +1,4 @@
-"""Data-parallel wrappers, optimizer, learning-rate schedule, and a step that refuses NaN."""
+"""Makes data-parallel wrappers, optimizer and learning-rate schedule, and steps without NaN."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ENDLESS = 1 << 40
 
 
 def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
-    """ValueError for what this machine or the weights' dtype cannot do."""
+    """Raises ValueError for settings that this machine or the weights' dtype cannot do."""
     raise_if_any([*number_problems(cfg, "optimizer."), *optimizer_problems("optimizer", cfg)])
     if cfg.precision_aware and not (mcore.on_cuda() and find_spec("transformer_engine")):
         raise ValueError(
@@ -50,10 +50,9 @@ def check(cfg: OptimizerConfig, dtype: torch.dtype) -> None:
 def wrap_chunks(
     config: Any, chunks: Sequence[torch.nn.Module], cfg: OptimizerConfig
 ) -> list[torch.nn.Module]:
-    """The chunks in data-parallel wrappers: gradients accumulate and reduce in fp32.
+    """Returns the chunks in data-parallel wrappers: gradients accumulate and reduce in fp32.
 
-    NaN is not the wrapper's business (it would raise); `step` skips such an update.
-    """
+    The wrapper does not look for NaN (it would raise); `step` skips such an update."""
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=cfg.distributed,
         grad_reduce_in_fp32=True,
@@ -77,7 +76,7 @@ def wrap_chunks(
 
 
 def gather_params(chunks: Sequence[Any]) -> None:
-    """Weights whole on every rank, where the last step left gathering them to the next pass."""
+    """Makes weights whole on every rank, where the last step left that to the next pass."""
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):  # a frozen model's
             continue
@@ -87,7 +86,7 @@ def gather_params(chunks: Sequence[Any]) -> None:
 
 
 def zero_grad(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """The wrappers' gradient buffers, and what the optimizer keeps of them."""
+    """Zeroes the wrappers' gradient buffers, and what the optimizer keeps of them."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -96,7 +95,8 @@ def zero_grad(optimizer: Any, chunks: Sequence[Any]) -> None:
 def build_optimizer(
     cfg: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> Any:
-    """megatron-core's optimizer over wrapped chunks. Vectors (norms, biases) do not decay.
+    """Makes megatron-core's optimizer over wrapped chunks. Vectors (norms, biases) have no weight
+    decay.
 
     Its fused Adam is Transformer Engine's, else apex's, else ours. In float16 the loss is scaled on
     its way back, and `step` takes the scale out of the gradients.
@@ -149,7 +149,8 @@ def _mcore_config(cfg: OptimizerConfig, dtype: torch.dtype) -> McoreOptimizerCon
 def build_schedule(
     cfg: OptimizerConfig, optimizer: Any, ft_spec: FinetuneSpec | None
 ) -> OptimizerParamScheduler:
-    """The schedule of n = ft_spec.total_train_steps steps, standing at the first.
+    """Makes the learning-rate schedule of n = ft_spec.total_train_steps steps, standing at the
+    first. Raises ValueError without `ft_spec`, unless the rate is constant.
 
     Step k (from 0) has lr * (k+1)/w during the w warm-up steps, so that none is wasted at 0 and the
     last of them has lr. Then it falls towards the minimum, which would be reached at step n, one
@@ -185,16 +186,16 @@ def build_schedule(
 
 
 def current_lr(optimizer: Any) -> float:
+    """Returns the learning rate of the next step (of the first parameter group)."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def step(optimizer: Any, loss: float) -> dict[str, float]:
-    """Updates the weights; grad_norm (before clipping) and update_successful. A loss or a norm that
-    is not finite changes nothing: neither weights nor moments. All are the same on every rank.
+    """Updates the weights; returns grad_norm (before clipping) and update_successful, the same on
+    every rank. A loss or a norm that is not finite changes nothing: neither weights nor moments.
 
-    In float16 also loss_scale, that of this step, and overflow: whether the gradients were too
-    large for it, which the next step's smaller scale may mend.
-    """
+    In float16 it also returns loss_scale, that of this step, and overflow: 1 where the gradients
+    were too large for it, which the next step's smaller scale may mend."""
     scale = float(optimizer.get_loss_scale()) if optimizer.config.fp16 else 1.0
     overflow = _prepare_grads(optimizer, rescale=math.isfinite(loss))
     norm = float(optimizer.get_grad_norm())
@@ -214,7 +215,8 @@ def step(optimizer: Any, loss: float) -> dict[str, float]:
 
 @torch.no_grad()
 def _prepare_grads(optimizer: Any, *, rescale: bool) -> bool:
-    """Main gradients, without the loss scale; in float16 whether one of them is not finite.
+    """Makes the main gradients, without the loss scale; returns, in float16, whether one of them is
+    not finite.
 
     There megatron-core lets every part judge its own gradients, so that the scales of dense weights
     and experts would come apart. Here all parts go by what any of them found; without `rescale`
@@ -235,12 +237,13 @@ def _prepare_grads(optimizer: Any, *, rescale: bool) -> bool:
 
 
 def decoupled(part: Any) -> bool:
-    """Whether gradients stand in `decoupled_grad`, since their dtype is not the parameter's."""
+    """Returns whether gradients stand in `decoupled_grad`, since their dtype is not the
+    parameter's."""
     return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def reload_main_params(optimizer: Any) -> None:
-    """Main weights from the model's, after those were loaded."""
+    """Sets the main weights from the model's, after those were loaded."""
     optimizer.reload_model_params()
     for part in parts(optimizer):
         if not decoupled(part) or isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -252,18 +255,18 @@ def reload_main_params(optimizer: Any) -> None:
 
 
 def parts(optimizer: Any) -> Sequence[Any]:
-    """megatron-core chains one optimizer per kind of parameter (dense, experts)."""
+    """Returns the optimizers that megatron-core chains, one per kind of parameter (dense, ...)."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def kind(optimizer: Any) -> str:
-    """ "distributed" (ZeRO-1) or "plain": how checkpoints lay out the state."""
+    """Returns "distributed" (ZeRO-1) or "plain": how checkpoints lay out the state."""
     sharded = any(isinstance(part, DistributedOptimizer) for part in parts(optimizer))
     return "distributed" if sharded else "plain"
 
 
 def materialize_state(optimizer: Any) -> None:
-    """Moments exist from the first step on; megatron-core cannot save without, so zeros do."""
+    """Makes moments of zero where no step has made any: megatron-core cannot save without them."""
     for part in parts(optimizer):
         # the hybrid one has them from the start; None is where a rank trains nothing of that kind
         if isinstance(part.optimizer, HybridDeviceOptimizer | None):
@@ -278,9 +281,9 @@ def materialize_state(optimizer: Any) -> None:
 
 
 def _settle_hybrid(hybrid: HybridDeviceOptimizer) -> None:
-    """Moments of zero: megatron-core would make them by a step along random gradients. And groups
-    that a checkpoint can hold: the classes in them it would refuse to read.
-    """
+    """Gives the hybrid optimizer moments of zero, which megatron-core would make by a step along
+    random gradients, and takes the classes out of its groups, which a checkpoint would refuse to
+    read."""
     for group in hybrid.param_groups:
         for key in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
             group.pop(key, None)
@@ -294,12 +297,13 @@ def _settle_hybrid(hybrid: HybridDeviceOptimizer) -> None:
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """What config says about each parameter group: everything but its parameters and progress."""
+    """Returns each parameter group's settings: all but its parameters and progress."""
     own = ("params", "step")
     return [{k: v for k, v in g.items() if k not in own} for g in optimizer.param_groups]
 
 
 def set_hyperparameters(optimizer: Any, values: Sequence[dict[str, Any]]) -> None:
+    """Sets what `hyperparameters` returned, in place of what a checkpoint has brought."""
     for group, value in zip(optimizer.param_groups, values, strict=True):
         group.update(value)
     for part in parts(optimizer):
@@ -311,6 +315,7 @@ def set_hyperparameters(optimizer: Any, values: Sequence[dict[str, Any]]) -> Non
 
 
 def set_position(schedule: OptimizerParamScheduler, steps: int) -> None:
-    """As after `steps` steps of the schedule (its own load_state_dict adds them to those taken)."""
+    """Puts the schedule where it is after `steps` steps (its own load_state_dict adds them to those
+    taken)."""
     schedule.num_steps = steps
     schedule.step(0)

@@ -1,4 +1,4 @@
-"""The optimizer's part of a training checkpoint.
+"""Saves and loads the optimizer's part of a training checkpoint.
 
 The distributed optimizer's moments and fp32 weights stand on disk as megatron-core's
 "fully_reshardable" format has them, tensors of the model's shapes that any layout reads. Its own
@@ -36,8 +36,8 @@ Own = dict[int, dict[int, dict[str, list[ShardedTensor]]]]
 def sharded_state(
     optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> tuple[dict[Any, Any], Own]:
-    """(what the ranks share, what is this rank's own) for ckpt.dist.Sharded. `model_state` says how
-    parameters are cut; what is loaded goes to `load_state`. Collective."""
+    """Returns (what the ranks share, what is this rank's own) for ckpt.dist.Sharded. `model_state`
+    says how parameters are cut; what is loaded goes to `load_state`. Collective."""
     if kind(optimizer) == "plain":
         found = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         if not loading:
@@ -57,7 +57,8 @@ def sharded_state(
 
 
 def _steps_of_all_ranks(optimizer: Any) -> set[int]:
-    """The counts of steps of groups that have parameters here or on another rank. Collective.
+    """Returns the counts of steps of groups that have parameters here or on another rank.
+    Collective.
 
     Every rank updates all it has, or nothing, so there is one count at most. A group without
     parameters (the experts' on a stage that has none) does not count.
@@ -74,8 +75,8 @@ def _steps_of_all_ranks(optimizer: Any) -> set[int]:
 
 
 def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:
-    """All parameter groups of `shared` get the one count of `steps`, if there is one: rank 0's are
-    saved for every rank, and it may hold no parameters of a group that others have."""
+    """Gives all parameter groups of `shared` the one count of `steps`, if there is one: rank 0's
+    are saved for every rank, and it may hold no parameters of a group that others have."""
     (step,) = set(steps) or (None,)
     if step is None:
         return
@@ -84,7 +85,7 @@ def _give_step(shared: dict[Any, Any], steps: Iterable[int]) -> None:
 
 
 def _saved_groups(shared: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups in an optimizer's state, of one part or of several."""
+    """Yields the parameter groups in an optimizer's state, of one part or of several."""
     if "param_groups" in shared:
         yield from shared["param_groups"]
     elif "optimizer" in shared:
@@ -96,7 +97,8 @@ def _saved_groups(shared: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def load_state(optimizer: Any, shared: Any, own: dict[int, Any]) -> None:
-    """Takes over what was loaded."""
+    """Puts what was loaded into the optimizer: `shared` and `own`, as `sharded_state` laid them
+    out."""
     known = (group.get("step") for group in _saved_groups(shared))
     _give_step(shared, {int(step) for step in known if step is not None})
     if kind(optimizer) == "plain":
@@ -125,13 +127,13 @@ def _restore_empty(part: dict[str, Any]) -> None:
 
 
 def _common(part: Any) -> dict[str, Any]:
-    """Without its tensors: counts of steps, the loss scale."""
+    """Returns a part's state without its tensors: counts of steps, the loss scale."""
     found: dict[str, Any] = part.state_dict()
     return found | {"param_state_sharding_type": "fully_reshardable"}
 
 
 def _places(model_state: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
-    """Parameter -> the parts that checkpoints keep it in, in their order (gate, then up)."""
+    """Returns, by parameter, the parts that checkpoints keep it in, in order (gate, then up)."""
     stored, _ = extract_sharded_tensors_and_factories(model_state)
     found = {}
     for item in nested_values(stored):
@@ -141,7 +143,7 @@ def _places(model_state: dict[str, Any]) -> dict[Tensor, list[ShardedTensor]]:
 
 
 def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """(parameter, start, stop): elements of it that are this rank's."""
+    """Yields (parameter, start, stop): the elements of a parameter that are this rank's."""
     for ranges in itertools.chain.from_iterable(
         buckets for buffer in part.gbuf_ranges for buckets in buffer.values()
     ):
@@ -171,7 +173,7 @@ def _boxes(
 def _cut_over(
     stored: list[ShardedTensor], prefix: str, start: int, stop: int, state: Tensor
 ) -> list[ShardedTensor]:
-    """`state`, elements [start, stop) of a parameter stored in parts that follow each other."""
+    """Cuts `state`, elements [start, stop) of a parameter, over the stored parts that it spans."""
     found: list[ShardedTensor] = []
     begin = 0
     for whole in stored:

@@ -1,4 +1,5 @@
-"""A pass of the global batch through what was built: planned, run, its numbers on every rank.
+"""Runs a pass of the global batch through an engine: plans it, runs it, and brings its numbers to
+every rank.
 
 Everything here is collective, in the scope of the engine's groups. B sequences, S positions.
 """
@@ -30,7 +31,9 @@ def loss_pass(
     state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
 ) -> dict[str, float]:  # fmt: skip
-    """The loss and the weighted means of its stats; with `backward` also the gradients."""
+    """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
+    it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
+    whole batch do not sum to a positive number."""
     check_input(
         state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
         temperature=temperature, whole_groups=whole_groups,
@@ -64,8 +67,8 @@ def loss_pass(
 def forward_pass(
     state: EngineState, given: Batch | Padded, outputs: Sequence[str], temperature: float
 ) -> dict[str, Any]:
-    """{name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain dict,
-    {name: [B,S,...]} on every rank."""
+    """Returns {name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain
+    dict, {name: [B,S,...]} on every rank."""
     check_input(state, "forward", given, outputs, backward=False, temperature=temperature)
     needed = [name for name in ("input_ids", ROUTED) if name in given]
     if isinstance(given, Batch):
@@ -95,14 +98,14 @@ def forward_pass(
 
 
 def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
-    """What was computed at a borrowed place, where `given` is at home. Collective."""
+    """Moves what was computed at a borrowed place to where `given` is at home. Collective."""
     return exchange.move(tokens, given.lengths, batch.home, given.home, given.comm)
 
 
 def plan(
     state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
 ) -> list[list[list[int]]]:
-    """[dp rank][micro-batch] -> rows."""
+    """Returns the rows of every micro-batch, [dp rank][micro-batch]."""
     batch = intake.as_batch(given)
     spec = state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
@@ -118,7 +121,7 @@ def plan(
 def _micro_batches(
     state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
 ) -> list[MicroBatch]:
-    """This rank's."""
+    """Returns this rank's micro-batches."""
     c = state.groups.coords
     mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
@@ -138,8 +141,9 @@ def by_sequence(
     outputs: Padded, batch: Padded, output_seqlens: Sequence[int] | None,
     post_hook: Callable[[Padded, Padded], Any] | None,
 ) -> list[Any]:  # fmt: skip
-    """Every sequence by itself: its outputs {name: [n]} (the first output_seqlens[i] positions, all
-    S by default) and its row of the batch through `post_hook`."""
+    """Returns for every sequence its outputs {name: [n]} (the first output_seqlens[i] positions,
+    all S by default), with its row of the batch through `post_hook` if there is one. Raises
+    ValueError for another number of output_seqlens, and for several outputs without a post_hook."""
     rows = len(batch["input_ids"])
     if output_seqlens is not None and len(output_seqlens) != rows:
         raise ValueError(f"output_seqlens has {len(output_seqlens)} entries for {rows} sequences")

@@ -1,5 +1,5 @@
-"""The routers of a mixture-of-experts model: how evenly they load the experts, what they chose, and
-replaying that choice.
+"""Measures how evenly the routers of a mixture-of-experts model load the experts, records what they
+chose, and replays that choice.
 
 Rounding, or another implementation of the same model, can send a token to other experts and change
 its logprob by far more than rounding should. An update that replays the routing of the logp pass
@@ -35,8 +35,9 @@ ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 
 
 
 class RouterTape:
-    """Beside one router, in the place of megatron-core's RouterReplay (which keeps the routers of
-    all engines in one list, and has to be told when a recomputation begins).
+    """Records and replays the choices of one router, in the place of megatron-core's RouterReplay
+    (which keeps the routers of all engines in one list, and has to be told when a recomputation
+    begins).
 
     given:    what to choose in the micro-batch that comes next [T,k]; None lets the router choose.
     recorded: what was chosen, one tensor a micro-batch, if a list.
@@ -55,10 +56,12 @@ class RouterTape:
         self._recomputed_later: deque[Tensor] = deque()
 
     def start(self, *, record: bool) -> None:
+        """Begins a pass: sets the load to zero, and with `record` keeps every choice."""
         self.load.zero_()
         self.recorded = [] if record else None
 
     def stop(self) -> None:
+        """Ends a pass: forgets what was given and recorded, but not the load."""
         self.given = self.recorded = None
         self._recomputed_later.clear()
 
@@ -66,7 +69,7 @@ class RouterTape:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(scores of the chosen experts, their numbers), both [T,k]; called by the router."""
+        """Returns (scores of the chosen experts, their numbers), [T,k]; the router calls it."""
         if self.given is None and self._model_choice is not None:
             values, chosen = self._model_choice.get_replay_topk(
                 scores, topk, num_groups, group_topk, compute_topk
@@ -83,9 +86,9 @@ class RouterTape:
         return values, chosen
 
     def _replayed(self, given: Tensor) -> Tensor:
-        """Under recomputation a micro-batch comes twice: without gradients, and, when later ones
-        may have come already, with them. Each pipeline chunk goes back in the order it went forth.
-        """
+        """Returns the choice of the micro-batch at hand. Under recomputation a micro-batch comes
+        twice: without gradients, and, when later ones may have come already, with them. Each
+        pipeline chunk goes back in the order it went forth."""
         if torch.is_grad_enabled():
             return self._recomputed_later.popleft() if self._recomputed_later else given
         if self.router.training:
@@ -94,7 +97,7 @@ class RouterTape:
 
 
 class Routing:
-    """The tapes of an engine's chunks."""
+    """Holds the tapes of an engine's chunks: replays routing, collects and measures it."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], model: ModelConfig, config: MoEConfig,
@@ -109,18 +112,19 @@ class Routing:
 
     @property
     def tapes(self) -> Iterator[RouterTape]:
+        """Returns the tapes of all chunks."""
         return (tape for tapes in self._tapes.values() for tape in tapes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest integers that hold the number of an expert."""
+        """Returns the dtype of the smallest integers that hold the number of an expert."""
         experts = self.shape.num_experts
         bounds = {torch.uint8: 1 << 8, torch.int16: 1 << 15, torch.int32: 1 << 31}
         return next(dtype for dtype, bound in bounds.items() if experts <= bound)
 
     @contextmanager
     def of_pass(self, *, record: bool = False) -> Iterator[None]:
-        """Around all micro-batches of a pass."""
+        """Starts the tapes before all micro-batches of a pass and stops them after it."""
         moe_utils.clear_aux_losses_tracker()
         for tape in self.tapes:
             tape.start(record=record)
@@ -131,7 +135,9 @@ class Routing:
                 tape.stop()
 
     def prepare(self, chunk: torch.nn.Module, mb: MicroBatch) -> None:
-        """Before `chunk` meets `mb`: with router_replay, its batch says who is routed where."""
+        """Gives the tapes the choices for `mb` before `chunk` meets it: with router_replay, the
+        batch says who is routed where. Raises ValueError for a batch of other layers or experts
+        than the model's."""
         if not self.config.router_replay or ROUTED not in mb.source:
             return
         given = mb.padded([ROUTED])[ROUTED].flatten(0, 1)  # [b*S,L,k]
@@ -148,16 +154,15 @@ class Routing:
             tape.given = given[token, tape.layer].long()
 
     def _tokens(self, mb: MicroBatch) -> Tensor:
-        """[T]: the token of mb's batch that each of this rank's packed tokens is, or -1."""
+        """Returns [T]: the token of mb's batch that each of this rank's packed tokens is, or -1."""
         layout = self.groups.layout
         if not layout.sequence_parallel:
             return mb.packed.token
         return mb.packed.token.chunk(layout.tp)[self.groups.coords.tp]
 
     def collect(self, micro_batches: Sequence[MicroBatch], frame: Frame) -> Tokens:
-        """Collective, inside a recording pass: what was chosen, [T,L,k] for whom `frame` says, in
-        the smallest integers that hold an expert's number.
-        """
+        """Returns what was chosen, [T,L,k] of the tokens of `frame`, for the ranks it says, in the
+        smallest integers that hold an expert's number. Inside a recording pass. Collective."""
         full = frame.zeros((self.model.num_layers, self.shape.top_k), self.dtype)
         for i, mb in enumerate(micro_batches):
             token = self._tokens(mb)
@@ -179,7 +184,8 @@ class Routing:
         return frame.tokens(full)
 
     def metrics(self, n_micro_batches: int) -> dict[str, float]:
-        """Collective, after a pass: loads by layer, and auxiliary losses where they are on."""
+        """Returns the balance of the experts' loads, and auxiliary losses where they are on, after
+        a pass. Collective."""
         layout = self.groups.layout
         load = torch.zeros(self.model.num_layers, self.shape.num_experts, device=mcore.device())
         for tape in self.tapes:
@@ -205,6 +211,7 @@ class Routing:
         return out
 
     def _aux(self, like: Tensor, name: str) -> Tensor:
-        """This rank's sums over micro-batches, by layer; megatron-core divides by coefficients."""
+        """Returns this rank's sums over micro-batches, by layer; megatron-core divides by
+        coefficients."""
         found: Any = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
         return found["values"] if found else like.new_zeros(len(like))

@@ -1,4 +1,4 @@
-"""One pass of the global batch through megatron-core's pipeline schedules.
+"""Runs one pass of the global batch through megatron-core's pipeline schedules.
 
 Scaling. The step is the gradient of sum(loss_sum) / W over all sequences. megatron-core's two-value
 loss path multiplies a micro-batch's loss by CP and divides it by M micro-batches; the data-parallel
@@ -36,7 +36,7 @@ Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar te
 
 @dataclass(kw_only=True)
 class Pass:
-    """What a pass computes. Its results live on the ranks of the last pipeline stage.
+    """Says what a pass computes, and collects its results on the ranks of the last pipeline stage.
 
     With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
     of every micro-batch in `outputs_of`, in the order of the micro-batches. Every context-parallel
@@ -58,7 +58,8 @@ def run(
     chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], job: Pass, *,
     backward: bool,
 ) -> None:  # fmt: skip
-    """All micro-batches through all chunks, with gradients into the wrappers' buffers if asked."""
+    """Runs all micro-batches through all chunks; with `backward`, gradients go into the wrappers'
+    buffers."""
     iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
     interleaved = len(chunks) > 1
     get_forward_backward_func()(
@@ -88,7 +89,7 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
 
 
 def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[Any, Any]:
-    """On the last stage: [1,T/cp,K] to the micro-batch's (scaled loss, nothing)."""
+    """Turns the last stage's [1,T/cp,K] into the micro-batch's (scaled loss, None)."""
     whole = mappings.gather_from_sequence_parallel_region(  # [T,K]; backward takes the rank's slice
         out[0], tensor_parallel_output_grad=False, group=job.cp_group
     )
@@ -114,7 +115,7 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
 
 
 def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, float]]:
-    """Collective: the sums over all micro-batches and data-parallel ranks, on every rank.
+    """Returns the sums over all micro-batches and data-parallel ranks, on every rank. Collective.
 
     Numbers are added in rank order, in fp64.
     """
@@ -130,14 +131,14 @@ def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, floa
 
 
 def _speaks(groups: ProcessGroups) -> bool:
-    """One rank of each data-parallel replica does: the last stage's first tensor- and
-    context-parallel one."""
+    """Returns whether this rank reports for its data-parallel replica: the last stage's first
+    tensor- and context-parallel rank does."""
     c = groups.coords
     return groups.is_last_stage and c.tp == 0 and c.cp == 0
 
 
 def _add_up(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
-    """Sums over micro-batches. One transfer from the device for all numbers."""
+    """Returns the sums over micro-batches. All numbers leave the device in one transfer."""
     flat = [x for sums in parts for pair in sums.values() for x in pair]
     tensors = [x.detach().double().reshape(()) for x in flat if torch.is_tensor(x)]
     device = mcore.device()
@@ -161,9 +162,9 @@ def collect_outputs(
     job: Pass, micro_batches: Sequence[MicroBatch], frame: Frame, groups: ProcessGroups,
     extra: dict[str, int],
 ) -> dict[str, Tokens]:  # fmt: skip
-    """Collective: outputs of one number a token (extra[name] numbers) for whom `frame` says. Every
-    rank of the last stage has them; for the rest of the world, each number has one owner.
-    """
+    """Returns the outputs, one number a token (or extra[name] numbers), of the tokens of `frame` on
+    the ranks it says. Every rank of the last stage has them; for the rest of the world, each number
+    has one owner. Collective."""
     filled = [mb for mb in micro_batches if mb.rows]
     result = {}
     for name in job.outputs:

@@ -1,5 +1,5 @@
-"""From a TrainEngineConfig to a model in memory: what the config means for this model, machine and
-world (`resolve`), then modules, weights, adapters, optimizer (`build`)."""
+"""Makes a model in memory of a TrainEngineConfig: finds what the config means for this model,
+machine and world (`resolve`), then makes modules, weights, adapters, optimizer (`build`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """Nothing is allocated yet. `fields`: of megatron-core's TransformerConfig."""
+    """Says what a config means for this model, machine and world; nothing is allocated yet.
+    `fields`: of megatron-core's TransformerConfig."""
 
     model: ModelConfig
     layout: Layout
@@ -56,7 +57,8 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """All that an engine holds. Without an optimizer it is frozen, and has no schedule either.
+    """Holds all that an engine has. Without an optimizer the model is frozen, and there is no
+    schedule either.
 
     table:    where every HF tensor lives.
     chunks:   this rank's modules, one per virtual pipeline stage, in their wrappers.
@@ -80,10 +82,11 @@ class EngineState:
 
     @property
     def layout(self) -> Layout:
+        """Returns the layout of the engine's process groups."""
         return self.groups.layout
 
     def whole_weights(self) -> Mapping[str, torch.Tensor]:
-        """The model's weights by name; adapters are merged in as they are asked for."""
+        """Returns the model's weights by name; adapters are merged in as they are asked for."""
         return self.adapters.merged(self.params) if self.adapters else self.params
 
 
@@ -91,7 +94,8 @@ class EngineState:
 
 
 def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
-    """ValueError, naming value and fix, for what model, machine or world cannot do."""
+    """Finds what the config means here. Raises ValueError, naming value and fix, for what model,
+    machine or world cannot do."""
     raise_if_any(attention_problems(os.environ))
     model = read_hf_config(cfg.path, head=cfg.head)
     check_layout(model, cfg.parallel)
@@ -130,8 +134,10 @@ def build(
     cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int,
     ft_spec: FinetuneSpec | None,
 ) -> EngineState:  # fmt: skip
-    """Collective, in the scope of `groups`. Precision, weights, adapters, data parallelism, in this
-    order: what converts makes new buffers, and what is data-parallel moves the weights."""
+    """Makes modules, weights, adapters and optimizer, in the scope of `groups`. Collective.
+
+    The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
+    data parallelism moves the weights."""
     made = _modules(cfg, what, seed)
     # what follows looks at the bare modules, so before they are wrapped
     routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
@@ -203,17 +209,17 @@ def load_base(
     path: str, table: PieceTable, groups: ProcessGroups, params: Mapping[str, torch.Tensor],
     seed: int | None,
 ) -> None:  # fmt: skip
-    """A Hugging Face directory into the weights below any adapters."""
+    """Loads a Hugging Face directory into the weights below any adapters. seed: see `head_seed`."""
     load_hf(path, table, groups.layout, groups.rank, base_params(params), head_seed=seed)
 
 
 def head_seed(cfg: TrainEngineConfig, seed: int) -> int | None:
-    """For a value head that the files do not have; None if they must."""
+    """Returns the seed of a value head that the files do not have; None if they must have one."""
     return seed if cfg.value_head_init == "random" else None
 
 
 def release(state: EngineState) -> None:
-    """Makes the model collectable: megatron-core keeps, of the last pass, what holds on to it.
+    """Makes the model collectable: clears what megatron-core keeps of the last pass.
 
     A token dispatcher has its probabilities with the graph behind them. That leads to the hooks of
     data parallelism and through them to everything, on a way the garbage collector cannot see. And

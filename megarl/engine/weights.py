@@ -1,4 +1,4 @@
-"""An engine's weights, in and out: files, generation servers, full tensors by HF name.
+"""Moves an engine's weights in and out: files, generation servers, full tensors by HF name.
 
 Everything here is collective, in the scope of the engine's groups.
 """
@@ -25,6 +25,8 @@ _STATE_BUCKET_BYTES = 256 << 20
 
 
 def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
+    """Writes to meta.path in meta.weight_format: a training checkpoint, adapters, or an HF
+    directory."""
     optimizer.gather_params(state.chunks)
     base = meta.base_model_path or state.config.path
     if meta.weight_format == "dist":
@@ -42,12 +44,14 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
 
 
 def begin_save(state: EngineState, meta: SaveLoadMeta, version: int) -> PendingSave:
+    """Begins to save a training checkpoint ("dist"); a thread writes its files."""
     optimizer.gather_params(state.chunks)
     return checkpoint.begin_save(state, meta.path, meta.with_optim, version)
 
 
 def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
-    """The version that a training state was saved with; None for weights alone."""
+    """Loads meta.path; returns the version that a training state was saved with, None for weights
+    alone."""
     version = None
     if meta.weight_format == "dist":
         found = checkpoint.load(state, meta.path, meta.with_optim)
@@ -68,6 +72,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 
 
 def sender(state: EngineState) -> WeightSender:
+    """Makes the sender of this engine's weights to servers."""
     return WeightSender(
         state.table, state.layout, state.groups.rank, state.whole_weights(), state.groups.world,
         dtype=state.dtype if state.adapters else None, adapters=state.adapters,
@@ -76,7 +81,8 @@ def sender(state: EngineState) -> WeightSender:
 
 
 def reallocation(source: EngineState, target: EngineState) -> Reallocator:
-    """Of weights between two engines on the same ranks. ValueError for models of unlike shapes."""
+    """Plans the copy of weights between two engines on the same ranks. Raises ValueError for models
+    of unlike shapes, and for a target with adapters."""
     if target.adapters is not None:
         raise ValueError(
             "copy_weights: the engine that receives has adapters, whose base would change under "
@@ -96,7 +102,7 @@ def reallocation(source: EngineState, target: EngineState) -> Reallocator:
 
 
 def reallocate(move: Reallocator, source: EngineState, target: EngineState) -> dict[str, float]:
-    """See MegatronEngine.copy_weights."""
+    """Copies the weights by a plan of `reallocation`; see MegatronEngine.copy_weights."""
     optimizer.gather_params(source.chunks)
     stats = move(source.whole_weights(), target.params)
     if target.optimizer is not None:
@@ -107,7 +113,8 @@ def reallocate(move: Reallocator, source: EngineState, target: EngineState) -> d
 def hf_state(
     state: EngineState, grads: bool, scope: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """See MegatronEngine.hf_state. `scope` is left while the caller has a bucket's tensors."""
+    """Yields full tensors by HF name; see MegatronEngine.hf_state. `scope` is left while the caller
+    has a bucket's tensors. Raises ValueError for `grads` without an optimizer."""
     values, table, dtype = state.whole_weights(), state.table, state.dtype
     if grads:
         if state.optimizer is None:

@@ -1,4 +1,4 @@
-"""Everything on this host: generation servers, then trainers, until the trainers are done.
+"""Runs everything on this host: generation servers, then trainers, until the trainers are done.
 
     python -m megarl.launcher.local [script.py] --config X.yaml [--nproc N] [key=value ...]
 
@@ -83,7 +83,7 @@ FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happen
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to start, checked."""
+    """Says what to start; all of it has been checked."""
 
     cfg: BaseConfig
     script: Path
@@ -94,10 +94,12 @@ class Job:
 
 
 class ServerFailed(RuntimeError):
-    """A server died or never became healthy; the message shows the end of its log."""
+    """Says that a server died or never became healthy; the message shows the end of its log."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher with the command line `argv` (None: this process's); returns the exit
+    status."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print((__doc__ or "").strip())
@@ -120,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_named(job: Job, *, writes: bool) -> None:
-    """Data, and code, which is imported in a process of its own; the run directory."""
+    """Checks the run directory, the tokenizer, the data and the code that the configuration names;
+    a process of its own imports the code. Raises ConfigError. With `writes` the directory is made.
+    """
     own, path = job.script.parent == PACKAGE, import_path(job.script)
     check_place(job.cfg)
     if own:  # another script may have another
@@ -137,7 +141,7 @@ def import_path(script: Path) -> list[str]:
 
 
 def plan(command: CommandLine) -> Job:
-    """Reads and checks the command line; starts nothing."""
+    """Reads and checks the command line; starts nothing. Raises ConfigError for what is wrong."""
     script = PACKAGE / "run.py"
     if command.words and command.words[0].endswith(".py"):
         script = Path(command.words.pop(0))
@@ -185,7 +189,8 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 
 
 def launch(job: Job) -> int:
-    """Runs the job to its end, starting it again as recover.restarts allows; the exit status."""
+    """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
+    status."""
     ensure_job_token()  # every process it starts inherits it
     restarts = job.cfg.recover.restarts
     if isinstance(job.cfg, GRPOConfig) and job.cfg.rollout.max_head_offpolicyness > 0:
@@ -201,7 +206,7 @@ def launch(job: Job) -> int:
 
 
 def run_once(job: Job, signals: Signals) -> int:
-    """Starts everything, waits for the end, ends everything; the exit status."""
+    """Starts everything, waits for the end and ends everything; returns the exit status."""
     servers: list[ServerProcess] = []
     trainers: list[Child] = []
     with ExitStack() as stack:  # it ends things in reverse order
@@ -221,7 +226,7 @@ def run_once(job: Job, signals: Signals) -> int:
 
 
 def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reaper) -> None:
-    """All at once; `stop` bounds its own waits, and a second signal cuts them short."""
+    """Stops all servers at once. `stop` bounds its own waits; a second signal cuts them short."""
     stops = [in_thread(server.stop) for server in servers]
     wait_until(lambda: len(signals.received) > 1 or all(s.done() for s in stops), timeout=math.inf)
     for server, stop in zip(servers, stops, strict=True):
@@ -232,6 +237,7 @@ def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reap
 
 
 def end_trainers(trainers: Sequence[Child], signals: Signals, reaper: Reaper) -> None:
+    """Stops the trainers, which have FAIL_GRACE seconds before they are killed."""
     stop_all(trainers, signals, timeout=FAIL_GRACE)
     for trainer in trainers:
         reaper.forget(trainer.pid)
@@ -262,7 +268,8 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
 
 
 def server_env(gpus: str | None) -> dict[str, str]:
-    """What a server's environment has beside ours."""
+    """Returns the variables of a server's environment that ours lacks or has otherwise. gpus: its
+    CUDA_VISIBLE_DEVICES."""
     env = dict(os.environ)
     set_loopback_default(env)
     set_nccl_default(env)
@@ -272,7 +279,7 @@ def server_env(gpus: str | None) -> dict[str, str]:
 
 
 def _dtype(cfg: GRPOConfig, *, on_gpu: bool) -> str:
-    """The trainer's compute dtype, as its "auto" resolves."""
+    """Returns the trainer's compute dtype, as its "auto" resolves."""
     if cfg.actor.dtype != "auto":
         return cfg.actor.dtype
     return "bfloat16" if on_gpu else "float32"
@@ -283,7 +290,8 @@ def _start_timeout(cfg: BaseConfig) -> float:
 
 
 def wait_for_servers(servers: Sequence[ServerProcess], signals: Signals, *, timeout: float) -> bool:
-    """Until all are healthy; False when a signal came first. Raises ServerFailed."""
+    """Waits until all servers are healthy; returns False when a signal came first. Raises
+    ServerFailed for one that dies, or is not healthy after `timeout` seconds."""
     waiting: list[Future[None]] = [in_thread(s.wait_healthy, timeout) for s in servers]
     while waiting:
         if signals.received:
@@ -304,7 +312,8 @@ def wait_for_servers(servers: Sequence[ServerProcess], signals: Signals, *, time
 def start_trainers(
     job: Job, trainers: list[Child], reaper: Reaper, *, addresses: Sequence[str]
 ) -> None:
-    """What torchrun does on one host, without its agent: the exit status stays the trainers'."""
+    """Starts the trainers as torchrun does on one host, but without its agent: the exit status
+    stays the trainers'. Appends to `trainers` as they start."""
     arguments = list(job.arguments)
     if addresses:
         arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
@@ -320,6 +329,8 @@ def start_trainers(
 
 
 def trainer_env(job: Job, *, rank: int, port: int, addresses: Sequence[str]) -> dict[str, str]:
+    """Returns the environment of trainer `rank`: torchrun's variables, the servers' addresses, its
+    GPUs and its import path."""
     env = dict(os.environ)
     env.update(
         RANK=str(rank),
@@ -351,8 +362,8 @@ def watch(
     *,
     grace: float,
 ) -> int:
-    """Until the trainers are done, one of them fails, a server dies or a signal comes, after which
-    they have `grace` s to end."""
+    """Waits until the trainers are done or one of them fails; returns the exit status. After a
+    signal they have `grace` seconds to end. Raises ServerFailed when a server dies."""
     while True:
         if signals.received:
             return _interrupted(trainers, signals, grace)
@@ -386,7 +397,7 @@ def _interrupted(trainers: Sequence[Child], signals: Signals, grace: float) -> i
 
 
 def _obituaries(servers: Sequence[ServerProcess]) -> Iterator[str]:
-    """For each server that has died: its status and the end of its log."""
+    """Yields, for each server that has died, its status and the end of its log."""
     for server in servers:
         if (code := server.poll()) is not None:
             end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"

@@ -1,4 +1,5 @@
-"""Child processes in groups of their own, signals as flags, and a reaper for the worst case."""
+"""Runs child processes in groups of their own, takes signals as flags, and has a reaper for the
+worst case."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of its group."""
+        """Returns the process id, which is the id of its group, too."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -51,7 +52,7 @@ class Child:
         return 128 - status if status is not None and status < 0 else status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the leader only: it ends what it started."""
+        """Sends a signal to the leader only, which ends what it started."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 

@@ -1,4 +1,4 @@
-"""Around every recipe's loop: processes, run directory, tokenizer, logging, clock."""
+"""Surrounds every recipe's loop: processes, run directory, tokenizer, logging, clock."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ log = get_logger(__name__)
 
 
 class RunContext:
-    """Enter once per process.
+    """Holds what surrounds every recipe's loop: process group, run directory, tokenizer, logger,
+    clock.
 
-    `on_rank_zero` runs things on rank 0; `clock` answers alike on every rank.
-    """
+    Enter it once per process; that is collective, and raises ConfigError or RuntimeError where the
+    run may not use its directory. `on_rank_zero` runs a function on rank 0 and answers on every
+    rank."""
 
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
         self.cfg = cfg
@@ -75,13 +77,16 @@ class RunContext:
 
     @property
     def is_zero(self) -> bool:
+        """Returns whether this is rank 0."""
         return self.on_rank_zero.is_zero
 
     def clock(self) -> float:
-        """Seconds of rank 0's monotonic clock, the same on every rank. Collective."""
+        """Returns the seconds of rank 0's monotonic clock, the same on every rank. Collective."""
         return self.on_rank_zero(time.monotonic)
 
     def elapsed(self) -> float:
+        """Returns the run's seconds, without those between a checkpoint and the start that
+        continues from it. Collective."""
         return self.clock() - self.start
 
     def wish_to_stop(self) -> bool:
@@ -90,11 +95,13 @@ class RunContext:
         return self.on_rank_zero.highest(stopping.wish()) > 0
 
     def stop(self, saved: Path | None, step: int) -> None:
-        """Says where the run ends because of a wish, and makes that its exit status."""
+        """Logs after which step a signal ends the run and where its checkpoint is, and makes the
+        signal the run's exit status. Collective."""
         stopping.honour(self.on_rank_zero.highest(stopping.wish()))
         kept = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
         log.warning("stopped by a signal after step %d: %s", step, kept)
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
+        """Logs the metrics of a step on rank 0; does nothing on the other ranks."""
         if self._logger is not None:
             self._logger.log(step, stats, total_steps=total_steps)

@@ -20,22 +20,27 @@ N_SAMPLES_SHOWN = 12
 
 
 class Rows(Protocol):
+    """Gives held-out rows by index, from 0, and has their number as its length."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 class Generates(Protocol):
-    """An executor's or a rollout session's part on rank 0."""
+    """Generates samples on rank 0: an executor or a rollout session."""
 
-    def rollout_batch(
-        self, rows: Sequence[dict[str, Any]], /, workflow: RolloutWorkflow
-    ) -> Padded: ...
+    def rollout_batch(self, rows: Sequence[dict[str, Any]], /, workflow: RolloutWorkflow) -> Padded:
+        """Returns samples of `rows`, padded [B,S]; group_ids [B] are their indices in `rows`."""
 
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Returns the version of the weights that generate."""
 
 
 class Evaluator:
+    """Generates answers to at most config.max_samples held-out rows and measures their rewards.
+    Rank 0 only."""
+
     def __init__(
         self,
         rows: Rows,
@@ -52,11 +57,13 @@ class Evaluator:
         self._seed = seed
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
-        """`eval/...` metrics. A sample is right when its reward is at least 1; some_credit is the
-        share with any reward, for scorers that give parts of a point. The rewards of every prompt
-        go to eval_rewards.jsonl beside `samples_path`. With `when` ("before" or "after") the first
-        completions go to `samples_path`, in place of earlier ones.
-        """
+        """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
+        intervals.
+
+        A sample is right when its reward is at least 1; some_credit is the share with any reward,
+        for scorers that give parts of a point. The rewards of every prompt go to eval_rewards.jsonl
+        beside `samples_path`. With `when` ("before" or "after") the first completions go to
+        `samples_path`, in place of earlier ones."""
         batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
         if when is not None:
             records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
@@ -91,7 +98,7 @@ class Evaluator:
 
 
 def _prompt_key(row: dict[str, Any]) -> str:
-    """Names a prompt, with its answer, in every run."""
+    """Returns a name for a prompt with its answer, the same in every run."""
     text = json.dumps([row["prompt"], str(row.get("answer", ""))])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -1,4 +1,4 @@
-"""When to save, to checkpoint and to evaluate."""
+"""Says when to save, to checkpoint and to evaluate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from megarl.config.run import FrequencyConfig
 
 
 class Frequency:
-    """True every n epochs, steps or seconds, whichever is set. Seconds follow one clock: pass a
-    `clock` that answers the same on every rank.
-    """
+    """Says when something is due: every n epochs, steps or seconds, whichever is set. Seconds
+    follow one clock: pass a `clock` that answers the same on every rank."""
 
     def __init__(
         self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic
@@ -20,14 +19,16 @@ class Frequency:
         self._last = clock() if config.freq_secs else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Seconds since the last time."""
+        """Returns {"waited": seconds since it was last due}, 0.0 without freq_secs."""
         return {"waited": self._clock() - self._last if self.config.freq_secs else 0.0}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues from what `state_dict` returned: the seconds waited before count."""
         self._last = self._clock() - state["waited"] if self.config.freq_secs else 0.0
 
     def due(self, *, step: int, epoch_ended: bool, epoch: int) -> bool:
-        """`step` and `epoch` count from 1 and are the ones just finished."""
+        """Returns whether it is due, and then starts the wait of freq_secs anew if that had passed.
+        `step` and `epoch` count from 1 and are the ones just finished."""
         c = self.config
         if c.freq_steps and step % c.freq_steps == 0:
             return True

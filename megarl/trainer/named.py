@@ -1,4 +1,4 @@
-"""Checks of what a configuration names: a place for the run, a tokenizer, data, code.
+"""Checks what a configuration names: a place for the run, a tokenizer, data, code.
 
 They come before any process group or server exists. None imports torch, but `check_code` where the
 code that is named does.
@@ -61,7 +61,7 @@ def check_tokenizer(cfg: BaseConfig) -> None:
 
 
 def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
-    """The data sets of a recipe by their key."""
+    """Returns the data sets that a recipe names, by their key."""
     found = {"train_dataset": cfg.train_dataset, "valid_dataset": cfg.valid_dataset}
     return {key: data for key, data in found.items() if data is not None}
 
@@ -69,9 +69,9 @@ def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
 def check_data(
     cfg: BaseConfig, *, isolated: bool = False, path: Sequence[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Reads all data, as the run will. Raises ConfigError naming each set that is not sound; by
-    key, what a reward gets of a row. `isolated`: where code of the user's reads it, in a process of
-    its own, with `path` in front of the import path.
+    """Reads all data as the run will; returns, by key of the data set, the names that a reward gets
+    of its rows. Raises ConfigError naming each set that is not sound. With `isolated`, data that
+    the user's code reads is read in a process of its own, with `path` in front of the import path.
     """
     own = [f"{k}={d.type}" for k, d in datasets(cfg).items() if is_import_path(d.type)]
     if isolated and own:
@@ -102,9 +102,8 @@ def _read_data(
 
 
 def _check_answers(data: DatasetConfig, rows: Sequence[dict[str, Any]]) -> None:
-    """Has a reward of megarl's own look at every row. Others are checked when the run begins, for
-    their code is not imported here.
-    """
+    """Has a reward of megarl's own look at every row. Other rewards look when the run begins, for
+    their code is not imported here."""
     name = data.reward.type or data.type
     if is_registered(name):
         check_rows(get_reward_fn(name), ({"row_id": i} | row for i, row in enumerate(rows)))
@@ -117,9 +116,9 @@ def check_code(
     isolated: bool = False,
     path: Sequence[str] = (),
 ) -> None:
-    """Imports the code that is named and not megarl's own. Raises ConfigError for each that cannot
-    be loaded or does not take what it is given. `isolated`: in a process of its own, with `path` in
-    front of the import path.
+    """Imports the code that the configuration names and that is not megarl's own. Raises
+    ConfigError naming each function or class that cannot be loaded or does not take what it is
+    given. With `isolated` a process of its own imports it, with `path` in front of the import path.
     """
     named = list(_named_code(cfg, row_keys))
     if isolated:  # what a script defines itself, it finds itself

@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 
 def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
-    """The whole run, on every rank."""
+    """Runs supervised fine-tuning from start to end. Every rank calls it."""
     with RunContext(cfg, model_path=cfg.model.path) as ctx:
         trainer = (trainer_class or SFTTrainer)(cfg, ctx, **cfg.trainer.options)
         trainer.fit()
@@ -32,7 +32,8 @@ def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
 
 
 class SFTTrainer:
-    """Every rank draws the same global batch from its own copy of the (seeded) loader."""
+    """Trains a model on demonstrations. Every rank draws the same batch from its own copy of the
+    seeded loader."""
 
     def __init__(self, cfg: SFTConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
@@ -76,6 +77,8 @@ class SFTTrainer:
         self.steps_done = self.recovery.restore(self._load_state)
 
     def fit(self) -> None:
+        """Trains until the last step, max_train_seconds, stop_at_exact_match or a signal, and
+        evaluates, saves and checkpoints between steps. Collective."""
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
         step = self.steps_done
         done = step >= total or self._out_of_time() or self._good_enough()

@@ -15,9 +15,13 @@ from megarl.trainer.rollout_metrics import rollout_metrics
 
 
 class PPOTrainer(rl.RLTrainer):
+    """Trains a policy by PPO: an RLTrainer with a critic as its second trained role."""
+
     cfg: PPOConfig
 
     def set_up_others(self) -> dict[str, Role]:
+        """Makes the critic and the settings of its advantages; returns {"critic": the critic}.
+        Collective."""
         cfg = self.cfg
         config = copy.deepcopy(cfg.critic)
         config.path = model_path(cfg, "critic")
@@ -63,5 +67,6 @@ class PPOTrainer(rl.RLTrainer):
     # --8<-- [end:step]
 
     def destroy(self) -> None:
+        """Destroys the critic, then the other roles. Collective."""
         self.critic.destroy()
         super().destroy()

@@ -1,4 +1,4 @@
-"""Checks of a recipe against its models, before any process group or server exists. No torch."""
+"""Checks a recipe against its models, before any process group or server exists. No torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 def fetch_hub_models(cfg: BaseConfig) -> None:
-    """Hub names (org/name) of engines become their local snapshots, downloaded where they are not.
+    """Replaces the hub name (org/name) of an engine by its local snapshot, which is downloaded
+    where it is missing.
 
-    Raises ConfigError naming the model that is neither a directory nor to be had.
-    """
+    Raises ConfigError naming the model that is neither a directory nor on the hub."""
     problems = []
     for name, engine in engines(cfg).items():
         path = engine.path
@@ -72,9 +72,9 @@ def check_writable(cfg: BaseConfig) -> None:
 
 
 def check_models(cfg: BaseConfig) -> None:
-    """Raises ConfigError naming every engine whose model is unsupported or cannot be cut so, or
-    has a smaller vocabulary than the tokenizer, and what in the environment keeps any model from
-    being built."""
+    """Raises ConfigError naming every engine whose model is unsupported, does not fit its layout or
+    has a smaller vocabulary than the tokenizer, and every environment variable that keeps any model
+    from being built."""
     problems = attention_problems(os.environ)
     tokenizer = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
     token, largest = largest_token(Path(tokenizer))
@@ -110,8 +110,9 @@ def check_models(cfg: BaseConfig) -> None:
 
 
 def largest_token(directory: Path) -> tuple[str, int]:
-    """The token with the largest id that the tokenizer in `directory` can give out, and the id;
-    ("", -1) where its files do not say. Read as JSON: loading a tokenizer imports torch."""
+    """Returns the token with the largest id that the tokenizer in `directory` can give out, and the
+    id; ("", -1) where its files do not say. It reads their JSON: loading a tokenizer imports torch.
+    """
     found: list[tuple[Any, Any]] = []  # (token, id)
     for name in ("vocab.json", "added_tokens.json"):
         found += _object(directory / name).items()
@@ -128,7 +129,8 @@ def largest_token(directory: Path) -> tuple[str, int]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """{} where there is none, or none to be read: the tokenizer's own loader says what is wrong."""
+    """Returns the object in a JSON file; {} where it is missing or unreadable: the tokenizer's own
+    loader says what is wrong."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

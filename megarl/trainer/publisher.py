@@ -1,4 +1,4 @@
-"""WeightPublisher: a model's new weights on every generation server."""
+"""WeightPublisher brings a model's new weights to every generation server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from megarl.rollout import RemoteSGLangEngine
 
 
 class Uploads(Protocol):
-    """A role or an engine."""
+    """Uploads weights to servers: a role or an engine."""
 
-    def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]: ...
+    def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
+        """Sends the weights to the servers of `meta`; returns phases (s) and bytes. Raises
+        ServersLost where servers are lost on the way. Collective."""
 
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Returns the version of the weights."""
 
-    def set_version(self, version: int) -> None: ...
+    def set_version(self, version: int) -> None:
+        """Sets the version of the weights."""
 
 
 class WeightPublisher:
@@ -76,11 +80,12 @@ class WeightPublisher:
         )
 
     def _pause(self) -> list[str]:
-        """On the driver: the servers that paused; those that did not answer have been dropped."""
+        """Pauses generation and returns the servers that paused; the others have been dropped. On
+        the driver."""
         self._client.pause()
         return self._client.addresses
 
     def _go_on_without(self, lost: dict[str, str]) -> list[str]:
-        """On the driver: the servers that are left."""
+        """Drops the lost servers and returns those that are left. On the driver."""
         self._client.drop_servers(lost)
         return self._client.addresses

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: taken at the end of a step, continued from by the next start.
+"""Writes the checkpoints of a run at the end of a step; the next start continues from the newest.
 
 <run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
 random states) by its name, and the trainer's (place in the data, prompts in flight, counters,
@@ -34,20 +34,24 @@ log = get_logger(__name__)
 
 
 class Recovers(Protocol):
-    """What is trained: a role or an engine."""
+    """Saves and loads its training state: a trained role or engine."""
 
-    def begin_save(self, meta: SaveLoadMeta) -> PendingSave: ...
+    def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
+        """Begins a save; nothing is at meta.path before the result's `finish`. Collective."""
 
-    def load(self, meta: SaveLoadMeta) -> None: ...
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Loads what was saved at meta.path. Collective."""
 
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Returns the version of the weights."""
 
-    def set_version(self, version: int) -> None: ...
+    def set_version(self, version: int) -> None:
+        """Sets the version of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A checkpoint whose files are being written. `info` is as of its step."""
+    """Holds a checkpoint whose files are being written; `info` is as of its step."""
 
     target: Path
     staging: Path
@@ -56,9 +60,10 @@ class _Pending:
 
 
 class Recovery:
-    """Collective. `models`: what is trained, by its name in the configuration; the first one's
-    version is the run's. `clocks` are the run's other frequencies, whose time goes on.
-    """
+    """Writes the checkpoints of a run, and loads the one that a start continues from. Collective.
+
+    `models`: what is trained, by its name in the configuration; the version of the first is the
+    run's. `clocks`: the run's other frequencies, whose waited seconds a checkpoint keeps."""
 
     def __init__(
         self, ctx: RunContext, models: Mapping[str, Recovers], clocks: dict[str, Frequency]
@@ -73,9 +78,8 @@ class Recovery:
         self._newest = ctx.resumed.step if ctx.resumed else 0  # there is one of this step, or begun
 
     def restore(self, load_state: Callable[[State], None]) -> int:
-        """The step to continue from, 0 for a run that begins. `load_state` gets, on every rank,
-        what the `state` of `maybe_save` answered.
-        """
+        """Loads the checkpoint that this start continues from and returns its step; 0 for a run
+        that begins. `load_state` gets, on every rank, what the `state` of `maybe_save` returned."""
         found = self._ctx.resumed
         if found is None:
             return 0
@@ -97,13 +101,12 @@ class Recovery:
         epoch_ended: bool,
         last: bool,
     ) -> None:
-        """At the end of a step, if one is due or it is the last. `state` is asked on rank 0, for
-        what the trainer itself wants back.
+        """Begins a checkpoint at the end of a step, if one is due or the step is the last. `state`
+        is called on rank 0 and returns what the trainer itself wants back.
 
         With `async_save` the files are written while the next steps run, and put in place at the
-        end of the first step that finds them whole on every rank. One is under way at most: the
-        next waits for it, and the last for itself.
-        """
+        end of the first step that finds them whole on every rank. At most one checkpoint is under
+        way: the next one waits for it, and the last one is waited for here."""
         if self._config.mode == "disabled":
             return
         due = self._freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended) or last
@@ -113,8 +116,8 @@ class Recovery:
             self._finish(wait=last or not self._config.async_save)
 
     def save_now(self, state: Callable[[], State], *, step: int, epoch: int) -> Path | None:
-        """Where the run ends early after `step` steps: their checkpoint, on disk when this returns,
-        if it is not there already. None where there is none to be."""
+        """Returns the checkpoint of `step`, for a run that ends early after it; writes it first, to
+        the end, if it does not exist. None where recover.mode is disabled or no step was made."""
         if self._config.mode == "disabled":
             return None
         self._finish(wait=True)
@@ -127,7 +130,7 @@ class Recovery:
         return self._dir / f"step_{step:06d}"
 
     def _begin(self, state: Callable[[], State], step: int, epoch: int) -> None:
-        """Everything as it is now; the engines' files may be written later."""
+        """Begins a checkpoint of all as it is now; the engines' files may be written later."""
         target, self._newest = self._path(step), step
         staging = self._ctx.on_rank_zero(stage, target)
         saves = [
@@ -146,12 +149,12 @@ class Recovery:
     def _write_own(
         self, target: Path, staging: Path, clocks: State, state: Callable[[], State]
     ) -> str:
-        """Rank 0: the trainer's part; its checksum."""
+        """Writes the trainer's part and returns its checksum. Rank 0 only."""
         with full_disk_named(f"saving {target}", staging):
             return write_state(staging, {"clocks": clocks, "state": state()})
 
     def _finish(self, *, wait: bool) -> None:
-        """The checkpoint under way, if it is written on every rank or `wait`."""
+        """Puts the checkpoint under way in place, if every rank has written it or `wait`."""
         pending = self._pending
         if pending is None or not (wait or all(s.is_done() for s in pending.saves)):
             return
@@ -162,7 +165,7 @@ class Recovery:
         log.info("checkpoint %s", pending.target)
 
     def _complete(self, pending: _Pending) -> None:
-        """Rank 0: the marker, the rename; then older ones may go."""
+        """Writes the marker, renames the checkpoint into place, removes older ones. Rank 0 only."""
         cfg = self._ctx.cfg
         info = pending.info
         info["models"] = {name: architecture(model_path(cfg, name)) for name in self._models}
@@ -175,9 +178,8 @@ class Recovery:
             remove(old.path)
 
     def ended_already(self, saver: Saver, *, total: int, over: bool) -> bool:
-        """Says where this start begins. True where the run is `over`: then only a final model that
-        is missing, or older than the checkpoint, is written.
-        """
+        """Logs where this start begins, and returns whether the run is `over`. Where it is, a final
+        model that is missing or older than the checkpoint is saved."""
         found, run = self._ctx.resumed, self._ctx.run_dir
         if found is None:
             return False
@@ -202,13 +204,16 @@ def _is_newer(final: Path, marker: Path) -> bool:
 
 
 def data_of(cfg: BaseConfig, size: int) -> State:
-    """What a place in the training data depends on, to see whether a saved one still means it."""
+    """Returns what a place in the training data depends on, to see whether a saved place still
+    holds."""
     data = fingerprint_tree(cfg)["train_dataset"]
     del data["reward"]  # says nothing about the rows
     return data | {"rows": size, "seed": cfg.seed}
 
 
 def same_data(before: State, now: State) -> bool:
+    """Returns whether a place saved with the data `before` (see `data_of`) holds in the data `now`;
+    warns where it does not, naming the keys."""
     changed = [k for k in now if k in before and before[k] != now[k]]
     if changed:
         warn_once_per_world(

@@ -35,7 +35,8 @@ log = get_logger(__name__)
 
 
 def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
-    """The whole run, on every rank. Needs generation servers (rollout.addresses)."""
+    """Runs an RL recipe from start to end. Every rank calls it. Needs generation servers
+    (rollout.addresses)."""
     with RunContext(cfg, model_path=cfg.actor.path) as ctx:
         trainer = (trainer_class or RLTrainer)(cfg, ctx, **cfg.trainer.options)
         try:
@@ -60,13 +61,16 @@ def batch_plan(cfg: GRPOConfig, steps: int, world_size: int) -> str:
 
 
 class RLTrainer:
-    """GRPO and its relatives: `step` is the algorithm, `set_up` what it works with."""
+    """Trains a policy by GRPO or a relative: `step` is the algorithm, `set_up` makes what it works
+    with."""
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
         self.session = RolloutSession(cfg, ctx.tokenizer, ctx.on_rank_zero)
 
     def set_up(self) -> None:
+        """Waits for the servers, makes the roles and the saver, and continues from the newest
+        checkpoint. Collective."""
         cfg, ctx = self.cfg, self.ctx
         self.session.start()
         self.spec = FinetuneSpec(
@@ -114,7 +118,8 @@ class RLTrainer:
         self.steps_done = self.recovery.restore(self.session.load_state_dict)
 
     def set_up_others(self) -> dict[str, Role]:
-        """For algorithms with more roles: makes them; those that are trained, by name."""
+        """Makes the further roles of a subclass's algorithm, and returns by name those that are
+        trained."""
         return {}
 
     def _make_ref(self) -> MegatronRef | MegatronLoRARef | None:
@@ -130,6 +135,8 @@ class RLTrainer:
         return ref
 
     def fit(self) -> None:
+        """Trains until the last step, max_train_seconds or a signal, and evaluates, saves and
+        checkpoints between steps. Collective."""
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
         log.info("%s", batch_plan(self.cfg, total, dist.get_world_size()))
         step = self.steps_done
@@ -204,13 +211,14 @@ class RLTrainer:
     # --8<-- [end:step]
 
     def score(self, batch: Batch) -> None:
-        """Replaces the rewards by the reward model's, where there is one."""
+        """Replaces the batch's rewards [B] by the reward model's, where there is one."""
         if self.reward_model is not None:
             with record_timing("reward_model"):
                 batch["rewards"] = self.reward_model.compute_rewards(batch)
 
     def compare_with_ref(self, batch: Batch) -> None:
-        """Adds the reference's logprobs, where there is a reference."""
+        """Adds batch["ref_logp"] [B,S], the reference's logprobs, where there is a reference.
+        Raises SelfCheckError where actor and reference should agree and do not."""
         if self.ref is not None:
             with record_timing("ref"):
                 batch["ref_logp"] = self.ref.compute_logp(batch)
@@ -233,6 +241,7 @@ class RLTrainer:
             self.session.close()
 
     def destroy(self) -> None:
+        """Destroys the roles. Collective."""
         for role in (self.reward_model, self.ref, self.actor):
             if role is not None:
                 role.destroy()

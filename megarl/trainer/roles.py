@@ -14,7 +14,8 @@ from megarl.engine import MegatronEngine
 
 
 class MegatronActor(Actor):
-    """The trained policy: `compute_logp`, `compute_advantages`, `ppo_update` + engine verbs."""
+    """Trains the policy on a MegatronEngine, by `compute_logp`, `compute_advantages`, `ppo_update`
+    and the engine's verbs."""
 
     engine: MegatronEngine
 
@@ -36,7 +37,8 @@ class MegatronActor(Actor):
 
 
 class MegatronCritic(Critic):
-    """The value function: `compute_values`, `ppo_update` + engine verbs."""
+    """Trains the value function on a MegatronEngine, by `compute_values`, `ppo_update` and the
+    engine's verbs."""
 
     engine: MegatronEngine
 
@@ -45,7 +47,7 @@ class MegatronCritic(Critic):
 
 
 class MegatronRewardModel(RewardModel):
-    """A frozen scorer of answers: `compute_rewards`."""
+    """Scores answers with a frozen model on a MegatronEngine: `compute_rewards`."""
 
     engine: MegatronEngine
 
@@ -54,7 +56,7 @@ class MegatronRewardModel(RewardModel):
 
 
 class MegatronRef(Ref):
-    """A frozen policy: `compute_logp`."""
+    """Computes a frozen policy's logprobs on a MegatronEngine: `compute_logp`."""
 
     engine: MegatronEngine
 
@@ -63,7 +65,8 @@ class MegatronRef(Ref):
 
 
 class MegatronLoRARef(LoRARef):
-    """The policy below the actor's adapters, in the actor's engine: `compute_logp`."""
+    """Computes the logprobs of the policy below the actor's adapters, in the actor's engine:
+    `compute_logp`."""
 
     engine: MegatronEngine
 
@@ -72,7 +75,7 @@ class MegatronLoRARef(LoRARef):
 
 
 class MegatronSFT(SFT):
-    """Supervised fine-tuning: `train`, `evaluate` + engine verbs."""
+    """Fine-tunes a model on a MegatronEngine, by `train`, `evaluate` and the engine's verbs."""
 
     engine: MegatronEngine
 

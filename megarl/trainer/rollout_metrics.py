@@ -1,4 +1,4 @@
-"""Figures of a rollout batch and of an evaluation: pure functions of padded batches."""
+"""Metrics of a rollout batch and of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from megarl.utils.batch import seqlens
 
 
 def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
-    """Returns rewards, response lengths and staleness of a training batch (CONTRACTS: rewards [B],
-    loss_mask, versions [B,S]). `version` is the trainer's. Collective.
-    """
+    """Returns the metrics of a training batch's rewards [B], response lengths (loss_mask [B,S]) and
+    staleness (versions [B,S]). `version` is the trainer's. Collective."""
     batch = as_batch(data)
     rewards, trained = batch["rewards"].float(), trained_tokens(batch)
     groups = group_means(rewards, batch["group_ids"])
@@ -62,9 +61,9 @@ def _sizes(batch: Batch, trained: torch.Tensor) -> dict[str, float]:
 def update_speed(
     engine: Any, data: Data, *, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
-    """perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of `seconds` that went
-    into training `engine` on every sequence of the batch once.
-    """
+    """Returns perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of an update:
+    `seconds` went into training `engine` on every sequence of the batch once. peak_tflops: TFLOP/s
+    of one device."""
     lengths = data.lengths.tolist() if isinstance(data, Batch) else seqlens(data)
     return utilization(
         train_flops(engine.model_config, lengths),
@@ -75,7 +74,7 @@ def update_speed(
 
 
 def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """min and max of `values` [B] per group."""
+    """Returns the "min" and "max" of `values` [B] in each group, by ascending group id [groups]."""
     _, inverse = group_ids.unique(return_inverse=True)
     n = int(inverse.max()) + 1
     out = {}
@@ -86,10 +85,10 @@ def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torc
 
 
 def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record per row that has samples: prompt, completion, answer and reward of its first.
+    """Returns one record per row that has samples: prompt, completion, answer and reward of its
+    first.
 
-    batch["group_ids"] [B] says of which of `rows` a sample is; a rejected row has none.
-    """
+    batch["group_ids"] [B] says to which of `rows` a sample belongs; a rejected row has none."""
     first: dict[int, int] = {}
     for k, group in enumerate(batch["group_ids"].tolist()):
         first.setdefault(group, k)

@@ -1,4 +1,5 @@
-"""A start's claim on its run directory: nobody else in it, nothing half done, what to continue."""
+"""Claims the run directory for a start: nobody else is in it, nothing in it is half done, and the
+newest checkpoint is known."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ Zero = Callable[..., Any]  # a RankZero: calls a function on rank 0, and answers
 
 
 def claim(cfg: BaseConfig) -> TextIO:
-    """The lock, held until it is closed or the process ends. Rank 0 only. Raises ConfigError where
-    `cfg` may not use the directory.
-    """
+    """Locks the run directory and cleans it up; returns the lock, held until it is closed or the
+    process ends. Rank 0 only. Raises ConfigError where `cfg` may not use the directory,
+    RuntimeError where another run keeps it for LOCK_TIMEOUT seconds."""
     directory = run_dir(cfg)
     directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory)
@@ -58,7 +59,8 @@ def claim(cfg: BaseConfig) -> TextIO:
 def newest_checkpoint(
     cfg: BaseConfig, zero: Zero, find_damage: Callable[[Path], str | None] = find_damage
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of a claimed directory, None to begin at the start. Collective.
+    """Returns the newest whole checkpoint of a claimed directory, None to begin at the start, and
+    writes config.yaml there. Collective.
 
     Rank 0 looks at names, sizes and the trainer's own state; the ranks read the engines' files
     together, once (`find_damage`). A checkpoint that is damaged is set aside, and the one before
@@ -90,7 +92,8 @@ def _begin(cfg: BaseConfig, directory: Path, anew: bool) -> None:
 
 
 def _lock(directory: Path) -> TextIO:
-    """A POSIX record lock: the kernel lifts it with the process, and no forked child keeps it."""
+    """Takes a POSIX record lock: the kernel lifts it with the process, and no forked child keeps
+    it."""
     lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
@@ -116,7 +119,8 @@ def _lock(directory: Path) -> TextIO:
 
 
 def _newest(directory: Path) -> Checkpoint | None:
-    """By what is quickly seen."""
+    """Returns the newest checkpoint that is whole by its names, sizes and trainer's state; sets
+    aside those found broken on the way."""
     whole, broken = checkpoints(directory)
     for path in broken:
         _set_aside(path, "its marker is missing or damaged")
@@ -132,7 +136,7 @@ def _newest(directory: Path) -> Checkpoint | None:
 
 
 def _set_aside(path: Path, why: str) -> None:
-    """Never to be taken for the newest again."""
+    """Renames a checkpoint so that it is never taken for the newest again."""
     aside = path.with_name(f"incomplete_{path.name}")
     if aside.exists():
         remove(aside)

@@ -28,12 +28,16 @@ log = get_logger(__name__)
 
 
 class Saves(Protocol):
-    def save(self, meta: SaveLoadMeta) -> None: ...
+    """Saves its weights: a role or an engine."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Writes the weights to meta.path, in meta.weight_format. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A model, what it was made from, and where it goes: <home>/hf/step_000123, <home>/final."""
+    """Names a model to save, what it was made from, and where it goes: <home>/hf/step_000123,
+    <home>/final."""
 
     model: Saves
     base_model_path: str
@@ -42,11 +46,13 @@ class Saved:
 
     @property
     def weight_format(self) -> str:
+        """Returns "peft" where adapters are saved by themselves (lora.save=adapter), else "hf"."""
         return "peft" if self.lora is not None and self.lora.save == "adapter" else "hf"
 
 
 class Saver:
-    """Collective. The first of `models` is the one the run is about: it is saved last."""
+    """Saves models when it is due and at the end. Collective. The first of `models` is the one the
+    run is about: it is saved last."""
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class Saver:
         clock: Callable[[], float],
         is_zero: bool,
     ) -> None:
-        """clock: seconds, the same on every rank; is_zero: whether this is rank 0."""
+        """Takes a `clock` in seconds, the same on every rank; is_zero: whether this is rank 0."""
         self.config, self.models = config, models
         self.final = models[0].home / "final"
         self.freq = Frequency(config, clock)
@@ -75,6 +81,8 @@ class Saver:
         return cls(cfg.saver, models=[saved], clock=clock, is_zero=env_rank() == 0)
 
     def maybe_save(self, *, step: int, epoch: int, epoch_ended: bool) -> None:
+        """Saves every model after a step if it is due, then removes older saves but for keep_last
+        and keep_best. `step` and `epoch` count from 1."""
         if not self.freq.due(step=step, epoch=epoch, epoch_ended=epoch_ended):
             return
         for saved in reversed(self.models):
@@ -86,7 +94,8 @@ class Saver:
                     remove(old)
 
     def _best(self, older: Sequence[Path]) -> list[Path]:
-        """The config.keep_best of them whose steps did best; one without a figure is none."""
+        """Returns the config.keep_best directories of `older` whose steps have the best
+        config.metric; a step without that metric is none of them."""
         c = self.config
         if not c.keep_best or not older:
             return []
@@ -103,6 +112,8 @@ class Saver:
         return sorted(scored, key=lambda o: scored[o], reverse=c.mode == "max")[: c.keep_best]
 
     def save_final(self) -> Path | None:
+        """Saves every model to <home>/final; returns the first one's directory, or None where
+        saver.final is off."""
         if not self.config.final:
             return None
         for saved in reversed(self.models):
@@ -122,7 +133,7 @@ class Saver:
 
 
 def _metrics(path: Path, name: str) -> dict[int, float]:
-    """Step -> figure `name` of the run's rows, where they have it."""
+    """Returns metric `name` by step, of the rows of stats.jsonl that have it."""
     if not path.is_file():
         return {}
     with path.open(encoding="utf-8") as f:

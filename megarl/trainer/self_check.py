@@ -1,4 +1,4 @@
-"""SelfCheck: the run looks at itself while it trains, and stops, skips or warns as configured.
+"""SelfCheck looks at the run while it trains, and stops, skips or warns as configured.
 
 What it looks at (megarl/algos/checks.py says how):
 * at the first update after every start the training pass sees the policy compute_logp saw;
@@ -49,10 +49,13 @@ MAX_FILES = 20  # mini-batches saved per start: a run that skips now and then mu
 
 
 class SelfCheckError(RuntimeError):
-    """A check failed. Rank 0's message says everything, the others' only what failed."""
+    """Says that a check failed. Rank 0's message says everything, the others' only what failed."""
 
 
 class SelfCheck:
+    """Checks the batches and updates of a run, and stops, skips or warns as `self_check` of the
+    configuration says. Every rank makes the same calls."""
+
     def __init__(self, cfg: BaseConfig, ctx: RunContext) -> None:
         self.config = cfg.self_check
         self._run_config = public_tree(cfg)
@@ -65,7 +68,7 @@ class SelfCheck:
         self._told_of_untrained = False
 
     def begin_step(self, step: int) -> None:
-        """step: from 1, as the metrics count."""
+        """Begins a step, which the messages name: `step` counts from 1, as the metrics do."""
         self._step, self._minibatch = step, -1
 
     def watch(
@@ -74,7 +77,7 @@ class SelfCheck:
         *,
         first_ratio_to: str | None = None,
     ) -> None:
-        """From here on every update of `role` is checked.
+        """Has every update of `role` checked from now on.
 
         first_ratio_to: the batch key of the logprobs from which the first update's ratio must be
         1; None leaves that check out.
@@ -86,9 +89,8 @@ class SelfCheck:
     # ---- every batch ---------------------------------------------------------------------------
 
     def has_trained_tokens(self, batch: Data) -> None:
-        """Raises SelfCheckError for a batch without any; the first time that single rows have none,
-        which only leaves them out, it warns.
-        """
+        """Raises SelfCheckError for a batch without a trained token. Warns, the first time, of
+        single rows without one, which are only left out. Collective."""
         trained = trained_tokens(as_batch(batch))
         finding = checks.no_trained_token(trained, f"step {self._step}: rollout batch")
         if finding is None:
@@ -109,7 +111,9 @@ class SelfCheck:
     def actor_equals_ref(
         self, data: Data, actor: MegatronActor, ref: MegatronRef | MegatronLoRARef
     ) -> None:
-        """prox_logp and ref_logp agree, if the actor still has the weights the reference has."""
+        """Checks that prox_logp and ref_logp agree, if the actor still has the weights the
+        reference has. Raises SelfCheckError, or warns by self_check.on_failure, where they do not.
+        """
         if self.config.on_failure == "off" or "prox_logp" not in data:
             return
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
@@ -161,9 +165,9 @@ class SelfCheck:
     def train_batch(
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> dict[str, float]:
-        """engine.train_batch with the checks around it. A skipped update has no metrics but
-        update_successful = 0.
-        """
+        """Makes the optimizer step of engine.train_batch with the checks around it, and returns its
+        metrics; those of a skipped update are update_successful = 0 alone. Raises SelfCheckError
+        where the run is to stop."""
         self._minibatch += 1
         batch = as_batch(data)
         if finding := nonfinite.nonfinite_inputs(batch):
@@ -185,7 +189,7 @@ class SelfCheck:
     def _row_losses(
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> torch.Tensor:
-        """[B]: the loss of every sequence, from a pass of its own (after a failure only)."""
+        """Returns every sequence's loss, [B], from a pass of its own (after a failure only)."""
         numbered, watched = checks.number_rows(data), checks.watch_losses(loss_fn)
         return checks.take_rows(engine.eval_batch(numbered, watched, *args, **kw))["loss"]
 
@@ -218,7 +222,8 @@ class SelfCheck:
         return {"update_successful": 0.0}
 
     def _broken_weights(self, engine: Any) -> str:
-        """HF names of parameters with a NaN or Inf. Collective: rank 0 is shown the tensors."""
+        """Returns the HF names of parameters with a NaN or Inf, "" where there are none.
+        Collective: rank 0 is shown the tensors."""
         names = [name for name, value in engine.hf_state() if not value.isfinite().all()]
         names = self._on_rank_zero(lambda: names)
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -253,15 +258,14 @@ class SelfCheck:
 
 
 def _held(batch: Batch) -> dict[str, Any]:
-    """The rows that this rank holds, padded, and which they are."""
+    """Returns the rows that this rank holds, padded, and their numbers."""
     return {"batch": batch.padded(), "rows": batch.rows.tolist()}
 
 
 def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
-    """Whether both start from the same weights: the same directory, or the same seed (a run has
-    one) for the same architecture, and new adapters, which add nothing. The reference's path is
-    filled in already.
-    """
+    """Returns whether both start from the same weights: the same directory, or the same seed (a run
+    has one) for the same architecture, and new adapters, which add nothing. The reference's path is
+    filled in already."""
     if actor.lora is not None and actor.lora.adapter_path:
         return False
     paths = {os.path.realpath(c.path) if Path(c.path).exists() else c.path for c in (actor, ref)}
@@ -269,6 +273,6 @@ def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
 
 
 def same_shapes(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
-    """Whether both compute logprobs alike, so that no token differs by more than rounding."""
+    """Returns whether both compute logprobs alike, so that tokens differ by rounding at most."""
     keys = ("parallel", "mb_spec", "dtype", "attention", "lm_head_chunk_tokens")
     return all(getattr(actor, k) == getattr(ref, k) for k in keys)

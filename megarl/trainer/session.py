@@ -1,4 +1,4 @@
-"""RolloutSession: a run's generation, as every rank sees it."""
+"""RolloutSession runs a run's generation, as every rank sees it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from megarl.utils.stopping import StopRequested
 
 
 class RolloutSession:
-    """Data, workflows and the rollout client of a run. Every rank makes one; its methods are
-    collective, but for `expect`, `counters` and `close`. Rank 0 alone reads data and talks to
-    servers (RolloutDriver), and its errors are those of every rank.
-    """
+    """Runs the generation of a run: its data, workflows and rollout client. Every rank makes one;
+    its methods are collective, but for `expect`, `state_dict`, `counters` and `close`. Rank 0 alone
+    reads data and talks to servers (RolloutDriver), and its errors are raised on every rank."""
 
     def __init__(
         self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
@@ -59,7 +58,7 @@ class RolloutSession:
             self.client.executor.expect(steps)
 
     def prepare_batch(self) -> Batch:
-        """Returns the next training batch; StopRequested where a signal came meanwhile."""
+        """Returns the next training batch. Raises StopRequested where a signal came meanwhile."""
         return self.client.share(RolloutDriver.next_batch, self.driver)
 
     def account(self, batch: Batch) -> dict[str, float]:
@@ -74,9 +73,8 @@ class RolloutSession:
         return self.client.on_driver(RolloutDriver.evaluate, self.driver, samples_path, when)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, between two steps: the place in the data, what is in flight, the counters. On
-        rank 0 only.
-        """
+        """Returns, between two steps, the place in the data, what is in flight and the counters.
+        Rank 0 only."""
         assert self.driver is not None
         return self.driver.state_dict()
 
@@ -96,7 +94,7 @@ class RolloutSession:
 
 
 class RolloutDriver:
-    """Rank 0's side of a RolloutSession."""
+    """Does rank 0's part of a RolloutSession: reads the data and talks to the servers."""
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
         self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
@@ -131,12 +129,12 @@ class RolloutDriver:
         )
 
     def opened(self) -> None:
-        """The client is open: from now on answers are checked against the model's vocabulary."""
+        """Has answers checked against the model's vocabulary from now on, as the client is open."""
         self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
 
     def next_batch(self) -> list[Padded]:
-        """Returns the samples of the next batch, by episode; StopRequested where a signal asks the
-        run to end."""
+        """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
+        asks the run to end."""
         if stopping.wish():
             raise StopRequested
         parts = self.client.executor.prepare_parts(
@@ -150,13 +148,18 @@ class RolloutDriver:
         return self.client.executor.rollout_batch(rows, workflow)
 
     def get_version(self) -> int:
+        """Returns the version of the servers' weights."""
         return self.client.get_version()
 
     def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
+        """Books the samples of `episode_ids` [B] as trained, but for those `skipped` [B] (None:
+        none); returns the counters."""
         self.client.executor.trained(episode_ids, skipped)
         return self.counters()
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
+        """Returns the `eval/...` metrics of the held-out rows (Evaluator.evaluate); none without a
+        validation set, or where a signal ends the evaluation."""
         if self.evaluator is None:
             return {}
         try:
@@ -172,10 +175,13 @@ class RolloutDriver:
         return {f"rollout/{name}": value for name, value in stats.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the data, what is in flight and the counters."""
         rollout = self.client.executor.state_dict()
         return {"data": self.data_key, "loader": self.loader.state_dict(), "rollout": rollout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned. Where the training data has changed, its first
+        epoch begins and prompts in flight are dropped."""
         rollout = state["rollout"]
         if same_data(state["data"], self.data_key):
             self.loader.load_state_dict(state["loader"])
@@ -185,5 +191,6 @@ class RolloutDriver:
 
 
 def has_signal(batch: Padded) -> bool:
-    """DAPO's dynamic sampling (arXiv 2503.14476): a group with equal rewards teaches nothing."""
+    """Returns whether the rewards of a group differ; equal rewards teach nothing (DAPO's dynamic
+    sampling, arXiv 2503.14476)."""
     return bool(batch["rewards"].min() != batch["rewards"].max())

@@ -1,5 +1,5 @@
-"""trainer.pt: the trainer's own part of a run's checkpoint. Plain data, so that reading it runs
-nothing that is in it."""
+"""Writes and reads trainer.pt, the trainer's own part of a run's checkpoint. It holds plain data,
+so that reading it runs nothing that is in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ State = dict[str, Any]
 
 
 def write_state(directory: Path, state: State) -> str:
-    """Its checksum. ValueError for state that is more than plain data."""
+    """Writes trainer.pt and returns its checksum. Raises ValueError for state that is more than
+    plain data."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
@@ -36,7 +37,8 @@ def write_state(directory: Path, state: State) -> str:
 
 
 def read_state(checkpoint: Checkpoint) -> State:
-    """ValueError if it is damaged; RuntimeError where reading it would run what it names."""
+    """Returns the trainer's state of a checkpoint. Raises ValueError if the file is damaged,
+    RuntimeError where reading it would run what it names."""
     path = checkpoint.path / STATE_FILE
     try:
         found: State = torch.load(path, map_location="cpu", weights_only=True)
@@ -52,7 +54,8 @@ def read_state(checkpoint: Checkpoint) -> State:
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """ValueError unless it can be read, and is as it was written."""
+    """Raises ValueError unless the trainer's state can be read and is as it was written;
+    RuntimeError as `read_state` does."""
     path = checkpoint.path / STATE_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing")
@@ -63,6 +66,6 @@ def check_state(checkpoint: Checkpoint) -> None:
 
 
 def _named(error: Exception) -> str:
-    """The line of torch's long message that says what."""
+    """Returns the line of torch's long message that says what it refused."""
     lines = [line.strip() for line in str(error).splitlines() if "unsupported" in line.lower()]
     return (lines or [str(error)])[0]

@@ -1,4 +1,4 @@
-"""A sample as a reader sees it: who wrote which part of it."""
+"""Shows a sample as its parts, with who wrote each of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WROTE, READ = "model", "environment"
 
 
 def turns(batch: Padded, sample: int, tokenizer: Any) -> dict[str, list[dict[str, str]]]:
-    """{"turns": [{"who": "model" | "environment", "text"}]} of row `sample` of a padded batch
-    [B,S], from the first token the model wrote; {} where it wrote in one piece and nothing follows.
+    """Returns {"turns": [{"who": "model" | "environment", "text"}]} of row `sample` of a padded
+    batch [B,S], from the first token the model wrote; {} where it wrote in one piece and nothing
+    follows.
 
-    What the model wrote is what stands under loss_mask; the rest was given to it: a tool's words,
-    the user's next turn.
-    """
+    The model wrote the tokens under loss_mask; the others were given to it: a tool's words, the
+    user's next turn."""
     real = batch["attention_mask"][sample].bool()
     ids = batch["input_ids"][sample][real].tolist()
     written = batch["loss_mask"][sample][real].bool().tolist()

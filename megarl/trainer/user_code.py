@@ -26,7 +26,7 @@ EPISODE = "async def arun_episode(self, engine, data)"
 
 @dataclass(frozen=True)
 class Call:
-    """How megarl calls a kind of code: with these positional arguments and these by name."""
+    """Describes how megarl calls a kind of code: its arguments by position and by name."""
 
     positional: tuple[str, ...]
     by_name: tuple[str, ...]
@@ -52,10 +52,11 @@ CALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """Code that a key names, with its options. kind: "reward", "transport" or a key of CALLS. row:
-    what a reward gets by keyword, None where a workflow of the user's decides that. config: the
-    section that a loss or an advantage is made of; all of the configuration for a transport.
-    """
+    """Names the code of one configuration key, with its options.
+
+    kind: "reward", "transport" or a key of CALLS. row: what a reward gets by keyword, None where a
+    workflow of the user's decides that. config: the section that a loss or an advantage is made of;
+    all of the configuration for a transport."""
 
     key: str
     target: str
@@ -117,7 +118,8 @@ def _of_reward(code: Named) -> Iterator[str]:
 
 
 def _of_algorithm(code: Named) -> Iterator[str]:
-    """Makes the loss or the advantages, which refuses what it cannot do."""
+    """Yields the problems of a loss or an advantage, and makes it, which raises ValueError for
+    settings that it cannot do."""
     from megarl.algos import specs
 
     wrong = list(_of_call(code, specs.maker(code.kind, code.target)))

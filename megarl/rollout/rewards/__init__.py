@@ -81,7 +81,7 @@ def shared_pool() -> RewardPool:
 
 
 def is_registered(name: str) -> bool:
-    """Returns whether `name` is short for a reward of megarl's own."""
+    """Returns whether `name` is that of a reward of megarl's own."""
     return name in _REWARDS
 
 
@@ -109,9 +109,8 @@ def reward_of(cfg: DatasetConfig) -> RewardFn:
 
 
 def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
-    """Has the `check_row` of the reward's module, if there is one, look at every row. ValueError
-    names the first row it refuses.
-    """
+    """Has the `check_row` of the reward's module, if there is one, look at every row. Raises
+    ValueError naming the first row it refuses."""
     check = getattr(inspect.getmodule(reward_fn), CHECK, None)
     if check is None:
         return

@@ -40,7 +40,7 @@ def gsm8k_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """1 if the completion's final answer equals `answer`, else 0."""
+    """Returns 1 if the completion's final answer equals `answer`, else 0."""
     found = final_answer(completion)
     if found is None:
         return 0.0
@@ -55,10 +55,10 @@ def check_row(*, answer: str, **row: Any) -> None:
 
 
 def final_answer(text: str) -> Any:
-    """The sympy value of what stands in the last \\boxed{...}; without one, of what math-verify
-    finds (after a closing ####, if there is one), else of the last number. A number counts only
-    where it is one of its own, never as part of an expression or a range. None without any.
-    """
+    """Returns the sympy value of what stands in the last \\boxed{...}; without one, of what
+    math-verify finds (after a closing ####, if there is one), else of the last number. A number
+    counts only where it is one of its own, never as part of an expression or a range. None without
+    any."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         inside = _braced(text[start + len("\\boxed{") :])
@@ -87,13 +87,15 @@ def _stands_alone(number: re.Match[str]) -> bool:
 
 
 def _value(number: re.Match[str]) -> Any:
-    """None for one that is too long to be an answer (int() refuses 4300 digits)."""
+    """Returns the value, None for a number that is too long to be an answer (int() refuses 4300
+    digits)."""
     text = _LEADING_ZEROS.sub("", number.group().replace(",", ""))
     return Number(text) if len(text) <= MAX_DIGITS else None
 
 
 def _gold(answer: str) -> Any:
-    """Words are refused: math-verify reads them as products of their letters."""
+    """Returns the sympy value of a gold answer. Raises ValueError where it has none, and for words:
+    math-verify reads them as products of their letters."""
     text = str(answer)
     gold = _parse(f"\\boxed{{{text}}}")
     words = _WORD.search(_COMMAND.sub(" ", text))
@@ -103,7 +105,7 @@ def _gold(answer: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """The sympy value of what math-verify extracts; None if there is nothing it can read."""
+    """Returns the sympy value of what math-verify extracts; None if it can read nothing."""
     if _LARGE_BINOMIAL.search(text):
         return None
     found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
@@ -125,7 +127,8 @@ def _computable(value: Any) -> bool:
 
 
 def _braced(text: str) -> str | None:
-    """Up to the brace that closes the one before `text`; None if it was never closed."""
+    """Returns the text up to the brace that closes the one before `text`; None if it was never
+    closed."""
     depth = 1
     for i, char in enumerate(text):
         depth += (char == "{") - (char == "}")
