@@ -1,4 +1,4 @@
-"""A pass of the global batch through what was built: planned, run, its numbers on every rank.
+"""A pass of a batch through the model: planned, run, and its results brought home.
 
 Everything here is collective, in the scope of the engine's groups. B sequences, S positions.
 """
