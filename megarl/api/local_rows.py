@@ -141,6 +141,15 @@ def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     names = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+    first, other = (_described(fields.get(names[0])) for fields in (a, b))
     return (
-        f"the rows do not have the same fields: {', '.join(names)} differ in name, dtype or shape"
+        f"the rows do not have the same fields: {', '.join(names)} differ in name, dtype or shape "
+        f"({names[0]}: {first} and {other})"
     )
+
+
+def _described(field: Any) -> str:
+    if field is None:
+        return "none"
+    dtype, inner, per_token = field
+    return f"{dtype} [{', '.join(['b', *(['S'] if per_token else []), *map(str, inner)])}]"
