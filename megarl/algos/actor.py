@@ -18,7 +18,7 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
-from megarl.algos.rows import Data, as_batch, map_rows, put, row_sums, trained_tokens
+from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import TrainEngine
@@ -73,9 +73,10 @@ class Actor(Role):
         return self.forward_logp(batch, self.temperature if temperature is None else temperature)
 
     def compute_prox_logp(self, batch: Data) -> None:
-        """Adds batch["prox_logp"] [B,S], the logprobs before the update, if recompute_logprob is
-        on; with moe.router_replay also batch["routed_experts"] [B,S,L,k], the routing behind them,
-        which the update will repeat."""
+        """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
+        with moe.router_replay also the routing behind them, which the update will repeat. Without
+        it, gives a Batch's tokens to this actor's ranks (`place`), which else comes of the pass.
+        """
         if self.config.recompute_logprob and self.config.moe.router_replay:
             self._plan(batch)
             names = ("logprobs", "routed_experts")
@@ -83,6 +84,8 @@ class Actor(Role):
             batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
+        elif isinstance(batch, Batch):
+            self.place(batch)
 
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
@@ -94,7 +97,8 @@ class Actor(Role):
         """
         spec, whole = self.advantages, as_batch(batch)
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
-        _need(batch, [*keys, *spec.reads], what="compute_advantages")
+        names = [*spec.reads, "loss_mask"]
+        _need(batch, ["rewards", *keys, *names], what="compute_advantages")
         samples = dict(whole.per_sample)
         samples["rewards"] = self._shaped_rewards(batch["rewards"])
         if kl_ctl:
@@ -113,9 +117,15 @@ class Actor(Role):
         def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
             if spec.per_token is None:
                 return (spread_over_tokens(numbers[rows], part["loss_mask"]),)
-            return (spec.per_token(numbers[rows], part),)
+            made, shape = spec.per_token(numbers[rows], part), part["loss_mask"].shape
+            if made.shape != shape:
+                raise ValueError(
+                    f"actor.advantages={self.config.advantages.type}: per_token gave a tensor of "
+                    f"shape {tuple(made.shape)}; it must be {tuple(shape)}, as loss_mask"
+                )
+            return (made,)
 
-        (whole["advantages"],) = map_rows(whole, of_rows, spec.reads)
+        (whole["advantages"],) = map_rows(whole, of_rows, names)
         put(
             batch, "advantages", whiten(whole, "advantages") if spec.whiten else whole["advantages"]
         )
@@ -128,9 +138,14 @@ class Actor(Role):
         return {"advantages": advantages, "returns": batch.get("returns", advantages)}
 
     def _kl_to_ref(self, batch: Batch) -> Tensor:
-        """Returns the KL to the reference, summed over each sample's trained tokens, [B] fp64."""
-        kl = kl_estimate(batch[self.config.old_logp].values, batch["ref_logp"].values, "k1")
-        return row_sums(batch, kl.where(batch["loss_mask"].values.bool(), 0.0))
+        """[B] float64: the KL to the reference summed over each sample's trained tokens."""
+        old = self.config.old_logp
+
+        def column(part: Padded) -> list[Tensor]:
+            kl = kl_estimate(part[old], part["ref_logp"], "k1")
+            return [kl.where(part["loss_mask"].bool(), 0.0)]
+
+        return reduce_rows(batch, column, [old, "ref_logp", "loss_mask"])[:, 0]
 
     def compute_gae(
         self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool

@@ -39,8 +39,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds how far rounding alone takes two passes of one policy apart. Each number sees another
-    error.
+    """How far rounding alone takes two passes of one policy apart. Each number sees another error.
 
     mean      of |log ratio| over trained tokens (|ratio - 1| to first order): everything is a bit
               off, e.g. another temperature, other weights, dropout

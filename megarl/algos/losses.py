@@ -2,7 +2,7 @@
 
 `loss_fn(outputs, batch) -> (loss_sum, stats)`: tensors are padded [b,S], loss_sum is a scalar sum
 with gradient, stats maps a name to (sum, weight), both detached scalars. The engine adds sums and
-weights over the whole batch before it divides, so no figure depends on how the batch was cut.
+weights over the whole batch before it divides, so no metric depends on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def grpo_loss(
     """Returns the summed clipped policy gradient of PPO/GRPO, and stats; weight:
     `LOSS_WEIGHTS[loss_agg]`.
 
-    outputs: logprobs [b,S] with gradient, optionally entropy [b,S] (a figure only).
+    outputs: logprobs [b,S] with gradient, optionally entropy [b,S] (a metric only).
     batch: loss_mask, advantages, logprobs (behaviour policy), `old_logp`, with kl_coef ref_logp.
 
     With u = exp(logp - old) the loss of a token is
@@ -208,7 +208,7 @@ def critic_loss(
 def _policy_stats(
     logp: Tensor, ratio: Tensor, batch: Padded, low: float, high: float, c_clip: float | None
 ) -> Stats:
-    """Returns the metrics of the step, as means over trained tokens.
+    """Metrics of the step, as means over trained tokens.
 
     A clip fraction counts tokens whose gradient the clip removes. approx_kl is the k3 estimate of
     KL(behaviour || policy) (tokens were drawn from the behaviour policy).

@@ -43,7 +43,10 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     }
     if not done:
         return counts
-    stats = {k: sum(u[k] for u in done) / len(done) for k in done[0]} | counts
-    if "lr" in stats:
-        stats["lr"] = done[-1]["lr"]
-    return stats
+    stats = {}
+    for name in dict.fromkeys(name for update in done for name in update):
+        found = [u[name] for u in done if name in u]  # a loss need not say it of every mini-batch
+        stats[name] = sum(found) / len(found)
+        if name == "lr":
+            stats[name] = found[-1]
+    return stats | counts

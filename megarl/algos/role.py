@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megarl.algos.rows import Data, as_batch
+from megarl.algos.rows import Data, as_batch, only
 from megarl.api.batch import Batch, Tokens
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
@@ -44,9 +44,12 @@ class Role:
         return self.forward(data, ("logprobs",), temperature)
 
     def forward(self, data: Data, outputs: Sequence[str], temperature: float = 1.0) -> Any:
-        """Returns engine.forward's outputs, sending of a plain dict what it needs only."""
-        if not isinstance(data, Batch):
-            data = {k: data[k] for k in ("input_ids", "attention_mask")}
+        """Returns engine.forward's outputs. It is given the tokens alone: routes that the batch
+        holds are those of an update to repeat, not of another pass.
+        """
+        if isinstance(data, Batch):
+            self.engine.place(data)
+        data = only(data, [name for name in ("input_ids", "attention_mask") if name in data])
         return self.engine.forward(data, outputs=outputs, temperature=temperature)
 
     def forward_values(self, data: Data) -> tuple[Tokens, Tensor]:

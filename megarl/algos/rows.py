@@ -57,14 +57,6 @@ def total(per_row: Tensor) -> float:
     return math.fsum(per_row.flatten().tolist()) if finite else float(per_row.sum())
 
 
-def row_sums(batch: Batch, values: Tensor) -> Tensor:
-    """Returns the sum of `values` [T] over each row, [B] float64 on every rank. Collective.
-
-    T are the tokens this rank holds, row after row. `reduce_rows` needs less memory.
-    """
-    return batch.gather(_by_row(values, batch.lengths[batch.rows], "sum"))
-
-
 def reduce_rows(
     batch: Batch, fn: Callable[[Padded], Sequence[Tensor]], names: Sequence[str], how: str = "sum"
 ) -> Tensor:

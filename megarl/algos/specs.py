@@ -60,8 +60,9 @@ class AdvantageSpec:
 
     per_sample: {name: [B] or [B,...]} of the whole batch, with the shaped rewards and group_ids ->
     one number per sample, [B]. It is the same on every rank.
-    per_token: (numbers [b], fields padded [b,S]) -> advantages [b,S], of some samples at a time;
-    None: the number at every trained token. reads: the fields that it gets.
+    per_token: (numbers [b], fields padded [b,S]) -> advantages [b,S], of some samples at a time, or
+    of none ([0,0]) on a rank that holds none; None: the number at every trained token. reads: the
+    fields that it gets, with loss_mask.
     whiten: zero mean and unit std over the trained tokens of the whole batch, at the end.
     needs_groups: it is an error if the batch has no group_ids; else every sample is its own group.
     """

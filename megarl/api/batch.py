@@ -160,10 +160,10 @@ class Batch:
 
     def select(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Batch:
         """A Batch of some rows (ascending), and of some fields if `names` are given. Who holds a
-        row keeps it. Of a boolean tensor [B], the rows that are True.
+        row keeps it. Of a boolean tensor [B], the rows that are True. Raises ValueError for rows
+        that are not ascending or not there, KeyError for a field that is not.
         """
-        index = torch.as_tensor(rows)
-        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        index = self._index(rows)
         mine = self.rows
         held = torch.isin(mine, index).nonzero().flatten()
         wanted = set(self.keys() if names is None else names)
@@ -180,13 +180,29 @@ class Batch:
         out.placed = self.placed
         return out
 
+    def _index(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """[n] int64, the numbers of `rows` as select takes them."""
+        index = torch.as_tensor(rows)
+        if index.dtype == torch.bool:
+            if index.shape != (len(self),):
+                shape = tuple(index.shape)
+                raise ValueError(f"a mask of rows has shape {shape}, not [{len(self)}]")
+            return index.nonzero().flatten()
+        index = index.long()
+        if len(index) and not (
+            index[0] >= 0 and index[-1] < len(self) and bool((index[1:] > index[:-1]).all())
+        ):
+            raise ValueError(
+                f"rows {index.tolist()[:8]} ...: they must ascend, from 0 to {len(self) - 1}"
+            )
+        return index
+
     def keep(self, mask: Tensor) -> Batch:
-        """A Batch without the rows where `mask` [B] is False; mini-batches are without them too."""
+        """A Batch without the rows where `mask` [B] is False, as if they had never been in it: its
+        mini-batches are made, and its tokens placed, anew by the next engine verb.
+        """
         out = self.select(mask.bool())
-        if self.minibatches is not None:
-            number = mask.bool().cumsum(0) - 1
-            parts = [[int(number[r]) for r in part if mask[r]] for part in self.minibatches]
-            out.minibatches = [part for part in parts if part]
+        out.placed = False
         return out
 
     def padded(

@@ -1,7 +1,7 @@
 """TrainEngine: what an algorithm may ask of whatever trains the model.
 
-Shapes: B sequences of the global batch, b of a micro-batch, S positions (right-padded).
-`input_` is the global batch: a `Batch`, whose tokens the first verb that gets it places on the
+Shapes: B sequences of the batch, b of a micro-batch, S positions (right-padded).
+`input_` is the whole batch: a `Batch`, whose tokens the first verb that gets it places on the
 ranks for the rest of the step, or a plain dict of CPU tensors that is the same on every rank:
 input_ids [B,S], attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...]
 tensors). Position t of a per-token tensor belongs to input_ids[:, t]. A dict that is not the same

@@ -37,7 +37,7 @@ class Rows:
 def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Rows:
     """Joins what the ranks bring (see Batch.from_local): the fields' names, then lengths and
     per-sample fields, go to every rank. Collective."""
-    parts = [p for p in parts if len(p.get(IDS, ()))]
+    parts = [p for p in parts if p and (IDS not in p or len(p[IDS]))]
     schema, lengths, error = _local_schema(parts)
     if comm is None:
         schemas, errors = [schema], [error]
@@ -97,6 +97,7 @@ def _local_schema(
     fields: dict[str, Any] | None = None
     for part in parts:
         try:
+            _check_rows(part)
             lengths.append(row_lengths(part))
         except ValueError as e:
             return {"rows": 0, "fields": {}}, lengths[0], str(e)
@@ -111,6 +112,15 @@ def _local_schema(
         fields = mine
     joined = torch.cat(lengths)
     return {"rows": len(joined), "fields": fields or {}}, joined, None
+
+
+def _check_rows(part: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is no tensor of as many rows as input_ids has."""
+    for name, value in part.items():
+        if not isinstance(value, Tensor) or not value.ndim:
+            raise ValueError(f"{name!r} is a {type(value).__name__}: use tensors [b, ...]")
+        if IDS in part and len(value) != len(part[IDS]):
+            raise ValueError(f"{name!r} has {len(value)} rows, input_ids has {len(part[IDS])}")
 
 
 def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> dict[str, Any]:
@@ -131,6 +141,15 @@ def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     names = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+    first, other = (_described(fields.get(names[0])) for fields in (a, b))
     return (
-        f"the rows do not have the same fields: {', '.join(names)} differ in name, dtype or shape"
+        f"the rows do not have the same fields: {', '.join(names)} differ in name, dtype or shape "
+        f"({names[0]}: {first} and {other})"
     )
+
+
+def _described(field: Any) -> str:
+    if field is None:
+        return "none"
+    dtype, inner, per_token = field
+    return f"{dtype} [{', '.join(['b', *(['S'] if per_token else []), *map(str, inner)])}]"

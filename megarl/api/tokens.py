@@ -160,12 +160,17 @@ def from_bytes(raw: Tensor, dtype: torch.dtype, inner: tuple[int, ...]) -> Tenso
 
 
 def row_lengths(padded: Mapping[str, Tensor]) -> Tensor:
-    """[B] int64 tokens of right-padded rows. ValueError naming what is missing or the first row
-    that is not right-padded."""
+    """[B] int64 tokens of right-padded rows. ValueError naming what is missing or misshapen, or the
+    first row that is not right-padded."""
     for key in (IDS, MASK):
         if key not in padded:
             raise ValueError(f"the batch has no {key!r}, only {sorted(padded)}")
     mask = padded[MASK].bool()
+    if mask.ndim != 2 or mask.shape != padded[IDS].shape[:2]:
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} and input_ids {tuple(padded[IDS].shape)}: both "
+            "must be [B,S]"
+        )
     if len(mask) == 0:
         raise ValueError("the batch is empty: B = 0")
     broken = (mask[:, 1:] & ~mask[:, :-1]).any(1)

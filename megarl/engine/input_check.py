@@ -128,7 +128,8 @@ def _digests(given: Batch | Padded) -> dict[str, int]:
     home = given.home
     out = {name: _digest(value) for name, value in given.per_sample.items()}
     out |= {"lengths": _digest(given.lengths)}
-    out |= {_HOME: _hash(f"{home.of_rank} {given.placed} {_digest(home.of_row)}")}
+    plan = given.minibatches if not given.placed else None  # where its rows will go
+    out |= {_HOME: _hash(f"{home.of_rank} {given.placed} {_digest(home.of_row)} {plan}")}
     for name, tokens in given.per_token.items():
         out[name] = _hash(f"{tokens.values.dtype} {tuple(tokens.values.shape[1:])}")
     return out

@@ -195,15 +195,16 @@ class MegatronEngine(TrainEngine):
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
         outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
-        """Returns the outputs of a batch: Tokens, or [B,S] of a plain dict (TrainEngine.forward).
-        With `output_seqlens` or `post_hook` every sequence is taken by itself (passes.by_sequence),
-        and `aggregate_fn` joins the list; with a Batch, the two raise ValueError."""
+        """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
+        (passes.by_sequence), and `aggregate_fn` joins the list."""
+        whole = output_seqlens is None and post_hook is None
+        if isinstance(input_, Batch) and not whole:
+            raise ValueError("output_seqlens and post_hook go with a plain dict of padded tensors")
         with self._inference("forward"):
             result = passes.forward_pass(self.state, input_, outputs, temperature)
-        if output_seqlens is None and post_hook is None:
+        if whole:
             return result if len(result) > 1 else next(iter(result.values()))
-        if isinstance(input_, Batch):
-            raise ValueError("output_seqlens and post_hook go with a plain dict of padded tensors")
+        assert not isinstance(input_, Batch)
         return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Cuts a global batch into this rank's packed micro-batches.
+"""A batch cut into this rank's packed micro-batches.
 
-B sequences of the global batch, b of a micro-batch, S positions (right-padded), T packed tokens.
+B sequences of the batch, b of a micro-batch, S positions (right-padded), T packed tokens.
 """
 
 from __future__ import annotations

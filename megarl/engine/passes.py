@@ -1,5 +1,4 @@
-"""Runs a pass of the global batch through an engine: plans it, runs it, and brings its numbers to
-every rank.
+"""A pass of a batch through the model: planned, run, and its results brought home.
 
 Everything here is collective, in the scope of the engine's groups. B sequences, S positions.
 """

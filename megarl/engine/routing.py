@@ -6,7 +6,7 @@ its logprob by far more than rounding should. An update that replays the routing
 compares like with like (Ma et al., Stabilizing MoE RL by aligning training and inference routers,
 2025, replay the inference engine's in the same way).
 
-B sequences of the global batch, b of a micro-batch, S positions, T packed tokens of this rank, L
+B sequences of the batch, b of a micro-batch, S positions, T packed tokens of this rank, L
 layers, E experts, k experts per token.
 """
 

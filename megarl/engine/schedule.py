@@ -1,4 +1,4 @@
-"""Runs one pass of the global batch through megatron-core's pipeline schedules.
+"""One pass of a batch through megatron-core's pipeline schedules.
 
 Scaling. The step is the gradient of sum(loss_sum) / W over all sequences. megatron-core's two-value
 loss path multiplies a micro-batch's loss by CP and divides it by M micro-batches; the data-parallel

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.api.batch import Batch, Home, Tokens, register_comm
-from megarl.parallel.groups import collective_timeout
+from megarl.parallel.groups import collective_timeout, waiting_for
 
 CHUNK = 16 << 20  # bytes of a message, unless a row alone is longer
 IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
@@ -39,6 +39,10 @@ class WorldComm:
 
     def all_gather(self, data: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         """Returns every rank's bytes [n]. Collective."""
+        with waiting_for(None, "Batch: telling all ranks"):
+            return self._all_gather(data, sizes)
+
+    def _all_gather(self, data: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
         if sizes is None:
             counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
             dist.all_gather(counts, torch.tensor([len(data)]), group=self.group)
@@ -206,7 +210,8 @@ def move(
         out = tokens.values.new_empty((int(lengths[wanted].sum()), *inner))
         result = Tokens(out, lengths[wanted])
         _put(result, torch.searchsorted(wanted, had[mine]), kept.values)
-    _Mover(tokens, had, result, wanted, comm, [] if buffers is None else buffers).run(todo)
+    with waiting_for(None, "Batch: moving tokens"):
+        _Mover(tokens, had, result, wanted, comm, [] if buffers is None else buffers).run(todo)
     return result
 
 

@@ -1,6 +1,6 @@
 """Which sequence goes where, and back: micro-batch plans and the packed layout. Pure.
 
-B sequences of the global batch, b of a micro-batch, S positions (right-padded), T packed tokens.
+B sequences of the batch, b of a micro-batch, S positions (right-padded), T packed tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the global batch
+Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,12 @@ class RolloutExecutor:
     def _check_signal(self, batch_size: int) -> None:
         rejected = self.pipeline.rejected_in_a_row
         if rejected >= MAX_REJECTED_BATCHES * batch_size:
+            found = self.pipeline.failed_samples.samples
+            kinds = ", ".join(f"{n} {kind}" for kind, n in found.items())
             raise RuntimeError(
                 f"{rejected} groups in a row were rejected: nothing to train on; check the reward "
                 "and should_accept (actor.dynamic_sampling)"
+                + (f"; samples that failed in this run: {kinds}" if kinds else "")
             )
 
     async def _run_all(self, episodes: Sequence[Episode], width: int) -> None:

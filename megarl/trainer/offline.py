@@ -32,8 +32,7 @@ def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
 
 
 class SFTTrainer:
-    """Trains a model on demonstrations. Every rank draws the same batch from its own copy of the
-    seeded loader."""
+    """Every rank draws the same batch from its own copy of the (seeded) loader."""
 
     def __init__(self, cfg: SFTConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx

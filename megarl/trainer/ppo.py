@@ -41,7 +41,7 @@ class PPOTrainer(rl.RLTrainer):
         """Makes step `step` (from 0) of PPO; returns its metrics."""
         with record_timing("rollout"):
             batch = self.session.prepare_batch()
-        self.score(batch)
+        batch = self.score(batch)
         self.check.has_trained_tokens(batch)
         stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)

@@ -192,7 +192,7 @@ class RLTrainer:
         """Makes step `step` (from 0) of GRPO; returns its metrics."""
         with record_timing("rollout"):
             batch = self.session.prepare_batch()
-        self.score(batch)
+        batch = self.score(batch)
         self.check.has_trained_tokens(batch)
         stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
@@ -210,11 +210,16 @@ class RLTrainer:
 
     # --8<-- [end:step]
 
-    def score(self, batch: Batch) -> None:
-        """Replaces the batch's rewards [B] by the reward model's, where there is one."""
-        if self.reward_model is not None:
-            with record_timing("reward_model"):
-                batch["rewards"] = self.reward_model.compute_rewards(batch)
+    def score(self, batch: Batch) -> Batch:
+        """Returns the batch with the rewards of the reward model, where there is one, and without
+        the samples that it gave no finite number.
+        """
+        if self.reward_model is None:
+            return batch
+        with record_timing("reward_model"):
+            self.actor.place(batch)  # else it would lie as the reward model's layout wants it
+            batch["rewards"] = self.reward_model.compute_rewards(batch)
+            return self.session.drop(batch, ~batch["rewards"].isfinite(), "reward")
 
     def compare_with_ref(self, batch: Batch) -> None:
         """Adds batch["ref_logp"] [B,S], the reference's logprobs, where there is a reference.

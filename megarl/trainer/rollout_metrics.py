@@ -1,4 +1,4 @@
-"""Metrics of a rollout batch and of an evaluation."""
+"""Metrics of a rollout batch and of an update, and the samples that an evaluation shows."""
 
 from __future__ import annotations
 

@@ -240,9 +240,13 @@ class SelfCheck:
         record |= {"mini_batch": self._minibatch, "config": self._run_config}
         rank, home = batch.comm.rank if batch.comm else 0, batch.home
         writers = sorted({0, *(r for r in home.speakers() if len(home.rows(r)))})
-        self._on_rank_zero(self._write, path, record | _held(batch))
+        self._on_rank_zero(lambda: self._write(path, record | _held(batch)))
         if rank in writers[1:]:
-            self._write(path.with_suffix(f".rank{rank}.pt"), _held(batch))
+            mine = path.with_suffix(f".rank{rank}.pt")
+            try:
+                self._write(mine, _held(batch))
+            except OSError as e:  # the other ranks do not wait for it, and go on
+                log.warning("%s is not saved: %s", mine, e)
         said = f"saved for inspection: torch.load({str(path)!r})['batch']"
         if others := ", ".join(map(str, writers[1:])):
             said += f", rank 0's rows; those of ranks {others} in {path.stem}.rank*.pt"

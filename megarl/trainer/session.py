@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import RolloutWorkflow
@@ -16,6 +17,7 @@ from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
 from megarl.models import read_hf_config
+from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, reward_of
 from megarl.trainer.evaluation import Evaluator
@@ -23,6 +25,8 @@ from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
+
+log = get_logger(__name__)
 
 
 class RolloutSession:
@@ -60,6 +64,25 @@ class RolloutSession:
     def prepare_batch(self) -> Batch:
         """Returns the next training batch. Raises StopRequested where a signal came meanwhile."""
         return self.client.share(RolloutDriver.next_batch, self.driver)
+
+    def drop(self, batch: Batch, failed: Tensor, kind: str) -> Batch:
+        """Returns the batch without the samples under `failed` [B] bool, which are counted as a
+        workflow's failed samples are; `kind` is one of api.inference.FAILURES. Raises ValueError
+        where none would be left.
+        """
+        if not failed.any():
+            return batch
+        rows = failed.nonzero().flatten().tolist()
+        if len(rows) == len(batch):
+            raise ValueError(
+                f"all {len(batch)} samples of the batch failed ({kind}), so there is nothing to "
+                "train on; where a reward model scores them, look whether its weights are sound"
+            )
+        warn_once_per_world(
+            log, "%d of %d samples failed (%s) and leave the batch", len(rows), len(batch), kind
+        )
+        self.client.on_driver(RolloutDriver.failed, self.driver, batch, failed, kind)
+        return batch.keep(~failed)
 
     def account(self, batch: Batch) -> dict[str, float]:
         """Books the batch as trained, which every sample must be exactly once unless its update was
@@ -150,6 +173,9 @@ class RolloutDriver:
     def get_version(self) -> int:
         """Returns the version of the servers' weights."""
         return self.client.get_version()
+
+    def failed(self, batch: Batch, failed: Tensor, kind: str) -> None:
+        self.client.executor.failed(batch, failed, kind)
 
     def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
         """Books the samples of `episode_ids` [B] as trained, but for those `skipped` [B] (None:

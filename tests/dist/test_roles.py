@@ -107,14 +107,20 @@ def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
 
 
 def updates(
-    path: str, parallel: dict[str, Any], n: int, origin: str, *, spoil: bool = False
+    path: str, parallel: dict[str, Any], n: int, origin: str, *, spoil: str = ""
 ) -> dict[str, Any]:
-    """PPO's step without a critic: metrics, and the weights after it."""
+    """PPO's step without a critic: metrics, and the weights after it. spoil: with samples that fail
+    in the "workflow", or in the "score" of a reward model, when the batch lies on its ranks."""
     from megarl.rollout.episode import without_failed
 
     actor = make_actor(path, parallel, ppo_n_minibatches=n, logp_gap_warn=100.0)
     b = samples()
-    if spoil:
+    if spoil == "score":
+        parts = [{k: v.repeat_interleave(2, 0) for k, v in part.items()} for part in episodes(b)]
+        batch = Batch.from_local(parts if dist.get_rank() == 0 else None)
+        actor.place(batch)
+        batch = batch.keep(torch.arange(2 * N) % 2 == 1)
+    elif spoil:
         parts = [without_failed(spoilt(part))[0] for part in episodes(b)]
         batch = Batch.from_local(parts if dist.get_rank() == 0 else None)
     else:
@@ -144,7 +150,8 @@ def spoilt(part: Tensors) -> Tensors:
 def test_weights_after_a_step_do_not_depend_on_origin_or_failed_samples(worlds, model):
     for parallel in ({}, dict(pp=2)):
         runs = [worlds(2).run(updates, model, parallel, 3, origin) for origin in ORIGINS]
-        runs.append(worlds(2).run(updates, model, parallel, 3, "one driver", spoil=True))
+        for by in ("workflow", "score"):
+            runs.append(worlds(2).run(updates, model, parallel, 3, "one driver", spoil=by))
         (first, _), *others = runs
         for got, _ in others:
             assert got["stats"] == first["stats"]

@@ -11,6 +11,7 @@ import torch
 
 from megarl.algos import SFT, Actor, Ref, sequence_weight, worst_logp_gaps
 from megarl.algos.metrics import logp_gap_stats
+from megarl.algos.minibatches import mean_metrics
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MoEConfig, TrainEngineConfig
@@ -260,6 +261,15 @@ def test_a_refused_update_enters_no_mean():
     stats = actor.ppo_update(batch)
     assert stats["skipped_updates"] == 4 and stats["update_successful"] == 0
     assert stats["skipped_sequences"] == 16 and "loss" not in stats
+
+
+def test_a_metric_that_some_updates_lack_is_the_mean_of_the_others():
+    updates = [{"loss": 1.0}, {"loss": 2.0, "rare": 8.0, "lr": 1.0}, {"loss": 3.0, "rare": 4.0}]
+    means = mean_metrics([u | {"update_successful": 1.0} for u in updates])
+    assert means == {
+        "loss": 2.0, "rare": 6.0, "lr": 1.0,
+        "n_updates": 3.0, "skipped_updates": 0.0, "update_successful": 1.0,
+    }  # fmt: skip
 
 
 def test_logp_gap_by_hand():

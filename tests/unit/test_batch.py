@@ -106,12 +106,13 @@ def test_a_row_sum_depends_on_the_row_alone(rows):
     assert torch.equal(two[:, 0], sums) and two[:, 1].tolist() == lengths.tolist()
 
 
-def test_dropped_rows_leave_the_mini_batches_too():
+def test_rows_that_are_dropped_leave_no_trace_in_mini_batches_or_placement():
     batch = Batch.from_padded(padded([1, 2, 3, 4]))
     batch["unit_ids"] = torch.tensor([0, 0, 1, 1])
-    batch.minibatches = [[0, 3], [1], [2]]
+    batch.minibatches, batch.placed = [[0, 1], [2, 3]], True
     kept = batch.keep(torch.tensor([True, False, True, True]))
-    assert kept.minibatches == [[0, 2], [1]] and kept.unit_ids.tolist() == [0, 1, 1]
+    assert kept.minibatches is None and not kept.placed
+    assert kept.unit_ids.tolist() == [0, 1, 1] and kept.lengths.tolist() == [1, 3, 4]
 
 
 def test_what_does_not_fit_is_named():
@@ -128,8 +129,24 @@ def test_what_does_not_fit_is_named():
         batch["y"]
     with pytest.raises(ValueError, match="does not hold all of them"):
         batch.padded([2])
+    for rows in ([1, 0], [0, 0], [0, 2], [-1]):
+        with pytest.raises(ValueError, match="they must ascend, from 0 to 1"):
+            batch.select(rows)
+    with pytest.raises(ValueError, match=r"a mask of rows has shape \(3,\), not \[2\]"):
+        batch.keep(torch.ones(3).bool())
     with pytest.raises(ValueError, match="no rank brings a row"):
         Batch.from_local(None)
     other = {k: v for k, v in padded([1]).items() if k != "logprobs"}
-    with pytest.raises(ValueError, match=r"rank 0: .* not have the same fields: logprobs differ"):
+    with pytest.raises(
+        ValueError, match=r"rank 0: .* not have the same fields: logprobs differ.*\[b, S\] and none"
+    ):
         Batch.from_local([padded([2]), other])
+    nameless = {("ids" if k == "input_ids" else k): v for k, v in padded([1]).items()}
+    for broken, why in (
+        (nameless, "the batch has no 'input_ids'"),
+        (padded([2]) | {"rewards": torch.zeros(2)}, "'rewards' has 2 rows, input_ids has 1"),
+        (padded([2]) | {"name": ["x"]}, "'name' is a list"),
+        (padded([2]) | {"attention_mask": torch.ones(1, 3)}, r"attention_mask \(1, 3\) and input"),
+    ):
+        with pytest.raises(ValueError, match=f"rank 0: {why}"):
+            Batch.from_local([padded([1]), broken])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
+from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
+from megarl.trainer.session import RolloutDriver, RolloutSession
 from tests.unit.bigram import BigramEngine
 from tests.unit.rollout_fakes import FakeEngine, Scripted, rows, trajectory
 
@@ -129,8 +132,11 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert stats["failed_samples/len_mean"] == 2
         ex.accounting.receive(batch["episode_ids"])
         whole = Batch.from_local(batch)  # a reward model finds two more, all of the first row's
-        ex.failed(whole, torch.arange(8) < 2, "reward")
-        kept = whole.keep(torch.arange(8) >= 2)
+        scores = torch.tensor([math.nan, math.inf, *range(6)])
+        kept = scoring_trainer(ex, scores).score(whole)
+        assert kept["rewards"].tolist() == list(range(6)) and whole.minibatches is not None
+        with pytest.raises(ValueError, match=r"all 6 samples of the batch failed \(reward\)"):
+            scoring_trainer(ex, scores[:1].expand(6)).score(kept)
         ex.trained(kept["episode_ids"])
         assert ex.stats()["failed_samples/reward"] == 2 and ex.stats()["skipped"] == 1
         with pytest.raises(AccountingError, match="episode 0: 1 samples failed"):
@@ -141,6 +147,21 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert again.stats()["trained_samples"] == 6
     finally:
         loop.close()
+
+
+def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
+    """A trainer after set_up, as far as `score` needs it; on one rank."""
+    client: Any = SimpleNamespace(executor=ex, on_driver=lambda fn, *args: fn(*args))
+    trainer, session = RLTrainer.__new__(RLTrainer), RolloutSession.__new__(RolloutSession)
+    trainer.session, session.client, session.driver = session, client, cast(Any, Driver(client))
+    trainer.reward_model = cast(Any, SimpleNamespace(compute_rewards=lambda batch: scores.clone()))
+    trainer.actor = cast(Any, Actor(PPOActorConfig(), BigramEngine(), temperature=1.0))
+    return trainer
+
+
+class Driver(RolloutDriver):
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
 
 def all_are_numbers(batch: dict[str, torch.Tensor]) -> bool:
