@@ -85,7 +85,7 @@ def _adapter_problems(cfg: GRPOConfig, key: str) -> Iterator[str]:
         )
     if server.path and server.path != cfg.actor.path:
         yield f"{key}: servers must start from the model below the adapters; leave server.path out"
-    if server.type == "sglang" and server.count > 0 and "--enable-lora" not in server.extra_args:
+    if server.type == "sglang" and server.count > 0 and "--enable-lora" not in server.arguments:
         yield (
             f"{key}: SGLang has room for adapters where it is told to; set server.extra_args="
             f"[--enable-lora,--max-lora-rank,'{cfg.actor.lora.r}',--lora-target-modules,...]"

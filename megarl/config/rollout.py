@@ -88,6 +88,20 @@ class ServerConfig:
         600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"
     )
 
+    @property
+    def arguments(self) -> list[str]:
+        """The command-line arguments of `options` and `extra_args`: {"a_b": 1, "c": True,
+        "d": [2, 3], "e": {"f": 4}} is --a-b 1 --c --d 2 3 --e '{"f": 4}'.
+        """
+        flags: list[str] = []
+        for name, value in self.options.items():
+            if value is None or value is False:
+                continue
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            flags.append(f"--{name.replace('_', '-')}")
+            flags += [json.dumps(v) if isinstance(v, dict) else str(v) for v in values]
+        return [*flags, *self.extra_args]
+
 
 @dataclass(kw_only=True)
 class RolloutConfig:

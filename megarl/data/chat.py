@@ -36,7 +36,7 @@ def chat(
                     f"{place} lacks the column messages; it has {sorted(row)}: name the one that "
                     "has them in options.columns.messages"
                 )
-            row["messages"] = _instructed(_messages(row["messages"], place), instruction, place)
+            row["messages"] = _instructed(messages_of(row["messages"], place), instruction, place)
             rows.append(row)
     except ValueError as e:
         raise ValueError(f"chat: {e}") from e
@@ -61,7 +61,9 @@ def _renamed(source: Row, columns: dict[str, str], place: str) -> Row:
     return {k: v for k, v in source.items() if k not in taken} | found
 
 
-def _messages(value: Any, place: str) -> list[Message]:
+def messages_of(value: Any, place: str) -> list[Message]:
+    """Returns a list of messages, or a user's message by its text, as a list of messages without
+    null fields. Raises ValueError, with `place`, for anything else."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:

@@ -3,16 +3,16 @@ start can look at its data before anything else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megarl.config.dataset import DatasetConfig
 from megarl.data.arithmetic import arithmetic
-from megarl.data.chat import chat
+from megarl.data.chat import chat, messages_of
 from megarl.data.gsm8k import gsm8k
 from megarl.data.problem import Problem, Row
 from megarl.data.reasoning_gym import reasoning_gym
-from megarl.utils.importing import is_import_path, load_object
+from megarl.utils.importing import in_one_line, is_import_path, load_object
 from megarl.utils.signatures import call_problem, option_problems
 
 # (cfg, *, seed, **options) -> rows or problems, as a function of the user's is called, too
@@ -40,8 +40,7 @@ def load_rows(cfg: DatasetConfig, *, seed: int, purpose: str = "rl") -> list[Row
         raise ValueError(f"dataset type {cfg.type}: {found}")
     if problem := call_problem(make, ("cfg",), ("seed", *options)):
         raise ValueError(f"dataset type {cfg.type}: {problem}; it is called as (cfg, seed=...)")
-    made = _all(make(cfg, seed=seed, **options))
-    rows = [_row(i, row, cfg, purpose) for i, row in enumerate(made)]
+    rows = [_row(i, row, cfg, purpose) for i, row in enumerate(_made(make, cfg, seed, options))]
     if not rows:
         raise ValueError(f"{describe(cfg)} is empty: its source has 0 rows")
     return rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
@@ -58,6 +57,16 @@ def _source(cfg: DatasetConfig) -> Callable[..., Any]:
     if not callable(make):
         raise ValueError(f"dataset type {cfg.type}: a {type(make).__name__}, not a function")
     return make
+
+
+def _made(make: Callable[..., Any], cfg: DatasetConfig, seed: int, options: Row) -> Iterator[Any]:
+    """The rows of a source. What a function of the user's raises is a ValueError that names it."""
+    try:
+        yield from _all(make(cfg, seed=seed, **options))
+    except Exception as e:
+        if isinstance(e, ValueError) or cfg.type in SOURCES:
+            raise
+        raise ValueError(f"dataset type {cfg.type}: failed: {in_one_line(e)}") from e
 
 
 def _all(made: Any) -> Iterable[Any]:
@@ -81,8 +90,8 @@ def _row(index: int, row: Any, cfg: DatasetConfig, purpose: str) -> Row:
             + (f", as options.columns.my_{taken[0]}={taken[0]} does" if cfg.type == "chat" else "")
         )
     row = dict(row)
-    if isinstance(row["messages"], str):
-        row["messages"] = [{"role": "user", "content": row["messages"]}]
+    if is_import_path(cfg.type):
+        row["messages"] = messages_of(row["messages"], what)
     if purpose == "rl" and row["messages"][-1]["role"] == "assistant":
         raise ValueError(
             f"{what} ends with an assistant's message, which in RL the policy is to write; leave "

@@ -81,7 +81,7 @@ def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> Non
             ]
         )
     sglang = cfg.server.type == "sglang"
-    bounded = any(a.startswith("--mem-fraction") for a in cfg.server.extra_args)
+    bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
     if devices.shared and sglang and not bounded:
         raise ConfigError(
             [

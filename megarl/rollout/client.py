@@ -44,6 +44,8 @@ class RemoteSGLangEngine(InferenceEngine):
     `tokenizer` is for requests by text and for the text of responses.
     """
 
+    start_timeout = 0.0  # seconds in which the driver starts servers of its own
+
     def __init__(
         self,
         config: RolloutConfig,
@@ -88,7 +90,7 @@ class RemoteSGLangEngine(InferenceEngine):
             listed = addr.split(",") if isinstance(addr, str) else addr
             addresses = [a.strip() for a in listed if a.strip()]
             self.config = dataclasses.replace(self.config, addresses=addresses)
-        self._zero = driver_of_world(self.config, self._sync)
+        self._zero = driver_of_world(self.config, self._sync, start_timeout=self.start_timeout)
         try:
             addresses = self._zero(self._connect, ft_spec)
         except BaseException:

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from megarl.config.rollout import RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel import exchange  # noqa: F401  a Batch of several ranks travels by it
+from megarl.parallel.groups import collective_timeout, init_distributed
 from megarl.parallel.rank_zero import RankZero
 
 _FIX = (
@@ -45,20 +46,29 @@ class Arrival(Future[None]):
         self._arrival.result(timeout)
 
 
-def driver_of_world(config: RolloutConfig, sync: WeightSyncConfig) -> RankZero:
-    """Finds the driver among the ranks of torchrun's world, and bounds what it does alone. Starts
-    torch.distributed where torchrun began several processes and nothing has yet.
+def driver_of_world(
+    config: RolloutConfig, sync: WeightSyncConfig, *, start_timeout: float = 0.0
+) -> RankZero:
+    """Finds the driver among the ranks of torchrun's world, and bounds what it does alone: by its
+    own timeouts, and by collective_timeout where that is longer. Starts torch.distributed where
+    torchrun began several processes and nothing has yet.
+
+    start_timeout: seconds in which the driver starts servers.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        from megarl.parallel.groups import init_distributed  # it imports megatron
-
         init_distributed()
     bounds = {
+        "server.start_timeout": start_timeout,
+        "rollout.setup_timeout": config.setup_timeout,
         "rollout.episode_timeout": config.episode_timeout,
         "rollout.request_timeout": config.request_timeout,
         "weight_sync.timeout": sync.timeout,
     }
-    return RankZero(sum(bounds.values()), keys=" + ".join(bounds), meets=True)
+    if collective_timeout() > sum(bounds.values()):
+        bounds = {"collective_timeout": collective_timeout()}
+    return RankZero(
+        sum(bounds.values()), keys=" + ".join(k for k, t in bounds.items() if t), meets=True
+    )
 
 
 def check_same_data(dataloader: object, zero: RankZero) -> None:
@@ -66,7 +76,8 @@ def check_same_data(dataloader: object, zero: RankZero) -> None:
     different length or a different first row. Collective.
     """
     sampler = getattr(dataloader, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+    split = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+    if zero.highest(int(split)):
         raise ValueError(f"prepare_batch: the dataloader's sampler splits its data by rank; {_FIX}")
     if zero.size == 1:
         return
@@ -83,8 +94,12 @@ def _looks(dataloader: Any) -> tuple[int | None, str | None]:
     """Returns the number of batches and the first row, each None where it cannot be had."""
     rows = getattr(dataloader, "dataset", dataloader)
     first = None
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and len(rows):
-        first = json.dumps(rows[0], sort_keys=True, default=lambda o: type(o).__name__)
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        try:
+            row = rows[0] if len(rows) else None
+            first = json.dumps(row, sort_keys=True, default=lambda o: type(o).__name__)
+        except Exception as e:  # the user's code; where it fails on one rank, that is a difference
+            first = f"a row that cannot be read ({type(e).__name__}: {e})"
     return _length(dataloader), first
 
 

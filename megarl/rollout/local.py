@@ -38,6 +38,7 @@ class SGLangEngine(RemoteSGLangEngine):
             raise ValueError("SGLangEngine: set server.path or pass model_path")
         self._server, self._model_path, self._dtype = server, model_path, dtype
         self._log_dir = Path(log_dir)
+        self.start_timeout = server.count * server.start_timeout  # the waits follow each other
         self._processes: list[ServerProcess] = []
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
@@ -198,18 +197,7 @@ def server_command(
         command += ["--threads", str(server.threads)]
         if server.deterministic:
             command += ["--deterministic"]
-    return command + _flags(server.options) + list(server.extra_args)
-
-
-def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Returns command-line arguments: {"a_b": 1, "c": True, "d": [2, 3]} is --a-b 1 --c --d 2 3."""
-    flags: list[str] = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        flags += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return flags
+    return command + server.arguments
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:

@@ -142,7 +142,7 @@ class ChatWorkflow(RolloutWorkflow):
         requests = [
             ModelRequest(
                 rid=uuid.uuid4().hex,
-                input_ids=sample.tokens,
+                input_ids=list(sample.tokens),  # the sample's own list grows
                 gconfig=self.gconfig,
                 seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
             )

@@ -111,9 +111,11 @@ class RolloutSession:
 
     def close(self) -> None:
         """Ends the client and the reward workers. Waits for no other rank."""
-        self.client.destroy()
-        if self.driver is not None:
-            self.driver.pool.close()
+        try:
+            self.client.destroy()
+        finally:
+            if self.driver is not None:
+                self.driver.pool.close()
 
 
 class RolloutDriver:

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config.check_rollout import transport_problems
 from megarl.config.transports import transport_class
 from megarl.rollout.rewards import get_reward_fn
-from megarl.utils.importing import load_object
+from megarl.utils.importing import in_one_line, load_object
 from megarl.utils.signatures import call_problem, option_problems
 
 REWARD_ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
@@ -83,7 +83,9 @@ def _problems(code: Named) -> Iterator[str]:
         else:
             yield from _of_call(code, load_object(code.target, what=code.kind))
     except ValueError as e:
-        yield f"{code.key}: {e}"
+        yield str(e) if str(e).startswith(code.key) else f"{code.key}: {e}"
+    except Exception as e:  # the user's code may raise anything
+        yield f"{code.key}={code.target}: failed: {in_one_line(e)}"
 
 
 def _of_reward(code: Named) -> Iterator[str]:
@@ -130,7 +132,12 @@ def _of_algorithm(code: Named) -> Iterator[str]:
 
 def _of_transport(code: Named) -> Iterator[str]:
     """Asks the class what is wrong with the job, too; `code.config` is all of it."""
+    from megarl.weight_sync import Transport
+
     found, key = transport_class(code.target), f"{code.key}={code.target}"
+    if not issubclass(found, Transport):
+        yield f"{key}: no subclass of megarl.weight_sync.Transport; make it one"
+        return
     yield from option_problems(found, code.options, key="weight_sync.options", positional=1)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         yield f"{key}: has no method {', '.join(missing)}; write a subclass of Transport"
@@ -161,6 +168,11 @@ def _of_call(code: Named, fn: Any) -> Iterator[str]:
         return
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
         yield from (f"{said}{problem}" for problem in _of_episode(fn))
+    if code.kind == "backend" and inspect.isclass(fn):
+        from megarl.rollout import RemoteSGLangEngine
+
+        if not issubclass(fn, RemoteSGLangEngine):
+            yield f"{said}no subclass of megarl.RemoteSGLangEngine; make it one"
     if code.kind == "trainer" and not hasattr(fn, "fit"):
         yield f"{said}has no method fit; write a subclass of RLTrainer, PPOTrainer or SFTTrainer"
 

@@ -40,7 +40,7 @@ def load_object(target: str, *, what: str) -> Any:
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as e:
-        raise ValueError(f"{what} {target!r} cannot be loaded: {_why(e, module)}") from e
+        raise ValueError(f"{what} {target!r} cannot be loaded: {_why_not(e, module)}") from e
     try:
         return getattr(found, name)
     except AttributeError as e:
@@ -73,15 +73,21 @@ def _module_of_file(file: Path, shown: str) -> str:
     return file.stem
 
 
-def _why(error: BaseException, module: str) -> str:
-    message = " ".join(f"{type(error).__name__}: {error}".split())
+def _why_not(error: BaseException, module: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
         return (
             f"there is no module {error.name}; it must be in the working directory "
             f"({os.getcwd()}), installed, or on PYTHONPATH"
         )
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    if isinstance(error, SyntaxError):
+    return in_one_line(error)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an error of a user's code as one line: its type, its message, and the file and line
+    that raised it, which a SyntaxError's message has."""
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    if isinstance(error, SyntaxError) or not own:
         return message
-    own = [f for f in frames if f.filename != __file__]
-    return f"{message} ({own[-1].filename}, line {own[-1].lineno})" if own else message
+    return f"{message} ({own[-1].filename}, line {own[-1].lineno})"

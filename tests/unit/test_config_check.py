@@ -328,6 +328,7 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
     assert "--enable-lora,--max-lora-rank,'4'" in found
     taught = "server.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
     check_config(grpo(model, *lora, "server.type=sglang", taught), 1)
+    check_config(grpo(model, *lora, "server.type=sglang", "+server.options.enable_lora=true"), 1)
 
 
 def test_more_owners_than_trainers_is_an_error_at_the_start(model):

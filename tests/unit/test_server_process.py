@@ -120,8 +120,25 @@ def test_commands():
         "/opt/python", "-m", "sglang.launch_server", *common,
         "--tp-size", "4", "--enable-deterministic-inference",
     ]  # fmt: skip
-    options = {"attention_backend": "triton", "enable_x": True, "y": False, "z": None, "n": [1, 2]}
-    flags = ["--attention-backend", "triton", "--enable-x", "--n", "1", "2", "--last"]
+    options = {
+        "attention_backend": "triton",
+        "enable_x": True,
+        "y": False,
+        "z": None,
+        "n": [1, 2],
+        "j": {"k": 3},
+    }
+    flags = [
+        "--attention-backend",
+        "triton",
+        "--enable-x",
+        "--n",
+        "1",
+        "2",
+        "--j",
+        '{"k": 3}',
+        "--last",
+    ]
     assert command(options=options, extra_args=["--last"])[-len(flags) :] == flags
     assert "--api-key" not in str(command())  # the embedded server reads the environment
     own = command(path="other", dtype="bfloat16")

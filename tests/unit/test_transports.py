@@ -29,6 +29,12 @@ class Unfinished(Transport):
     """Sends nothing."""
 
 
+class Alike:
+    requirements = Requirements()
+
+    def __init__(self, source: Any) -> None: ...
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> str:
     return documented_transport(tmp_path_factory.mktemp("outside"))
@@ -94,6 +100,8 @@ def test_mistakes_are_found_before_a_start(outside: str) -> None:
     assert f"goes with weight_sync.type=distributed, not with {outside}" in found
     (found,) = problems(f"{__name__}:Unfinished")
     assert "has no method upload; write a subclass of Transport" in found
+    (found,) = problems(f"{__name__}:Alike")
+    assert found.endswith("no subclass of megarl.weight_sync.Transport; make it one")
     (found,) = problems("disk", prefix="part")  # one of megarl's own has no options
     assert "DiskTransport has no such option; it takes none" in found
 

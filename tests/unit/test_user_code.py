@@ -29,6 +29,10 @@ def closed(prompt, completion, prompt_ids, completion_ids, answer): return 1.0
 def scaled(prompt, completion, prompt_ids, completion_ids, *, scale: float, **row): return scale
 def wants(prompt, completion, prompt_ids, completion_ids, *, entry, **row): return 1.0
 other = lambda prompt, completion, prompt_ids, completion_ids, **row: 1.0
+def fails(config): raise KeyError("boom")
+def rows(cfg, *, seed): return [{"messages": "1+1"}, cfg.nothing]
+class Client:
+    def __init__(self, rollout, *, weight_sync, seed): pass
 class Flow:
     def __init__(self, reward_fn, gconfig, tokenizer, *, reward_pool): pass
     async def arun_episode(self, engine, data): return None
@@ -79,6 +83,11 @@ CASES = {
     "rollout.workflow=mine:Alone": r"too many positional arguments; expected async def arun_epis",
     "rollout.workflow=mine:Empty": r"has no method arun_episode",
     "rollout.workflow=Flow": r"rollout\.workflow: workflow 'Flow': use 'package\.module:name'",
+    "rollout.backend=mine:Client": r"Client: no subclass of megarl\.RemoteSGLangEngine; make it",
+    "actor.loss=mine:fails": r"actor\.loss=mine:fails: failed: KeyError: 'boom' \(.*mine\.py, line",
+    "train_dataset.type=mine:rows train_dataset.reward=mine:good": (
+        r"train_dataset: dataset type mine:rows: failed: AttributeError: .*\(.*mine\.py, line"
+    ),
     "+train_dataset.options.levle=2": r"options\.levle=2: arithmetic has no such",
     "+train_dataset.options.level=two": r"options\.level='two': not of type int",
     "+train_dataset.options.count=4": r"4 rows do not fill one batch of batch_size=8",
