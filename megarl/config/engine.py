@@ -1,4 +1,4 @@
-"""One training engine: model, precision, micro-batching, optimizer, parallel layout."""
+"""Configures one training engine: model, precision, micro-batching, optimizer, layout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megarl.config.parallel import ParallelConfig
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
+    """Configures Adam, its learning-rate schedule, and where the optimizer's state lies."""
+
     type: str = arg("adam", help="optimizer", choices=("adam",))
     lr: float = arg(1e-5, bounds=FRACTION_ABOVE_ZERO, help="peak learning rate")
     min_lr_ratio: float = arg(0.0, bounds=FRACTION, help="final learning rate as a fraction of lr")
@@ -92,6 +94,8 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class MicroBatchSpec:
+    """Bounds the tokens of a micro-batch."""
+
     max_tokens_per_mb: int = arg(
         16384,
         bounds=POSITIVE,
@@ -108,7 +112,7 @@ class MicroBatchSpec:
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Mixture-of-experts models. No token is ever dropped.
+    """Configures mixture-of-experts models. No token is ever dropped.
 
     The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
     whatever the loss is divided by: with them on, and only then, a step depends on how the batch is
@@ -144,7 +148,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters in place of training all weights, as PEFT has them. There is no dropout."""
+    """Configures low-rank adapters in place of training all weights, as PEFT has them. There is no
+    dropout."""
 
     r: int = arg(16, bounds=POSITIVE, help="rank of the adapters")
     alpha: float = arg(32.0, bounds=POSITIVE, help="B A is scaled by alpha / r")
@@ -166,6 +171,8 @@ class LoRAConfig:
 
 @dataclass(kw_only=True)
 class TrainEngineConfig:
+    """Configures one training engine; without an optimizer it only computes forward."""
+
     path: str = arg(
         "", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name"
     )

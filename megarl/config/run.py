@@ -1,4 +1,4 @@
-"""What happens around the training loop: saving, evaluating, logging."""
+"""Configures the work around the training loop: saving, evaluating, checking, logging."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 @dataclass(kw_only=True)
 class FrequencyConfig:
+    """Says when something happens; each of the three that is set makes it happen."""
+
     freq_epochs: int | None = arg(None, bounds=POSITIVE, help="every n epochs")
     freq_steps: int | None = arg(None, bounds=POSITIVE, help="every n steps")
     freq_secs: float | None = arg(None, bounds=POSITIVE, help="every n seconds")
@@ -17,6 +19,8 @@ class FrequencyConfig:
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
+    """Configures which HF saves are made and kept."""
+
     keep_last: int = arg(
         0,
         bounds=Bounds(ge=0, note="0 keeps all"),
@@ -36,6 +40,8 @@ class SaverConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig):
+    """Configures checkpoints, and how a run continues after an end or a failure."""
+
     mode: str = arg(
         "auto",
         help="auto: save checkpoints and continue from the newest whole one when started again; "
@@ -69,6 +75,8 @@ class RecoverConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class SelfCheckConfig:
+    """Says what follows when one of the run's self checks fails."""
+
     on_failure: str = arg(
         "stop",
         help="a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
@@ -87,6 +95,9 @@ class SelfCheckConfig:
 
 @dataclass(kw_only=True)
 class ProfilerConfig:
+    """Configures traces of some steps, and the peak that hardware utilisation is measured
+    against."""
+
     start_step: int | None = arg(
         None,
         bounds=Bounds(ge=1, note="steps count from 1"),
@@ -109,6 +120,8 @@ class ProfilerConfig:
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
+    """Says when the model is evaluated, and on how many rows."""
+
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")
     max_samples: int | None = arg(
@@ -118,6 +131,8 @@ class EvaluatorConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class WandbConfig:
+    """Configures logging to Weights & Biases."""
+
     mode: str = arg("disabled", help="wandb mode", choices=("disabled", "offline", "online"))
     project: str | None = arg(None, help="project; null is experiment_name")
     entity: str | None = arg(None, help="wandb entity")
@@ -125,6 +140,8 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class StatsLoggerConfig:
+    """Says where metrics go besides stats.jsonl, which is always written."""
+
     wandb: WandbConfig = arg(factory=WandbConfig, help="Weights & Biases")
     tensorboard: bool = arg(False, help="write tensorboard events into <run>/tensorboard")
     table: bool = arg(True, help="print a table of every step's metrics")

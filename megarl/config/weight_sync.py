@@ -1,4 +1,4 @@
-"""How new weights reach the generation servers."""
+"""Configures how new weights reach the generation servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megarl.config.transports import ALIASES, HELP, TRANSPORTS
 
 @dataclass(kw_only=True)
 class WeightSyncConfig:
+    """Configures the transport of weights, its checks, and its timeouts in seconds."""
+
     type: str = arg(
         "distributed",
         help=HELP,
@@ -48,8 +50,9 @@ class WeightSyncConfig:
     )
     verify: str = arg(
         "sample",
-        help="compare the servers' checksums with the trainer's after a sync: never; of all "
-        "tensors after the first and of a few, others each time, later; of all always",
+        help="whether the servers' checksums are compared with the trainer's after a sync. off: never; "
+        "sample: of all tensors after the first sync, later of a few, others each time; full: "
+        "always of all tensors",
         choices=("off", "sample", "full"),
     )
     timeout: float = arg(
