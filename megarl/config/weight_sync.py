@@ -50,9 +50,8 @@ class WeightSyncConfig:
     )
     verify: str = arg(
         "sample",
-        help="whether the servers' checksums are compared with the trainer's after a sync. off: never; "
-        "sample: of all tensors after the first sync, later of a few, others each time; full: "
-        "always of all tensors",
+        help="compare the servers' checksums with the trainer's after a sync; off: never; sample: "
+        "all tensors after the first sync, later a few, others each time; full: all every time",
         choices=("off", "sample", "full"),
     )
     timeout: float = arg(
