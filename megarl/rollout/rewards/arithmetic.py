@@ -1,4 +1,4 @@
-"""Exact match: the whole answer, and nothing else."""
+"""Rewards an exact match: the whole answer, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def arithmetic_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """1 if the completion, but for surrounding white space, is the answer."""
+    """Returns 1 if the completion, but for surrounding white space, is the answer; else 0."""
     return float(completion.strip() == str(answer).strip())

@@ -1,4 +1,4 @@
-"""Maths answers: the last \\boxed{...}, else what math-verify reads out of the text."""
+"""Scores maths answers: the last \\boxed{...}, else what math-verify reads out of the text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gsm8k_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """1 if the completion's final answer equals `answer`, else 0."""
+    """Returns 1 if the completion's final answer equals `answer`, else 0."""
     found = final_answer(completion)
     if found is None:
         return 0.0
@@ -55,9 +55,10 @@ def check_row(*, answer: str, **row: Any) -> None:
 
 
 def final_answer(text: str) -> Any:
-    """The sympy value of what stands in the last \\boxed{...}; without one, of what math-verify
-    finds (after a closing ####, if there is one), else of the last number. A number counts only
-    where it is one of its own, never as part of an expression or a range. None without any.
+    """Returns the sympy value of the last \\boxed{...}; without one, that of the answer that
+    math-verify finds (after a closing ####, if there is one), else that of the last number. A
+    number counts only where it stands alone, never as part of an expression or a range. Returns
+    None where there is no value.
     """
     start = text.rfind("\\boxed{")
     if start >= 0:
@@ -87,13 +88,15 @@ def _stands_alone(number: re.Match[str]) -> bool:
 
 
 def _value(number: re.Match[str]) -> Any:
-    """None for one that is too long to be an answer (int() refuses 4300 digits)."""
+    """Returns the value, None for one that is too long to be an answer (int() refuses 4300
+    digits)."""
     text = _LEADING_ZEROS.sub("", number.group().replace(",", ""))
     return Number(text) if len(text) <= MAX_DIGITS else None
 
 
 def _gold(answer: str) -> Any:
-    """Words are refused: math-verify reads them as products of their letters."""
+    """Returns the value of a gold answer; refuses words, which math-verify reads as products of
+    their letters."""
     text = str(answer)
     gold = _parse(f"\\boxed{{{text}}}")
     words = _WORD.search(_COMMAND.sub(" ", text))
@@ -103,7 +106,8 @@ def _gold(answer: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """The sympy value of what math-verify extracts; None if there is nothing it can read."""
+    """Returns the sympy value of what math-verify extracts; None if there is nothing it can
+    read."""
     if _LARGE_BINOMIAL.search(text):
         return None
     found = math_verify_parse(text, parsing_timeout=None, fallback_mode="no_fallback")
@@ -125,7 +129,8 @@ def _computable(value: Any) -> bool:
 
 
 def _braced(text: str) -> str | None:
-    """Up to the brace that closes the one before `text`; None if it was never closed."""
+    """Returns the text up to the brace that closes the one before `text`; None if it was never
+    closed."""
     depth = 1
     for i, char in enumerate(text):
         depth += (char == "{") - (char == "}")

@@ -1,4 +1,4 @@
-"""RewardPool: rewards in worker processes, each with a bound on its time.
+"""Defines RewardPool, which runs rewards in worker processes, each with a bound on its time.
 
 A reward is other people's code: it may be slow, hang in C, start processes, or kill its own. Every
 worker is driven by one thread, which kills and replaces it, and all it started, when its reward
@@ -35,15 +35,16 @@ _END = {
 
 
 class RewardError(RuntimeError):
-    """A reward that raised, died or returned no finite number; the message names the row."""
+    """Says that a reward raised, died or returned no finite number; the message names the row."""
 
 
 class RewardTimeout(RewardError):
-    """A reward that took longer than rollout.reward_timeout and was killed."""
+    """Says that a reward took longer than rollout.reward_timeout and was killed."""
 
 
 def _serve(pipe: Connection) -> None:
-    """A worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error", value)."""
+    """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error",
+    value)."""
     _end_with_parent()
     while True:
         try:
@@ -82,7 +83,7 @@ def _number(value: Any) -> float:
 
 
 class _Worker:
-    """One process and its pipe, started on first use. `end` may come from another thread."""
+    """Drives one process and its pipe, started on first use. `end` may come from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +130,8 @@ class _Worker:
 
 
 class RewardPool:
-    """`workers` processes; a reward may take `timeout` seconds. Close it, or use it in `with`."""
+    """Runs `workers` processes; a reward may take `timeout` seconds. Close the pool, or use it in
+    `with`."""
 
     def __init__(self, workers: int, *, timeout: float) -> None:
         if workers < 1:
@@ -157,7 +159,7 @@ class RewardPool:
         *,
         row_id: object = "?",
     ) -> float:
-        """fn(*args, **kw) in a worker. Raises RewardError naming `row_id`."""
+        """Returns fn(*args, **kw), computed in a worker. Raises RewardError naming `row_id`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._score, fn, args, kw, row_id)
 

@@ -1,4 +1,4 @@
-"""reasoning_gym's own scorers: a number in [0, 1], partial credit included."""
+"""Scores by reasoning_gym's own scorers: a number in [0, 1], partial credit included."""
 
 from __future__ import annotations
 
