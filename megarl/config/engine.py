@@ -68,8 +68,8 @@ class OptimizerConfig:
     )
     cpu_offload: bool = arg(
         False,
-        help="main weights, moments and their update on the CPU, for cpu_offload_fraction of the "
-        "weights; needs distributed and dtype=bfloat16",
+        help="keep main weights and moments on the CPU, and update there, for cpu_offload_fraction "
+        "of the weights; needs distributed and dtype=bfloat16",
     )
     cpu_offload_fraction: float = arg(
         1.0, bounds=FRACTION_ABOVE_ZERO, help="cpu_offload: fraction of the weights"
@@ -88,7 +88,8 @@ class OptimizerConfig:
     loss_scale_hysteresis: int = arg(
         1,
         bounds=POSITIVE,
-        help="float16: overflows in a row before the scale halves; each skips its update",
+        help="float16: overflows before the scale halves, counted anew when it doubles; each skips "
+        "its update",
     )
 
 
@@ -178,7 +179,7 @@ class TrainEngineConfig:
     )
     head: str = arg(
         "lm",
-        help="what the model says about a token: its logits, or one value (critic, reward model)",
+        help="output for each token: logits (lm), or one value (critic, reward model)",
         choices=("lm", "value"),
     )
     value_head_init: str = arg(
@@ -208,8 +209,8 @@ class TrainEngineConfig:
     )
     recompute_granularity: str = arg(
         "none",
-        help="what backward computes again instead of keeping it: the core attention (selective) "
-        "or whole layers (full)",
+        help="backward computes activations again instead of keeping them: those of the core "
+        "attention (selective) or of whole layers (full)",
         choices=("none", "selective", "full"),
     )
     recompute_method: str = arg(
@@ -220,8 +221,8 @@ class TrainEngineConfig:
     )
     offload_activations: bool = arg(
         False,
-        help="what the backward pass needs of the forward pass waits in host memory; with "
-        "recompute_granularity=full the inputs of the recomputed layers",
+        help="activations wait in host memory until backward needs them; with "
+        "recompute_granularity=full only the inputs of the recomputed layers",
     )
     recompute_num_layers: int = arg(1, bounds=POSITIVE, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(

@@ -79,13 +79,13 @@ class SelfCheckConfig:
 
     on_failure: str = arg(
         "stop",
-        help="a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
-        "reference apart while equal): stop, only warn, or do not check",
+        help="if a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
+        "reference apart while equal): stop, or only warn; off checks nothing",
         choices=("stop", "warn", "off"),
     )
     on_nonfinite: str = arg(
         "skip",
-        help="loss or gradient NaN/Inf: stop the run, or skip the update; the batch is saved",
+        help="if loss or gradient is NaN or Inf: stop the run, or skip the update; saves the batch",
         choices=("stop", "skip"),
     )
     max_skips: int = arg(
@@ -101,7 +101,8 @@ class ProfilerConfig:
     start_step: int | None = arg(
         None,
         bounds=Bounds(ge=1, note="steps count from 1"),
-        help="trace from this step of this start on, with torch's profiler; null is never",
+        help="first step of the run to trace with torch's profiler; a start beyond it traces its "
+        "own first steps; null is never",
     )
     steps: int = arg(1, bounds=POSITIVE, help="trace so many steps")
     ranks: list[int] = arg(factory=lambda: [0], help="trace these trainer processes")
@@ -113,8 +114,8 @@ class ProfilerConfig:
     peak_tflops: float | None = arg(
         None,
         bounds=POSITIVE,
-        help="a device's TFLOP/s at most, for perf/mfu; null knows common GPUs at 16 bits, else "
-        "there is no perf/mfu",
+        help="peak TFLOP/s of a device, for perf/mfu; null takes that of common GPUs at 16 bits; "
+        "other devices have no perf/mfu",
     )
 
 

@@ -39,7 +39,7 @@ class WeightSyncConfig:
     )
     pause_mode: str = arg(
         "abort",
-        help="what happens to requests in flight: abort (resumed by the client) or retract",
+        help="how a sync stops requests in flight: abort (the client resumes them) or retract",
         choices=("abort", "retract"),
     )
     senders: int | None = arg(
