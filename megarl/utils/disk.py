@@ -17,8 +17,8 @@ _TEXT = re.compile(r"No space left on device|Disk quota exceeded|File too large"
 
 
 class DiskFull(RuntimeError):
-    """Tells that there is no room for a file: where, how much was asked for and is free, and what
-    to do."""
+    """Says that there is no room for a file: where, how much was asked for and is free, and what to
+    do."""
 
 
 def check_room(what: str, directory: Path, needed: int) -> None:

@@ -124,7 +124,8 @@ def broken(calls: Calls) -> dict[str, HttpError]:
 
 
 def sign_of_life(server: str, patience: float) -> None:
-    """Asks for one. Raises an HttpError without a status where none comes."""
+    """Asks a server for a sign of life. Raises an HttpError, whose status is None where no answer
+    comes within `patience` s."""
     call_json("GET", server, SIGN_OF_LIFE, timeout=patience)
 
 
