@@ -1,4 +1,4 @@
-"""Block-wise FP8 weights as DeepSeek-V3 publishes them and SGLang serves them.
+"""Makes and reads block-wise FP8 weights, as DeepSeek-V3 publishes and SGLang serves them.
 
 A matrix W [O, I] is cut into blocks of 128 x 128. Each is stored as e4m3 numbers Q and one fp32
 number s, its "scale_inv", with W ~ Q * s:

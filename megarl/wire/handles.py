@@ -132,9 +132,9 @@ def _replaced(arguments: tuple[Any, ...], device: str | int) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """torch starts its torch_shm_manager with our stderr. That lives on while a server is connected
-    to it, and whoever reads our stderr through a pipe would wait for it.
-    """
+    """Hides stderr inside. torch starts its torch_shm_manager with our stderr; that process lives
+    on while a server is connected to it, and a reader of our stderr through a pipe would wait for
+    it."""
     kept = os.dup(2)
     try:
         null = os.open(os.devnull, os.O_WRONLY)
