@@ -44,6 +44,8 @@ CLOSE_TIMEOUT = 5.0  # of a resume at the end
 
 
 class _State(Enum):
+    """Says what a server gets; the value of each state is its meaning."""
+
     SERVING = "gets requests and control calls"
     JOINING = "paused; gets control calls, and requests once it serves the weights of an update"
     LOST = "gets nothing"
