@@ -1,4 +1,4 @@
-"""The entry point of every recipe.
+"""Runs every recipe.
 
     torchrun --nproc-per-node N megarl/run.py --config X.yaml [key=value ...] [+new.key=value ...]
     python -m megarl.run --config X.yaml ...        (one process)
@@ -186,7 +186,7 @@ def _say(text: str) -> None:
 
 
 def _refuse(report: str, status: int) -> int:
-    """One report for all ranks: torchrun ends every rank as soon as one has failed."""
+    """Prints one report for all ranks, since torchrun ends every rank as soon as one has failed."""
     if _rank() == 0:
         print(report, file=sys.stderr, flush=True)
     else:
