@@ -1,4 +1,4 @@
-"""The entry point of every recipe.
+"""Runs every recipe.
 
     torchrun --nproc-per-node N megarl/run.py --config X.yaml [key=value ...] [+new.key=value ...]
     python -m megarl.run --config X.yaml ...        (one process)
@@ -40,6 +40,9 @@ OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that ra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line (None: sys.argv) and returns the exit status: 0, 1 for a full disk, 2 for
+    a configuration error, 128 + the signal's number after a stop by signal. Other errors are
+    raised."""
     add_working_directory()
     with stopping.listening(spokesman=_rank() == 0):
         return _start(argv) or stopping.status()
@@ -83,6 +86,7 @@ def _start(argv: Sequence[str] | None) -> int:
 
 
 def help_text(recipe: str | None) -> str:
+    """Returns the text of --help, with the keys of one recipe or (None) of all."""
     from megarl.config.help import render_help
 
     keys = render_help([recipe] if recipe else tuple(RECIPES))
@@ -90,7 +94,7 @@ def help_text(recipe: str | None) -> str:
 
 
 def load(command: CommandLine) -> BaseConfig:
-    """The recipe of a command line. --recipe NAME is short for recipe=NAME."""
+    """Returns the recipe of a command line. --recipe NAME is short for recipe=NAME."""
     from megarl.config.loader import load_config
 
     recipe = [f"recipe={command.options['recipe']}"] if "recipe" in command.options else []
@@ -98,7 +102,7 @@ def load(command: CommandLine) -> BaseConfig:
 
 
 def check(cfg: BaseConfig, world_size: int) -> None:
-    """Everything that can be checked without data and torch, or ConfigError."""
+    """Checks everything that needs neither data nor torch. Raises ConfigError."""
     from megarl.config.check import check_config
     from megarl.config.earlier_run import check_run_dir
     from megarl.trainer.preflight import check_models, fetch_hub_models
@@ -111,6 +115,7 @@ def check(cfg: BaseConfig, world_size: int) -> None:
 
 
 def check_servers(cfg: BaseConfig) -> None:
+    """Raises ConfigError where an RL recipe has no server addresses."""
     if isinstance(cfg, GRPOConfig) and not _servers(cfg):
         raise ConfigError(
             [
@@ -181,7 +186,7 @@ def _say(text: str) -> None:
 
 
 def _refuse(report: str, status: int) -> int:
-    """One report for all ranks: torchrun ends every rank as soon as one has failed."""
+    """Prints one report for all ranks, since torchrun ends every rank as soon as one has failed."""
     if _rank() == 0:
         print(report, file=sys.stderr, flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Batch: the samples of one training step, each row's tokens only where they are worked on.
+"""Holds the samples of one training step, each row's tokens only where they are worked on.
 
 B samples (rows) of the job, b rows that this rank holds, S positions, T tokens of the held rows.
 
@@ -35,7 +35,7 @@ __all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_le
 
 
 class Batch:
-    """The samples of a step. `batch[name]` is a Tensor [B, ...] of a per-sample field, or the
+    """Holds the samples of a step: `batch[name]` is a Tensor [B, ...] of a per-sample field, or the
     Tokens of the held rows.
 
     lengths:     [B] int64, tokens of every row.
@@ -58,7 +58,8 @@ class Batch:
 
     @staticmethod
     def from_padded(padded: Mapping[str, Tensor], *, comm: Comm | None = None) -> Batch:
-        """Makes one of padded [B, S] tensors that are the same on every rank; all hold all rows.
+        """Makes a batch of padded [B, S] tensors that are the same on every rank; every rank holds
+        all rows.
 
         Raises ValueError where attention_mask is not right-padded.
         """
@@ -78,12 +79,12 @@ class Batch:
         padded: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None, *,
         comm: Comm | None = None,
     ) -> Batch:  # fmt: skip
-        """Makes one of the rows that each rank brings: padded [b, S] tensors, or a list of such
-        dicts (one an episode, each with its own S), or None for no rows. Collective.
+        """Makes a batch of the rows that each rank brings: padded [b, S] tensors, or a list of such
+        dicts (one for each episode, each with its own S), or None for no rows. Collective.
 
         Rows are put in the order of `episode_ids` [b] where the field exists (rows of an episode
         stay in their order), else in the order of ranks. Raises ValueError, on every rank, where
-        what the ranks bring does not fit together or is not right-padded.
+        the rows of the ranks do not fit together or are not right-padded.
         """
         comm = comm_or_default(comm)
         parts = [padded] if isinstance(padded, Mapping) else list(padded or ())
@@ -93,21 +94,23 @@ class Batch:
     # -- fields
 
     def __len__(self) -> int:
-        """B."""
+        """Returns B."""
         return len(self.lengths)
 
     @property
     def rows(self) -> Tensor:
-        """[b] the rows whose tokens this rank holds, ascending."""
+        """Returns the rows [b] whose tokens this rank holds, ascending."""
         return self.home.rows(self.comm.rank if self.comm else 0)
 
     @property
     def unit_ids(self) -> Tensor:
-        """[B] rows of one unit are not split by mini-batch or rank; by default each is its own."""
+        """Returns the unit of every row, [B]: no mini-batch and no rank separates rows of one unit.
+        By default each row is a unit of its own."""
         return self.per_sample.get("unit_ids", torch.arange(len(self)))
 
     def keys(self) -> list[str]:
-        """Names of all fields; attention_mask is none, `lengths` says it."""
+        """Returns the names of all fields; attention_mask is not among them, since `lengths` has
+        it."""
         return [*self.per_sample, *self.per_token]
 
     def __iter__(self) -> Iterator[str]:
@@ -124,7 +127,7 @@ class Batch:
         return self.per_sample[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field, or `default`."""
+        """Returns the field, or `default` where there is none of this name."""
         try:
             return self[name]
         except KeyError:
@@ -137,7 +140,8 @@ class Batch:
         return value
 
     def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
-        """Raises ValueError for what is neither [B, ...] nor Tokens of the held rows."""
+        """Sets a field. Raises ValueError for a value that is neither [B, ...] nor Tokens of the
+        held rows."""
         if isinstance(value, Tokens):
             if not torch.equal(value.lengths, self.lengths[self.rows]):
                 raise ValueError(
@@ -208,9 +212,9 @@ class Batch:
     def padded(
         self, rows: Sequence[int] | Tensor | None = None, names: Sequence[str] | None = None
     ) -> Padded:
-        """Padded [b, S] tensors and attention_mask of held rows (None: of all of them), with their
-        per-sample fields [b, ...]; S is the longest of these rows. `names` limits the fields.
-        """
+        """Returns padded [b, S] tensors and attention_mask of held rows (None takes all of them),
+        with their per-sample fields [b, ...]; S is the longest of these rows. `names` limits the
+        fields. Raises ValueError for a row that this rank does not hold."""
         mine = self.rows
         index = mine if rows is None else torch.as_tensor(rows, dtype=torch.long)
         places = torch.searchsorted(mine, index)
@@ -234,9 +238,8 @@ class Batch:
     def chunks(
         self, max_tokens: int = 1 << 20, names: Sequence[str] | None = None
     ) -> Iterator[tuple[Tensor, Padded]]:
-        """The held rows in order, as (rows, padded) of at most `max_tokens` padded tokens each; a
-        longer row is alone.
-        """
+        """Yields the held rows in order, as (rows, padded) of at most `max_tokens` padded tokens
+        each; a longer row comes alone."""
         part: list[int] = []
         longest = 0
         for row in self.rows.tolist():
@@ -252,7 +255,9 @@ class Batch:
     # -- what every rank learns
 
     def gather(self, values: Tensor) -> Tensor:
-        """[B, ...] on every rank, of what each has for its held rows [b, ...]. Collective."""
+        """Returns [B, ...] on every rank, put together from each rank's `values` [b, ...] for its
+        held rows. Collective. Raises ValueError where the number of values is not that of the held
+        rows."""
         mine = self.rows
         if len(values) != len(mine):
             raise ValueError(f"gather: {len(values)} values for the {len(mine)} rows held here")
@@ -272,11 +277,12 @@ class Batch:
     def row_sums(
         self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0
     ) -> Tensor:
-        """[B] float64 (or [B, width]) of `fn`, which is given one row at a time, as padded [1, n]
-        tensors, and returns its number (or `width` of them). Collective.
+        """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), on every rank.
+        `fn` gets one row at a time, as padded [1, n] tensors, and returns one number (or `width` of
+        them). Collective.
 
-        A row's number depends on nothing but the row: not on its neighbours, the layout or the
-        number of threads. Combine the numbers by math.fsum.
+        A row's number depends on the row alone: not on its neighbours, the layout or the number of
+        threads. Combine the numbers by math.fsum.
         """
         shape = (1, width) if width else (1,)
         parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
@@ -286,7 +292,7 @@ class Batch:
         return self.gather(torch.cat(parts))
 
     def _single_rows(self, names: Sequence[str] | None) -> Iterator[Padded]:
-        """Every held row as padded [1, n] tensors, views."""
+        """Yields every held row as padded [1, n] tensors, which are views."""
         rows = self.rows
         lengths = self.lengths[rows]
         ends = lengths.cumsum(0)
@@ -299,7 +305,7 @@ class Batch:
             yield out | {MASK: real[:, :n]}
 
     def fetch(self, rows: Sequence[int] | Tensor, names: Sequence[str] | None = None) -> Padded:
-        """`padded` of a few rows, whoever holds them, on every rank. Collective."""
+        """Returns `padded` of a few rows on every rank, whichever ranks hold them. Collective."""
         part = self.select(rows, names)
         if part.comm is None or len(set(part.home.of_rank)) == 1:
             return part.padded()
@@ -327,7 +333,8 @@ class Batch:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums over many tokens are cut by threads, and rounded accordingly."""
+    """Has torch use one thread inside: several threads split long sums, which changes their
+    rounding."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

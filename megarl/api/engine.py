@@ -1,4 +1,4 @@
-"""TrainEngine: what an algorithm may ask of whatever trains the model.
+"""Defines TrainEngine: what an algorithm may ask of the engine that trains the model.
 
 Shapes: B sequences of the batch, b of a micro-batch, S positions (right-padded).
 `input_` is the whole batch: a `Batch`, whose tokens the first verb that gets it places on the
@@ -31,47 +31,54 @@ OUTPUTS = (
     "routed_experts",
 )  # fmt: skip
 
-# of an engine's memory; what several of them name (main weights in fp32) belongs to the first
+# parts of an engine's memory; main weights in fp32, which several of them name, count for the first
 PARTS = ("params", "optimizer", "grads")
 
 
 class PendingSave(Protocol):
-    """A save under way. Both are collective, and so is the error of whichever rank fails."""
+    """Stands for a save under way. Both methods are collective, and an error of one rank is raised
+    on all."""
 
     def is_done(self) -> bool:
-        """Whether `finish` would not have to wait."""
+        """Returns whether `finish` would return without waiting."""
 
     def finish(self) -> None:
-        """Waits for it, and puts it in place."""
+        """Waits until the save is written, and puts it in place."""
 
 
 class Saved:
-    """A PendingSave that is over."""
+    """Is the PendingSave of a save that has already been written."""
 
     def is_done(self) -> bool:
+        """Returns True."""
         return True
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Does nothing: the save is in place."""
 
 
 class TrainEngine(ABC):
+    """Defines an engine: one model in one layout with its optimizer. The verbs that compute, move
+    or save are collective over the engine's ranks."""
+
     @property
     def device(self) -> torch.device:
-        """The device of this rank, on which it computes."""
+        """Returns the device on which this rank computes."""
         return torch.device("cpu")
 
     @abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Process groups, model, weights, optimizer, schedule. `ft_spec`: its end."""
+        """Builds process groups, model, weights, optimizer and learning-rate schedule, which ends
+        where `ft_spec` does."""
 
     @abstractmethod
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        """Frees the model, its optimizer and its process groups. Collective."""
 
     def place(self, batch: Batch) -> None:
         """Moves the batch's tokens to the ranks that will work on them in this step, as the first
         verb does by itself; a batch that has been placed stays where it is. Collective. Call it
-        before deriving another Batch whose results belong to this one.
-        """
+        before deriving another Batch whose results belong to this one."""
         batch.placed = True
 
     @abstractmethod
@@ -85,13 +92,13 @@ class TrainEngine(ABC):
         temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step: the gradient of sum(loss_sum) / W, W = sum of loss_weight_fn over the
-        rows, which it is given one at a time ([1,n] tensors). Returns loss, grad_norm, lr,
-        update_successful and the weighted means of the loss's stats, the same on every rank. Where
-        loss or gradient are not finite, weights and optimizer state stay as they are and
-        update_successful is 0.
+        """Makes one optimizer step with the gradient of sum(loss_sum) / W, where W is the sum of
+        loss_weight_fn over the rows, which it is given one at a time ([1,n] tensors). Returns loss,
+        grad_norm, lr, update_successful and the weighted means of the loss's stats, the same on
+        every rank. Where loss or gradient are not finite, weights and optimizer state stay as they
+        are and update_successful is 0.
 
-        loss_fn sees some sequences at a time, each of them whole. With `whole_groups` all rows with
+        loss_fn gets some sequences at a time, each of them whole. With `whole_groups` all rows with
         the same batch["unit_ids"] [B] (without the field: "group_ids") come together, as a loss
         over pairs needs them.
         """
@@ -107,7 +114,7 @@ class TrainEngine(ABC):
         temperature: float = 1.0,
         whole_groups: bool = False,
     ) -> dict[str, float]:
-        """The loss and stats of train_batch, without gradients."""
+        """Returns the loss and stats of train_batch, without computing gradients."""
 
     @abstractmethod
     def forward(
@@ -120,68 +127,84 @@ class TrainEngine(ABC):
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
     ) -> Any:
-        """Outputs [B,S] in the order of `input_`, on every rank; of a Batch, Tokens of the rows
-        that this rank holds after the call. One result for one name in `outputs`, a dict for
-        several ("routed_experts" is [B,S,L,k], for k experts in each of L
-        layers; see TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest
-        tokens of the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the
-        likeliest first and of equals the lowest id; training refuses them and "logits": they have
-        no gradient.
-        `post_hook(outputs, batch)` maps one sequence's outputs before `aggregate_fn` joins the list
-        over sequences.
+        """Returns outputs [B,S] in the order of `input_`, on every rank; for a Batch, Tokens of the
+        rows that this rank holds after the call. One name in `outputs` gives one result, several
+        give a dict.
+
+        "routed_experts" is [B,S,L,k], for k experts in each of L layers (see
+        TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest tokens of
+        the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the likeliest
+        first and of equals the lowest id; training refuses them and "logits": they have no
+        gradient. `post_hook(outputs, batch)` maps one sequence's outputs before `aggregate_fn`
+        joins the list over sequences.
         """
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Within it, forward and the like run the model below the adapters. What is saved and
-        streamed is not affected, nor are the adapters."""
+        """Has forward and the like run the model without its adapters inside. Saves, uploads and
+        the adapters themselves are not affected. Raises ValueError where the engine has no
+        adapters."""
         raise ValueError("this engine has no adapters to disable: set its `lora`")
 
     @abstractmethod
-    def step_lr_scheduler(self) -> None: ...
+    def step_lr_scheduler(self) -> None:
+        """Moves the learning-rate schedule on by one step. Raises ValueError where there is no
+        optimizer."""
 
     @abstractmethod
-    def set_version(self, version: int) -> None: ...
+    def set_version(self, version: int) -> None:
+        """Sets the version of the weights; checkpoints keep it, and an upload without a number
+        takes the next."""
 
     @abstractmethod
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Returns the version of the weights."""
 
     @abstractmethod
-    def train(self, mode: bool = True) -> TrainEngine: ...
+    def train(self, mode: bool = True) -> TrainEngine:
+        """Puts the model into training mode (or, with `mode` False, evaluation mode) and returns
+        the engine."""
 
     def eval(self) -> TrainEngine:
+        """Puts the model into evaluation mode and returns the engine."""
         return self.train(False)
 
     @abstractmethod
     def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
         """Gives up the device memory of `parts`: weights ("params") and optimizer state
-        ("optimizer") go to host memory, gradients ("grads") are dropped. Bytes by part, and all in
-        use before and after. What is away cannot be used before onload().
-        """
+        ("optimizer") go to host memory, gradients ("grads") are dropped. Returns the bytes of each
+        part, and the bytes in use before and after. A part that is away cannot be used before
+        onload()."""
 
     @abstractmethod
     def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
-        """Undoes offload, with the same metrics."""
+        """Undoes offload, and returns the same metrics."""
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
-        """Collective: moves this engine's weights to the servers; phases and bytes as stats.
+        """Sends this engine's weights to the servers, and returns seconds of its phases and bytes
+        as metrics. Collective.
 
-        They get `meta.version`; for None, the version after the engine's own and after that of the
-        last upload. A version that is not above the last upload's is a ValueError, except where
-        set_version or load went back in between.
+        The servers get `meta.version`; for None, the version after the engine's own and after that
+        of the last upload. A version that is not above the last upload's is a ValueError, except
+        where set_version or load went back in between.
         """
 
     @abstractmethod
-    def save(self, meta: SaveLoadMeta) -> None: ...
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Writes the model to meta.path in `meta.weight_format` and returns when it is in place.
+        Collective."""
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
-        """`save` that returns when what it needs is copied; nothing is at meta.path before the
-        result's `finish`. An engine that cannot do so saves now."""
+        """Begins a `save`, and returns when the state it needs is copied; nothing is at meta.path
+        before the result's `finish`. An engine that cannot do so saves at once."""
         self.save(meta)
         return Saved()
 
     @abstractmethod
-    def load(self, meta: SaveLoadMeta) -> None: ...
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Loads what `save` wrote to meta.path. Collective."""
 
     @abstractmethod
-    def get_scheduling_config(self) -> dict[str, Any]: ...
+    def get_scheduling_config(self) -> dict[str, Any]:
+        """Returns what a launcher needs to place the engine's processes: devices per process and
+        the degrees of the layout."""

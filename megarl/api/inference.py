@@ -1,4 +1,4 @@
-"""InferenceEngine and RolloutWorkflow: how samples come into being."""
+"""Defines InferenceEngine and RolloutWorkflow, which make samples."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RolloutWorkflow(ABC):
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded | None:
-        """A padded batch [n,S] of this row's n samples (input_ids, attention_mask, loss_mask,
-        logprobs, versions, rewards, ...), or None to reject the row.
+        """Returns a padded batch [n,S] of this row's n samples (input_ids, attention_mask,
+        loss_mask, logprobs, versions, rewards, ...), or None to reject the row.
 
         Where something failed for single samples, `valid` [n] bool is False for them: they leave
         the batch, are counted, and are never trained on. `failure` [n] int says why, as an index
@@ -29,11 +29,11 @@ class RolloutWorkflow(ABC):
 
 
 class InferenceEngine(ABC):
-    """What a script asks of generation; every rank makes one, and rank 0 drives.
+    """Defines what a script may ask of generation; every rank makes one, and rank 0 drives.
 
     Collective: initialize, prepare_batch, rollout_batch, update_weights, destroy; an error of the
-    driver is one of every rank. On the driver only: submit, wait, agenerate, check_health. Nothing
-    happens elsewhere: pause, resume.
+    driver is raised on every rank. On the driver only: submit, wait, agenerate, check_health. On
+    other ranks pause and resume do nothing.
     """
 
     @abstractmethod
@@ -45,14 +45,17 @@ class InferenceEngine(ABC):
         """
 
     @abstractmethod
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        """Ends generation: cancels episodes in flight and closes the connections."""
 
     @abstractmethod
-    async def agenerate(self, req: ModelRequest) -> ModelResponse: ...
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generates one sample."""
 
     @abstractmethod
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Several samples in one request to one server (a group shares its prompt's prefill)."""
+        """Generates several samples in one request to one server, and returns them in the order of
+        `reqs`; a group shares its prompt's prefill."""
 
     @abstractmethod
     def submit(
@@ -61,11 +64,14 @@ class InferenceEngine(ABC):
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Queues one episode of the row `data`; `wait` returns its samples. `should_accept` may
+        reject its padded batch [n,S]. Give either a workflow or a builder of one."""
 
     @abstractmethod
     def wait(self, count: int, timeout: float | None = None) -> Padded:
-        """The next `count` accepted episodes in order of submission, concatenated and padded."""
+        """Returns the next `count` accepted episodes in order of submission, joined and padded.
+        `timeout` is in seconds."""
 
     @abstractmethod
     def rollout_batch(
@@ -75,7 +81,8 @@ class InferenceEngine(ABC):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        """Submits all rows and waits for all of them; no staleness admission (evaluation)."""
+        """Submits all rows and returns their samples; the staleness bound does not apply
+        (evaluation)."""
 
     @abstractmethod
     def prepare_batch(
@@ -85,26 +92,32 @@ class InferenceEngine(ABC):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        """One training batch: keeps the pipe full up to the staleness bound, then waits."""
+        """Returns one training batch: keeps episodes in flight up to the staleness bound, then
+        waits."""
 
     @abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Resolves once every server serves `meta.version`, counted as TrainEngine.upload_weights
-        does: None is the next, and one that does not rise is a ValueError.
-        """
+        """Returns a future that resolves once every server serves `meta.version`, counted as
+        TrainEngine.upload_weights does: None is the next, and one that does not rise is a
+        ValueError."""
 
     @abstractmethod
-    def set_version(self, version: int) -> None: ...
+    def set_version(self, version: int) -> None:
+        """Sets the version of the weights, which decides admission and staleness."""
 
     @abstractmethod
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Returns the version that `set_version` or the last finished update has set."""
 
     @abstractmethod
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """Pauses every server and admits no request until `resume`, so that weights can be
+        replaced."""
 
     @abstractmethod
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Has the servers go on after `pause`."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raises naming every server that does not answer."""
+        """Raises an error that names every server that does not answer."""

@@ -1,4 +1,5 @@
-"""Rows that several ranks bring, as one batch: the same names, lengths and order on every rank."""
+"""Joins rows that several ranks bring to one batch: every rank has the same names, lengths and
+order."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from megarl.utils.batch import is_per_token
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows: lengths [B] and per-sample fields [B, ...] on every rank, tokens where they are."""
+    """Holds all rows: lengths [B] and per-sample fields [B, ...] on every rank, tokens where they
+    are."""
 
     lengths: Tensor
     per_sample: dict[str, Tensor]
@@ -81,7 +83,7 @@ def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Row
 def _ragged(
     parts: Sequence[Mapping[str, Tensor]], name: str, order: Tensor, lengths: Tensor, field: Any
 ) -> Tokens:
-    """The rows of several padded dicts, in `order`, as one flat field."""
+    """Returns the rows of several padded dicts, in `order`, as one flat field."""
     dtype, inner, _ = field
     rows = [row for p in parts for row in p[name].unbind()]
     pieces = [rows[i][: int(lengths[i])] for i in order.tolist()]
@@ -92,7 +94,8 @@ def _ragged(
 def _local_schema(
     parts: Sequence[Mapping[str, Tensor]],
 ) -> tuple[dict[str, Any], Tensor, str | None]:
-    """({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], what is wrong)."""
+    """Returns ({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], the problem or
+    None)."""
     lengths = [torch.empty(0, dtype=torch.long)]
     fields: dict[str, Any] | None = None
     for part in parts:
@@ -124,7 +127,8 @@ def _check_rows(part: Mapping[str, Any]) -> None:
 
 
 def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> dict[str, Any]:
-    """The schema of the ranks that bring rows. ValueError, the same on every rank."""
+    """Returns the schema of the ranks that bring rows. Raises ValueError, the same on every
+    rank."""
     for rank, error in enumerate(errors):
         if error is not None:
             raise ValueError(f"Batch.from_local, rank {rank}: {error}")

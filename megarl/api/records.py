@@ -1,4 +1,4 @@
-"""Small records that cross the borders between subsystems."""
+"""Defines small records that cross the borders between subsystems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megarl.config.weight_sync import WeightSyncConfig
 
 
 class Where(TypedDict):
-    """A place in a run: steps and epochs count from 1; the epoch of `step` ended with it or not."""
+    """Names a place in a run: steps and epochs count from 1; `epoch_ended` is True where the epoch
+    ended with `step`."""
 
     step: int
     epoch: int
@@ -27,7 +28,7 @@ class Where(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """How long a training run is, so that schedules know their end."""
+    """Says how long a training run is, so that schedules know their end."""
 
     total_train_epochs: int
     dataset_size: int
@@ -36,10 +37,13 @@ class FinetuneSpec:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Returns the training steps of one epoch, at least 1; rows that fill no whole batch do not
+        count."""
         return max(1, self.dataset_size // self.train_batch_size)
 
     @property
     def total_train_steps(self) -> int:
+        """Returns the steps of the whole run, at most `max_steps`."""
         steps = self.total_train_epochs * self.steps_per_epoch
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -51,22 +55,25 @@ class FinetuneSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateMeta:
-    """One weight update.
+    """Describes one weight update. Raises ValueError for fields that do not go together.
 
-    version: what the servers will report afterwards, higher than after the update before; None is
-    the next one, so that a meta made once serves a whole run.
+    version: the number that the servers will report afterwards, higher than the update before; None
+        is the next one, so that one meta serves a whole run.
     type: a name in config.transports ("distributed", of which "nccl" is an alias, "disk",
-    "colocated", "adapter"), or pkg.module:name of a Transport; options: keyword arguments of
-    such a one; path: shared directory (disk, adapter);
-    addresses: host:port of every server; alloc_mode: kept for scripts that state it, without
-    effect: the layout is the engine's; comm_backend: "nccl" | "gloo", None picks by device.
-    delta: send only what changed since the last update the servers hold (distributed).
-    delta_on_host: the copy this needs lies in host memory, not beside the parameters.
-    quantization: "none" | "fp8_block": the layers' linear maps as block-wise FP8 (distributed).
-    verify: "off" | "sample": checksums of a few tensors, others for every version, are compared
-    with the servers' afterwards | "full": of all. True and False stand for "full" and "off".
+        "colocated", "adapter"), or pkg.module:name of a Transport of your own.
+    options: keyword arguments of a Transport of your own.
+    path: a directory that trainers and servers share (disk, adapter).
+    addresses: host:port of every server.
+    alloc_mode: kept for scripts that give it, without effect: the engine knows its layout.
+    comm_backend: "nccl" | "gloo"; None picks by device.
+    delta: sends only what changed since the last update that the servers hold (distributed).
+    delta_on_host: keeps the copy that `delta` needs in host memory, not beside the parameters.
+    quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
+    verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
+        the servers' afterwards | "full": of all. True and False stand for "full" and "off".
     senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
-    timeout: seconds all of it may take; server_timeout: those without a sign of life from a server.
+    timeout: seconds that the whole update may take.
+    server_timeout: seconds after which a server without a sign of life counts as lost.
     """
 
     type: str
@@ -169,22 +176,23 @@ class WeightUpdateMeta:
 
     @property
     def number(self) -> int:
-        """Returns the version, ValueError where it still is None (see `settled`)."""
+        """Returns the version. Raises ValueError where it is still None (see `settled`)."""
         if self.version is None:
             raise ValueError("WeightUpdateMeta.version=None: give the version, as `settled` does")
         return self.version
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter requests must ask for afterwards."""
+        """Returns the name of the adapter that requests must ask for afterwards; None for a
+        transport of whole weights."""
         named = requirements_of(self.type).adapters
         return f"{ADAPTER_PREFIX}{self.number}" if named else None
 
     def settled(self, current: int, last: int | None) -> WeightUpdateMeta:
-        """Returns this update with its version. Whoever uploads weights or waits for them asks
-        here, so that all count alike.
+        """Returns this update with its version. The uploading engine and the waiting client both
+        ask here, so that they count alike.
 
-        current: the version of who asks; last: that of its update before, None where there was
+        current: the version of the caller; last: that of its update before, None where there was
         none. Raises ValueError for a version that is not above `last`.
         """
         if self.version is None:
@@ -205,7 +213,8 @@ INITIAL_VERSION = "default"
 
 
 class ServersLost(RuntimeError):
-    """Generation servers that ended or fell silent in a weight update; `servers`: why, by address.
+    """Names the generation servers that ended or fell silent in a weight update; `servers` is
+    {address: reason}.
 
     The others may hold a mixture of versions until an update of them alone succeeds.
     """
@@ -217,9 +226,11 @@ class ServersLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLoadMeta:
-    """weight_format: "hf": a Hugging Face model directory of the weights, adapters merged in;
-    `tokenizer` and `base_model_path` say what stands beside them. "peft": a PEFT directory of the
-    adapters alone. "dist": a training checkpoint in megatron-core's
+    """Says where and in which format a model is saved or loaded.
+
+    weight_format: "hf" is a Hugging Face model directory of the weights, adapters merged in;
+    `tokenizer` and `base_model_path` say which tokenizer and config files stand beside them. "peft"
+    is a PEFT directory of the adapters alone. "dist" is a training checkpoint in megatron-core's
     distributed format; with `with_optim` it also holds optimizer state, schedule position, random
     states and weight version, and loading it continues the training bit for bit.
     """
@@ -233,7 +244,7 @@ class SaveLoadMeta:
 
 @dataclass(kw_only=True)
 class ModelRequest:
-    """One sample to generate, from token ids or, with a client that has a tokenizer, from text.
+    """Asks for one sample, from token ids or, with a client that has a tokenizer, from text.
 
     `rid` is unique per attempt; `seed` overrides gconfig.seed.
     """
@@ -247,9 +258,10 @@ class ModelRequest:
 
 @dataclass(kw_only=True)
 class ModelResponse:
-    """Tokens with the logprob and the weight version that produced each of them.
+    """Holds tokens with the logprob and the weight version that produced each of them.
 
-    `completion`: the output as text, where the client has a tokenizer; else empty.
+    `latency` is in seconds; `completion` is the output as text where the client has a tokenizer,
+    else empty.
     """
 
     input_tokens: list[int]
@@ -262,8 +274,10 @@ class ModelResponse:
 
     @property
     def input_len(self) -> int:
+        """Returns the number of prompt tokens."""
         return len(self.input_tokens)
 
     @property
     def output_len(self) -> int:
+        """Returns the number of generated tokens."""
         return len(self.output_tokens)

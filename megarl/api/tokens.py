@@ -1,4 +1,5 @@
-"""What a Batch is made of: ragged per-token fields, who holds which rows, and a way to talk.
+"""Defines the parts of a Batch: ragged per-token fields, which rank holds which rows, and a way for
+ranks to talk.
 
 B rows of the job, b rows that a rank holds, S positions, T tokens of the held rows.
 """
@@ -18,7 +19,7 @@ MASK, IDS = "attention_mask", "input_ids"
 
 
 class Comm(Protocol):
-    """What a Batch needs of the other ranks. `parallel.exchange` implements it over gloo."""
+    """Defines how a Batch reaches the other ranks. `parallel.exchange` implements it over gloo."""
 
     rank: int
     size: int
@@ -31,12 +32,14 @@ _default_comm: Callable[[], Comm | None] | None = None
 
 
 def register_comm(make: Callable[[], Comm | None]) -> None:
-    """Sets what `comm=None` means; `make` gives None where there is one process."""
+    """Sets the Comm that `comm=None` stands for; `make` returns None where there is one process."""
     global _default_comm
     _default_comm = make
 
 
 def comm_or_default(comm: Comm | None) -> Comm | None:
+    """Returns `comm`, or the registered one for None; None where there is one rank alone. Raises
+    ValueError over several ranks where none is registered."""
     if comm is None and _default_comm is not None:
         comm = _default_comm()
     elif comm is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -52,7 +55,8 @@ def comm_or_default(comm: Comm | None) -> Comm | None:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A per-token field of b rows: `values` [T, ...], row after row, and `lengths` [b] int64."""
+    """Holds a per-token field of b rows: `values` [T, ...], row after row, and `lengths` [b] int64.
+    Raises ValueError where the two do not fit."""
 
     values: Tensor
     lengths: Tensor
@@ -71,16 +75,16 @@ class Tokens:
 
     @staticmethod
     def concat(parts: Sequence[Tokens]) -> Tokens:
-        """Joins the rows of several, in their order."""
+        """Joins the rows of several Tokens, in their order."""
         return Tokens(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     def row(self, i: int) -> Tensor:
-        """The values [n, ...] of the i-th of these rows, a view."""
+        """Returns the values [n, ...] of the i-th of these rows, a view."""
         return self.take([i]).values
 
     @property
     def starts(self) -> Tensor:
-        """[b] where each row begins in `values`."""
+        """Returns where each row begins in `values`, [b]."""
         return self.lengths.cumsum(0) - self.lengths
 
     def take(self, index: Sequence[int] | Tensor) -> Tokens:
@@ -93,13 +97,14 @@ class Tokens:
         return Tokens(torch.cat(self.pieces(index)), lengths)
 
     def pieces(self, index: Tensor) -> list[Tensor]:
-        """The rows at `index` one by one, views."""
+        """Returns the rows at `index` one by one, as views."""
         starts = self.starts[index]
         ends = starts + self.lengths[index]
         return [self.values[a:z] for a, z in zip(starts.tolist(), ends.tolist())]
 
     def padded(self, fill: float = 0, *, width: int | None = None) -> Tensor:
-        """[b, S, ...] with `fill` after the end of a row; S is that of the longest, or `width`."""
+        """Returns [b, S, ...] with `fill` after the end of a row; S is the longest row's, or
+        `width`."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         width = longest if width is None else width
         shape = (len(self.lengths), width, *self.values.shape[1:])
@@ -125,19 +130,19 @@ class Home:
 
     @staticmethod
     def everywhere(ranks: int, rows: int) -> Home:
-        """Every rank holds every row."""
+        """Returns the home in which every rank holds every row."""
         return Home((0,) * ranks, torch.zeros(rows, dtype=torch.long))
 
     def rows(self, rank: int) -> Tensor:
-        """The rows [b] of a rank, ascending."""
+        """Returns the rows [b] of a rank, ascending."""
         return (self.of_row == self.of_rank[rank]).nonzero().flatten()
 
     def take(self, rows: Tensor) -> Home:
-        """The same for some of the rows, numbered anew."""
+        """Returns the home of some of the rows, which are numbered anew."""
         return Home(self.of_rank, self.of_row[rows])
 
     def speakers(self) -> list[int]:
-        """The first rank of every index that has one, in the order of ranks."""
+        """Returns the first rank of every index that has one, in the order of ranks."""
         return sorted({index: r for r, index in reversed([*enumerate(self.of_rank)])}.values())
 
 
@@ -145,14 +150,17 @@ class Home:
 
 
 def row_bytes(values: Tensor) -> int:
+    """Returns the bytes of one row (or token) of `values` [n, ...]."""
     return values.element_size() * math.prod(values.shape[1:])
 
 
 def as_bytes(values: Tensor) -> Tensor:
+    """Returns the bytes of `values` as a flat uint8 tensor, a view where `values` is contiguous."""
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(raw: Tensor, dtype: torch.dtype, inner: tuple[int, ...]) -> Tensor:
+    """Returns the flat uint8 `raw` as [n, *inner] of `dtype`: the inverse of `as_bytes`."""
     if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()
     count = len(raw) // (math.prod(inner) * dtype.itemsize)

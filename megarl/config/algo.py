@@ -1,4 +1,4 @@
-"""Algorithm knobs of the actor and the critic."""
+"""Defines the algorithm settings of the actor and the critic."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megarl.config.engine import TrainEngineConfig
 
 @dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
+    """Configures the policy that trains: its engine, loss, advantages and rewards."""
+
     loss: SeamConfig = seam(
         "grpo", help="what an update minimises: a function of this section that makes a LossSpec"
     )
@@ -71,19 +73,21 @@ class PPOActorConfig(TrainEngineConfig):
 
     @property
     def old_logp(self) -> str:
-        """The key of the logprobs in a batch from which the ratio of a loss starts."""
+        """Returns the name of the batch field [B,S] that holds the old logprobs of the ratio."""
         return "prox_logp" if self.recompute_logprob else "logprobs"
 
 
 @dataclass(kw_only=True)
 class ValueModelConfig(TrainEngineConfig):
-    """A model with one value per token: a critic, a reward model."""
+    """Configures a model with one value per token: a critic or a reward model."""
 
     head: str = arg("value", help="one value per token", choices=("value",))
 
 
 @dataclass(kw_only=True)
 class PPOCriticConfig(ValueModelConfig):
+    """Configures the value function that trains beside the policy in PPO."""
+
     ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
     value_clip: float | None = arg(
         0.2,

@@ -140,7 +140,8 @@ _SFT: Mapping[str, str] = {
 
 
 def aliased(keys: Mapping[str, object], name: str) -> str | None:
-    """Our name for the dotted `name` in a recipe of these `keys`; None where it is no alias."""
+    """Returns our name for the dotted `name` in a recipe of these `keys`; None where it is no
+    alias."""
     role = role_of(keys, name)
     table = ALIASES if "gconfig" in keys else {**ALIASES, **_SFT}
     parts = name.split(".")
@@ -156,12 +157,12 @@ def aliased(keys: Mapping[str, object], name: str) -> str | None:
 
 
 def main_role(keys: Mapping[str, object]) -> str:
-    """The section of the model that this recipe is about: actor in RL, model in SFT."""
+    """Returns the section of the model that this recipe is about: actor in RL, model in SFT."""
     return next(role for role in ROLES if role in keys)
 
 
 def role_of(keys: Mapping[str, object], name: str) -> str:
-    """The last role that `name` mentions, else the main one."""
+    """Returns the last role that `name` mentions, else the main one."""
     known = (*ROLES, "ref", "critic", "reward_model")
     for part in reversed(name.split(".")[:-1]):
         role = _SAME_ROLE.get(part, part)

@@ -1,5 +1,5 @@
-"""`arg`: a dataclass field that carries its one-line meaning, its choices or its bounds.
-`SeamConfig`: a place where a user's own code can stand, with its options.
+"""Defines `arg`, a dataclass field that carries its one-line meaning, its choices or its bounds,
+and `SeamConfig`, a place where a user's own code can stand, with its options.
 
 `--help`, the nearest-key hint and the checks of choices and numbers all read the fields' metadata,
 so a key is described in exactly one place.
@@ -25,8 +25,8 @@ def arg(
 ) -> Any:
     """Returns a keyword-only dataclass field with help text.
 
-    factory: makes the default where it is mutable or a section. or_path: beside the choices, an
-    import path (package.module:name or file.py:name) is a value, too.
+    factory: makes the default where it is mutable or a section. or_path: allows an import path
+    (package.module:name or file.py:name) beside the choices.
     """
     meta = {
         "help": help,

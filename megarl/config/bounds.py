@@ -1,4 +1,4 @@
-"""Bounds numbers: declared with their key, checked for all keys in one place."""
+"""Bounds numbers: each bound is declared with its key, and one function checks all keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DAY = 24 * 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The range of a number. Every float is finite besides. `note` ends the message."""
+    """Gives the range of a number. Floats must be finite besides. `note` ends the message of a
+    problem."""
 
     gt: float | None = None
     ge: float | None = None
@@ -25,6 +26,7 @@ class Bounds:
     note: str = ""
 
     def allow(self, value: float) -> bool:
+        """Returns whether `value` is finite and lies within all limits that are set."""
         return (
             _is_finite(value)
             and (self.gt is None or value > self.gt)
@@ -34,7 +36,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """The range in words: "> 0", "from 0 to 1", "> 0 and <= 1"."""
+        """Returns the range in words: "> 0", "from 0 to 1", "> 0 and <= 1"."""
         if self.ge is not None and self.le is not None:
             return f"from {self.ge:.10g} to {self.le:.10g}"
         limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
@@ -53,9 +55,8 @@ _ANY_INT = Bounds(ge=-LARGEST_INT - 1, le=LARGEST_INT)
 
 
 def number_problems(cfg: Any, prefix: str = "") -> Iterator[str]:
-    """Numbers of the dataclass `cfg` that are not finite, or outside the bounds of their key;
-    `prefix` is the section that `cfg` is, with its dot.
-    """
+    """Yields a line for each number of the dataclass `cfg` that is not finite, or outside the
+    bounds of its key; `prefix` is the section that `cfg` is, with its dot."""
     for key in all_keys(type(cfg), parent=cfg):
         value = key.default  # the instance's own value
         if isinstance(value, bool) or not isinstance(value, int | float) or absent(cfg, key.name):

@@ -1,4 +1,4 @@
-"""Cross-field checks of a recipe that need neither torch nor a process group.
+"""Checks a recipe across its fields, as far as neither torch nor a process group is needed.
 
 `check_config` collects every problem and raises them together. Checks against the model itself
 (heads, layers, vocabulary) come after, from megarl.models.
@@ -38,7 +38,8 @@ FROZEN = {"ref": "the reference", "reward_model": "the reward model"}
 
 
 def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
-    """Raises ConfigError with all problems of `cfg`; None leaves out those of the world size."""
+    """Raises ConfigError with all problems of `cfg`; `world_size` None leaves out those that depend
+    on it."""
     problems = [*choice_problems(cfg), *number_problems(cfg), *_run_problems(cfg)]
     for name, engine in engines(cfg).items():
         problems += _engine_problems(name, engine, world_size)
@@ -53,7 +54,7 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
 
 
 def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
-    """The training engines of a recipe by their key."""
+    """Returns the training engines of a recipe by their key."""
     if isinstance(cfg, SFTConfig):
         return {"model": cfg.model}
     assert isinstance(cfg, GRPOConfig), type(cfg)
@@ -65,13 +66,13 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
 
 
 def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
-    """Those whose weights change, the policy first."""
+    """Returns the keys of the engines whose weights change, the policy first."""
     return tuple(name for name in engines(cfg) if name not in FROZEN)
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
-    """The HF directory of engine `name`; the reference's and the critic's is the actor's where
-    they have none."""
+    """Returns the HF directory of engine `name`; a reference or critic without one has the
+    actor's."""
     path = engines(cfg)[name].path
     if isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not path:
         return cfg.actor.path
@@ -79,8 +80,8 @@ def model_path(cfg: BaseConfig, name: str) -> str:
 
 
 def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
-    """Whether the reference is what the actor's adapters stand on: the actor's engine without them
-    serves for both, and `ref` builds none."""
+    """Returns whether the actor's engine without its adapters serves as the reference, so that
+    `ref` builds no engine."""
     return (
         cfg.ref is not None
         and cfg.actor.lora is not None
@@ -90,7 +91,7 @@ def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
 
 
 def smallest_world_size(cfg: BaseConfig) -> int:
-    """The fewest processes every engine of the recipe can run on."""
+    """Returns the fewest processes that every engine of the recipe can run on."""
     return math.lcm(
         *(
             degree
@@ -192,7 +193,8 @@ def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 
 def _shared_ref_problems(cfg: GRPOConfig) -> Iterator[str]:
-    """Settings of an engine that is not built mean nothing, unless the actor has the same."""
+    """Yields the settings of `ref` that would have no effect, as its engine is not built: all that
+    differ from the default and from the actor's."""
     default, frozen = TrainEngineConfig(), ("optimizer", "lora")  # those are refused anyway
     for name in (f.name for f in fields(default) if f.name not in frozen):
         if getattr(cfg.ref, name) not in (getattr(default, name), getattr(cfg.actor, name)):

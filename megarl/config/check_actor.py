@@ -1,6 +1,5 @@
-"""Checks of a policy's and a value function's settings. The recipe makes them before anything
-starts, and the roles make the same ones of what a script gives them.
-"""
+"""Checks a policy's and a value function's settings. The recipe calls these checks before anything
+starts, and the roles call them for the settings that a script gives."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from megarl.config.schema import choice_problems
 
 
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
-    """Yields what contradicts itself in `cfg`; `key` is the section that it is, with its dot."""
+    """Yields a line for each contradiction in `cfg`; `key` is the section that it is, with its
+    dot."""
     if cfg.use_decoupled_loss and not cfg.recompute_logprob:
         yield (
             f"{key}use_decoupled_loss=true: needs the proximal logprobs; set "
@@ -33,7 +33,7 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
 
 
 def temperature_problems(temperature: float, key: str = "temperature") -> Iterator[str]:
-    """Yields a problem of the temperature of the tokens that are trained on."""
+    """Yields a line where training samples would have temperature 0."""
     if temperature <= 0:
         yield f"{key}={temperature}: training needs sampled tokens; set it above 0"
 

@@ -1,4 +1,4 @@
-"""Checks of paths: models, tokenizers, datasets."""
+"""Checks paths: models, tokenizers, data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields what is wrong with the path and the split of a data set."""
+    """Yields the problems of the path and the split of a data set."""
     if cfg.type in GENERATED:
         if cfg.path:
             yield (
@@ -34,7 +34,7 @@ def dataset_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
 
 
 def reward_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
-    """Yields a problem where a data set for RL has no reward."""
+    """Yields a line where a data set for RL has no reward."""
     if not cfg.reward.type and cfg.type not in WITH_REWARD:
         yield (
             f"{key}.reward is empty: {key}.type={cfg.type} has none of its own; name "
@@ -43,6 +43,7 @@ def reward_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
 
 
 def batching_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
+    """Yields a line where a data set is smaller than a batch and its rest would be dropped."""
     if cfg.size is not None and cfg.drop_last and 0 < cfg.size < cfg.batch_size:
         yield (
             f"{key}.size={cfg.size}: smaller than {key}.batch_size={cfg.batch_size}, so no batch "
@@ -51,12 +52,13 @@ def batching_problems(key: str, cfg: DatasetConfig) -> Iterator[str]:
 
 
 def looks_like_hub_name(path: str) -> bool:
-    """`name` or `owner/name` with no file suffix of ours."""
+    """Returns whether `path` reads as `name` or `owner/name` without a file suffix of ours."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_DATA_SUFFIXES)
 
 
 def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
-    """A local HF directory; `weights` says whether safetensors must be there."""
+    """Yields the problems of a local HF directory; `weights` says whether safetensors must be
+    there."""
     folder = Path(path)
     if not path:
         yield f"{key} is empty: set it to a HF model directory"
@@ -79,5 +81,6 @@ def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
 
 
 def tokenizer_problems(path: str) -> Iterator[str]:
+    """Yields a line where `path` is neither empty, a directory nor a hub name."""
     if path and not Path(path).is_dir() and not looks_like_hub_name(path):
         yield f"tokenizer_path={path}: no such directory"

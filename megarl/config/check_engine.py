@@ -1,4 +1,4 @@
-"""Numbers and precision of one training engine, as far as they are settled without torch."""
+"""Checks numbers and precision of one training engine, as far as they are settled without torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
+    """Yields settings of fp8 and CPU offload that do not go with the engine's dtype or
+    attention."""
     if cfg.fp8 != "none":
         if cfg.dtype not in ("auto", "bfloat16"):
             yield f"{key}.fp8={cfg.fp8}: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
@@ -24,7 +26,8 @@ def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
 
 
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
-    """Whether the model has such modules is for megarl.models.lora to say."""
+    """Yields problems of an engine's adapters. megarl.models.lora checks that the model has the
+    modules."""
     if not cfg.target_modules:
         yield f"{key}.target_modules=[]: nothing to train; use [{ALL_LINEAR}]"
     if ALL_LINEAR in cfg.target_modules and len(cfg.target_modules) > 1:
@@ -37,6 +40,7 @@ def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
 
 
 def optimizer_problems(key: str, cfg: OptimizerConfig) -> Iterator[str]:
+    """Yields options of the optimizer that need others, and loss scales in the wrong order."""
     yield from _sharding_problems(key, cfg)
     yield from _loss_scale_problems(key, cfg)
 

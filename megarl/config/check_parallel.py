@@ -1,4 +1,4 @@
-"""Degrees of parallelism against the world size: the one place that knows what fits."""
+"""Checks degrees of parallelism against the world size: no other module knows what fits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from megarl.config.parallel import ParallelConfig
 
 
 def dense_ranks(p: ParallelConfig) -> int:
-    """Ranks that hold one copy of the dense weights, for one cp group: dp divides the rest."""
+    """Returns the ranks that hold one copy of the dense weights, times cp: dp divides the rest."""
     return p.tp * p.pp * p.cp
 
 
 def expert_ranks(p: ParallelConfig) -> int:
-    """Ranks that hold one copy of the experts."""
+    """Returns the ranks that hold one copy of the experts."""
     return p.etp * p.ep * p.pp
 
 
 def check_parallel(parallel: ParallelConfig, world_size: int) -> None:
-    """Raises ConfigError naming the degrees that do not fit `world_size`."""
+    """Raises ConfigError that names the degrees that do not fit `world_size`."""
     raise_if_any(parallel_problems(parallel, world_size))
 
 
 def parallel_problems(
     p: ParallelConfig, world_size: int | None, key: str = "parallel"
 ) -> Iterator[str]:
+    """Yields degrees that do not go together or do not divide `world_size` (None: not known); `key`
+    is the section's name."""
     small = [n for n in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(p, n) < 1]
     for name in small:
         yield f"{key}.{name}={getattr(p, name)}: degrees start at 1"

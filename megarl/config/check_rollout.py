@@ -1,4 +1,4 @@
-"""Checks of generation: sampling, servers, the client, weight sync."""
+"""Checks generation: sampling, servers, the client, weight sync."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ LOWEST_TEMPERATURE = 0.001  # with less, sampling is argmax
 
 
 def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]:
+    """Yields the problems of one section of sampling parameters; `key` is its name."""
     if g.max_new_tokens > 0 and not 0 <= g.min_new_tokens <= g.max_new_tokens:
         yield (
             f"{key}.min_new_tokens={g.min_new_tokens}: must be from 0 to "
@@ -36,6 +37,7 @@ def generation_problems(key: str, g: GenerationHyperparameters) -> Iterator[str]
 
 
 def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields the problems of training samples, server addresses and a built-in transport."""
     r, sync = cfg.rollout, cfg.weight_sync
     if cfg.gconfig.greedy and cfg.gconfig.n_samples > 1:
         yield (
@@ -52,6 +54,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 
 def sender_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
+    """Yields a line where weight_sync.senders exceeds the trainer processes."""
     senders = cfg.weight_sync.senders
     if senders is not None and world_size and senders > world_size:
         yield (
@@ -61,7 +64,7 @@ def sender_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
 
 
 def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
-    """Yields what of `cfg` does not go with a transport that has these needs."""
+    """Yields the settings of `cfg` that do not go with a transport that has these needs."""
     r, key = cfg.rollout, f"weight_sync.type={cfg.weight_sync.type}"
     if needs.shares_devices and r.addresses and not any(map(is_here, r.addresses)):
         yield (
@@ -113,6 +116,7 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
 
 
 def is_address(text: str) -> bool:
+    """Returns whether `text` is host:port with a port from 1 to 65535."""
     try:
         _, port = split_address(text)
     except ValueError:
@@ -121,6 +125,8 @@ def is_address(text: str) -> bool:
 
 
 def server_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields the problems of the servers that the launcher starts, and of their context length in
+    tokens."""
     s = cfg.server
     if s.count == 0 and not cfg.rollout.addresses:
         yield (

@@ -1,4 +1,4 @@
-"""Command lines of the form `[word ...] [--option value] [--switch] [key=value ...]`.
+"""Parses command lines of the form `[word ...] [--option value] [--switch] [key=value ...]`.
 
 Options and overrides may come in any order, which argparse's positionals do not allow.
 """
@@ -14,6 +14,8 @@ from megarl.config.errors import ConfigError
 
 @dataclass(kw_only=True)
 class CommandLine:
+    """Holds a parsed command line; `words` are neither options nor key=value."""
+
     options: dict[str, str] = field(default_factory=dict)
     switches: set[str] = field(default_factory=set)
     overrides: list[str] = field(default_factory=list)
@@ -23,7 +25,8 @@ class CommandLine:
 def parse_command_line(
     argv: Sequence[str], *, options: Sequence[str] = (), switches: Sequence[str] = ()
 ) -> CommandLine:
-    """`--name value`, `--name=value` for `options`, `--name` for `switches`; -h is --help."""
+    """Reads `--name value` and `--name=value` for `options`, `--name` for `switches`; -h is --help.
+    Raises ConfigError for an option that is not known or lacks its value."""
     line, args = CommandLine(), list(argv)
     while args:
         arg = args.pop(0)

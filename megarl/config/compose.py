@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Composer:
-    """Reads files; `switches` maps a group to the option that the command line wants of it, or to
+    """Reads files; `switches` maps a group to the option that the command line wants for it, or to
     None for no option. `groups` collects the groups that were met."""
 
     switches: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Composer:
         return tree
 
     def _files(self, path: Path, entry: Any) -> Iterator[Path]:
-        """The files that one entry of the list of `path` stands for: one, or none."""
+        """Yields the file that one entry of the list of `path` stands for, or nothing."""
         if isinstance(entry, str):
             yield _existing(path, path.parent / entry, f"defaults: {entry}")
             return
@@ -71,7 +71,8 @@ class Composer:
 
 
 def group_file(path: Path, group: str, option: str) -> Path:
-    """Returns the file of a group's option beside the configuration `path`."""
+    """Returns the file of a group's option beside the configuration `path`. Raises ConfigError
+    where there is none."""
     return _existing(path, path.parent / group / option, f"{group}={option}")
 
 

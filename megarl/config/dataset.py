@@ -1,4 +1,4 @@
-"""A dataset and how batches are drawn from it."""
+"""Configures a data set and how batches are drawn from it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ WITH_REWARD = ("arithmetic", "gsm8k", "reasoning_gym")  # types that have a rewa
 
 @dataclass(kw_only=True)
 class DatasetConfig:
+    """Configures one data set: where rows come from, how they are batched, and their reward."""
+
     type: str = arg(
         "arithmetic",
         help="where rows come from; chat: conversations in jsonl or parquet files; a path names a "

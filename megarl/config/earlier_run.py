@@ -1,9 +1,9 @@
-"""What a run directory holds from an earlier start, against the configuration now. No torch.
+"""Compares what a run directory holds from an earlier start with the configuration now. No torch.
 
 <run>/recover/step_000123/ is a checkpoint: trainer.pt and a directory for each trained engine
-(actor, critic, ...) hold the state, trainer.json says what it is and is written last. The directory
-is renamed into place when it is whole (utils/staging.py), so a name without its trainer.json was
-not written by us, or damaged since.
+(actor, critic, ...) hold the state; trainer.json describes it and is written last. The directory is
+renamed into place when it is whole (utils/staging.py), so a name without its trainer.json was not
+written by us, or damaged since.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PER_START = ("rollout.addresses",)
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`info` is trainer.json: version, epoch, elapsed_s, models (the config.json of each), and the
-    checksum of trainer.pt."""
+    """Names a whole checkpoint. `info` is its trainer.json: version, epoch, elapsed_s, models (the
+    config.json of each), and the checksum of trainer.pt."""
 
     path: Path
     step: int
@@ -47,7 +47,8 @@ class Checkpoint:
 
 
 def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """The whole checkpoints of run directory `directory`, oldest first, and the incomplete ones."""
+    """Returns the whole checkpoints of run directory `directory`, oldest first, and the incomplete
+    ones."""
     whole, broken = [], []
     for path in (directory / RECOVER_DIR).glob("step_*"):
         if (match := _STEP.fullmatch(path.name)) is None:
@@ -65,7 +66,8 @@ def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
 
 
 def check_run_dir(cfg: BaseConfig) -> None:
-    """Raises ConfigError where `cfg` cannot have, or cannot continue, what its directory holds."""
+    """Raises ConfigError where `cfg` may not use its run directory, or cannot continue the run
+    there."""
     directory = run_dir(cfg)
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
@@ -107,15 +109,15 @@ def _same_path(a: str, b: str) -> bool:
 
 
 def architecture(path: str | Path) -> dict[str, Any]:
-    """The config.json of the HF directory `path` without what does not change the model."""
+    """Returns config.json of the HF directory `path` without the keys that do not change the
+    model."""
     config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return {k: v for k, v in config.items() if k not in _VOLATILE}
 
 
 def config_changes(cfg: BaseConfig) -> list[str]:
-    """`key: old -> new` for every key that differs from the run directory's config.yaml, by how
-    it is written: a variable that has another value now is no difference.
-    """
+    """Returns `key: old -> new` for every key that differs from the run directory's config.yaml, by
+    how it is written: a variable that has another value now is no difference."""
     before, now = _saved_config(run_dir(cfg)), _flat(yaml.safe_load(config_yaml(cfg)))
     if not before:
         return []
@@ -124,14 +126,15 @@ def config_changes(cfg: BaseConfig) -> list[str]:
 
 
 def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:
-    """Where the other start takes it from the environment, the value may be what it hides there."""
+    """Returns a value as the log may show it: masked where the other start takes it from the
+    environment, since it may be what that start hides there."""
     value = config.get(key)
     hidden = "${" in str(other.get(key)) and "${" not in str(value) and value is not None
     return MASK if hidden else masked(value, key)
 
 
 def _saved_config(directory: Path, *, resolve: bool = False) -> dict[str, Any]:
-    """Flat; with `resolve`, with the values that interpolations have in this environment."""
+    """Returns the keys of config.yaml, flat; `resolve` gives interpolations their values of now."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return {}

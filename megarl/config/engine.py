@@ -1,4 +1,4 @@
-"""One training engine: model, precision, micro-batching, optimizer, parallel layout."""
+"""Configures one training engine: model, precision, micro-batching, optimizer, layout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megarl.config.parallel import ParallelConfig
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
+    """Configures Adam, its learning-rate schedule, and where the optimizer's state lies."""
+
     type: str = arg("adam", help="optimizer", choices=("adam",))
     lr: float = arg(1e-5, bounds=FRACTION_ABOVE_ZERO, help="peak learning rate")
     min_lr_ratio: float = arg(0.0, bounds=FRACTION, help="final learning rate as a fraction of lr")
@@ -66,8 +68,8 @@ class OptimizerConfig:
     )
     cpu_offload: bool = arg(
         False,
-        help="main weights, moments and their update on the CPU, for cpu_offload_fraction of the "
-        "weights; needs distributed and dtype=bfloat16",
+        help="keep main weights and moments on the CPU, and update there, for cpu_offload_fraction "
+        "of the weights; needs distributed and dtype=bfloat16",
     )
     cpu_offload_fraction: float = arg(
         1.0, bounds=FRACTION_ABOVE_ZERO, help="cpu_offload: fraction of the weights"
@@ -86,12 +88,15 @@ class OptimizerConfig:
     loss_scale_hysteresis: int = arg(
         1,
         bounds=POSITIVE,
-        help="float16: overflows in a row before the scale halves; each skips its update",
+        help="float16: overflows before the scale halves, counted anew when it doubles; each skips "
+        "its update",
     )
 
 
 @dataclass(kw_only=True)
 class MicroBatchSpec:
+    """Bounds the tokens of a micro-batch."""
+
     max_tokens_per_mb: int = arg(
         16384,
         bounds=POSITIVE,
@@ -108,7 +113,7 @@ class MicroBatchSpec:
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Mixture-of-experts models. No token is ever dropped.
+    """Configures mixture-of-experts models. No token is ever dropped.
 
     The auxiliary losses are computed per micro-batch and data-parallel rank and averaged over them,
     whatever the loss is divided by: with them on, and only then, a step depends on how the batch is
@@ -144,7 +149,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters in place of training all weights, as PEFT has them. There is no dropout."""
+    """Configures low-rank adapters in place of training all weights, as PEFT has them. There is no
+    dropout."""
 
     r: int = arg(16, bounds=POSITIVE, help="rank of the adapters")
     alpha: float = arg(32.0, bounds=POSITIVE, help="B A is scaled by alpha / r")
@@ -166,12 +172,14 @@ class LoRAConfig:
 
 @dataclass(kw_only=True)
 class TrainEngineConfig:
+    """Configures one training engine; without an optimizer it only computes forward."""
+
     path: str = arg(
         "", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name"
     )
     head: str = arg(
         "lm",
-        help="what the model says about a token: its logits, or one value (critic, reward model)",
+        help="output for each token: logits (lm), or one value (critic, reward model)",
         choices=("lm", "value"),
     )
     value_head_init: str = arg(
@@ -201,8 +209,8 @@ class TrainEngineConfig:
     )
     recompute_granularity: str = arg(
         "none",
-        help="what backward computes again instead of keeping it: the core attention (selective) "
-        "or whole layers (full)",
+        help="backward computes activations again instead of keeping them: those of the core "
+        "attention (selective) or of whole layers (full)",
         choices=("none", "selective", "full"),
     )
     recompute_method: str = arg(
@@ -213,8 +221,8 @@ class TrainEngineConfig:
     )
     offload_activations: bool = arg(
         False,
-        help="what the backward pass needs of the forward pass waits in host memory; with "
-        "recompute_granularity=full the inputs of the recomputed layers",
+        help="activations wait in host memory until backward needs them; with "
+        "recompute_granularity=full only the inputs of the recomputed layers",
     )
     recompute_num_layers: int = arg(1, bounds=POSITIVE, help="full: see recompute_method")
     lm_head_chunk_tokens: int = arg(

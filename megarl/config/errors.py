@@ -1,4 +1,4 @@
-"""The one exception of this package: everything wrong with a configuration, together."""
+"""Defines the one exception of this package, which holds everything wrong with a configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ EXIT_CODE = 2  # of a process that ends with a ConfigError, as argparse and POSI
 
 
 class ConfigError(ValueError):
-    """One or more problems, each one line that names the key, the value and the fix."""
+    """Holds one or more problems, each one line that names the key, the value and the fix."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -16,7 +16,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
     def report(self) -> str:
-        """What a user sees instead of a traceback."""
+        """Returns the text that a user sees instead of a traceback."""
         if len(self.problems) == 1:
             return f"config error: {self.problems[0]}"
         lines = "\n".join(f"  - {p}" for p in self.problems)
@@ -24,5 +24,6 @@ class ConfigError(ValueError):
 
 
 def raise_if_any(problems: Iterable[str]) -> None:
+    """Raises ConfigError with all `problems`, where there are some."""
     if problems := list(problems):
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""--help: every key of the recipes with type, default, choices and its one-line meaning."""
+"""Renders --help: every key of the recipes with type, default, choices and its one-line meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ INDENT = 34
 
 
 def render_help(recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = None) -> str:
-    """Keys shared by every recipe first, then each recipe's own, grouped by section."""
+    """Returns the keys shared by every recipe, then each recipe's own, grouped by section. `width`
+    is in characters; None takes the terminal's, at most 120."""
     width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
     lines = ["keys of every recipe", *_group(list(children(BaseConfig)), width)]
     shared = {f.name for f in fields(BaseConfig)}
@@ -25,7 +26,7 @@ def render_help(recipes: Sequence[str] = tuple(RECIPES), *, width: int | None = 
 
 
 def _group(keys: list[Key], width: int) -> Iterator[str]:
-    """Plain keys, then each section under its title."""
+    """Yields plain keys, then each section under its title."""
     for key in keys:
         if key.section is None:
             yield from _one_key(key, width)

@@ -106,21 +106,22 @@ def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
 
 
 def config_yaml(cfg: BaseConfig) -> str:
-    """Every key with its value; values of the environment as the interpolations they were written
-    as, so that what stands in a file is no secret.
-    """
+    """Returns YAML of every key with its value. Values of the environment stay the interpolations
+    they were written as, so that a file holds no secret."""
     return OmegaConf.to_yaml(OmegaConf.create(written_tree(cfg)))
 
 
 def save_config(cfg: BaseConfig, path: str | os.PathLike[str]) -> None:
-    """Writes what `load_config(path)` reads back as an equal config, in the same environment."""
+    """Writes a file that `load_config(path)` reads back as an equal config, in the same
+    environment."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, config_yaml(cfg))
 
 
 def run_dir(cfg: BaseConfig) -> Path:
-    """Where everything a run writes goes."""
+    """Returns the directory of everything that a run writes:
+    <fileroot>/<experiment_name>/<trial_name>."""
     return Path(cfg.fileroot) / cfg.experiment_name / cfg.trial_name
 
 
@@ -219,7 +220,7 @@ def _merge(
 
 
 def _leaves(value: Any, name: str) -> list[str]:
-    """Dotted names of the plain values below `name`."""
+    """Returns the dotted names of the plain values below `name`."""
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for k, v in value.items() for leaf in _leaves(v, f"{name}.{k}")]
@@ -262,7 +263,7 @@ def _unknown(cls: type, name: str) -> str:
 
 
 def _elsewhere(cls: type, name: str) -> str:
-    """Which other recipe has the key, under this name or under ours; empty where none has."""
+    """Says which other recipe has the key, under this name or under ours; empty where none has."""
     for recipe, other in RECIPES.items():
         table = key_table(other)
         if other is not cls and name in table:
@@ -278,7 +279,8 @@ def _hint(cls: type, name: str) -> str:
 
 
 def _to_object(node: DictConfig, problems: list[str]) -> Any:
-    """The dataclass with interpolations resolved; None, with the reason noted, if it cannot be."""
+    """Returns the dataclass with interpolations resolved; None, with the reason noted, if it cannot
+    be."""
     try:
         if missing := sorted(OmegaConf.missing_keys(node)):
             problems += [f"{name}: required, set it" for name in missing]
@@ -290,7 +292,7 @@ def _to_object(node: DictConfig, problems: list[str]) -> Any:
 
 
 def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
-    """Why a value is none; the environment's is not shown."""
+    """Says why a value cannot be read, without showing a value of the environment."""
     first = str(e).splitlines()[0]
     if not e.full_key:
         return first
@@ -301,7 +303,8 @@ def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
 
 
 def _as_written(node: DictConfig, name: str) -> str | None:
-    """The text of the interpolation at the dotted `name`, None where there is another value."""
+    """Returns the text of the interpolation at the dotted `name`, None where there is another
+    value."""
     value: Any = OmegaConf.to_container(node, resolve=False)
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

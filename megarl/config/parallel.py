@@ -1,4 +1,4 @@
-"""Degrees of parallelism of one engine. dp is derived: world_size / (tp * pp * cp)."""
+"""Configures the layout of one engine. dp is derived: world_size / (tp * pp * cp)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from megarl.config.base import arg
 
 @dataclass(kw_only=True)
 class ParallelConfig:
+    """Gives the degrees of parallelism of one engine, which together are its layout."""
+
     tp: int = arg(1, help="tensor-parallel degree")
     pp: int = arg(1, help="pipeline-parallel degree")
     vpp: int = arg(1, help="virtual (interleaved) pipeline chunks per stage; 1 is plain 1F1B")

@@ -1,4 +1,4 @@
-"""Recipe roots: the top level of a YAML file. `recipe:` in the file picks one."""
+"""Defines the recipes: the top level of a YAML file. `recipe:` in the file picks one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def _recipe(name: str) -> Any:
 
 @dataclass(kw_only=True)
 class BaseConfig:
+    """Holds the keys that every recipe has."""
+
     recipe: str = _recipe(DEFAULT_RECIPE)
     trainer: SeamConfig = seam(
         help="class of the training loop, made with (cfg, ctx); empty is the recipe's own"
@@ -82,6 +84,8 @@ class BaseConfig:
 
 @dataclass(kw_only=True)
 class SFTConfig(BaseConfig):
+    """Configures supervised fine-tuning of one model."""
+
     recipe: str = _recipe("sft")
     model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
     stop_at_exact_match: float | None = arg(
@@ -93,6 +97,8 @@ class SFTConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class GRPOConfig(BaseConfig):
+    """Configures RL without a critic: a policy, its rollouts and the servers that generate."""
+
     actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
     ref: TrainEngineConfig | None = arg(
         None,
@@ -121,6 +127,9 @@ class GRPOConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
+    """Configures PPO: GRPO's keys, with a critic and GAE in place of comparing a prompt's
+    samples."""
+
     recipe: str = _recipe("ppo")
     actor: PPOActorConfig = arg(
         factory=lambda: PPOActorConfig(adv_norm="batch"), help="the trained policy"
@@ -144,8 +153,8 @@ RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "p
 def recipe_class(
     tree: Mapping[str, Any], overrides: Mapping[str, Any], cls: type[BaseConfig] | None = None
 ) -> type[BaseConfig]:
-    """Returns the dataclass that the keys `recipe` and `trainer` of a configuration ask for; `cls`
-    if it is given and fits them. Raises ConfigError for a name that is none."""
+    """Returns the dataclass that the keys `recipe` and `trainer` of a configuration ask for, or
+    `cls` where it is given and fits them. Raises ConfigError for a name that no recipe has."""
     name = overrides.get("recipe", tree.get("recipe"))
     named: type[BaseConfig] | None = None
     if isinstance(name, str) and is_import_path(name):
@@ -172,7 +181,8 @@ def find_recipe(name: str) -> type[BaseConfig]:
 def _config_class_of_trainer(
     tree: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> type[BaseConfig] | None:
-    """Returns the `config_class` of the trainer, where it is a class of the user's that has one."""
+    """Returns the `config_class` of the configured trainer; None where it has none or is megarl's
+    own."""
     trainer = overrides.get("trainer.type", overrides.get("trainer", tree.get("trainer")))
     name = trainer.get("type") if isinstance(trainer, Mapping) else trainer
     if not isinstance(name, str) or not is_import_path(name):

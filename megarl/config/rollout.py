@@ -1,4 +1,4 @@
-"""Generation: sampling parameters, the servers, the client and its staleness bound."""
+"""Configures generation: sampling parameters, the servers, the client and its staleness bound."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TI
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
+    """Sets how samples are drawn: how many per prompt, their length in tokens, temperature and
+    stops."""
+
     n_samples: int = arg(
         1, bounds=Bounds(gt=0, le=65536), help="samples per prompt (the group size G)"
     )
@@ -37,9 +40,9 @@ class GenerationHyperparameters:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **changes: Any) -> GenerationHyperparameters:
-        """Returns what generation_config.json of a model directory recommends (temperature, top_p,
-        top_k, greedy, further stop tokens), with `changes`; the defaults where there is no file.
-        """
+        """Returns the parameters that generation_config.json of a model directory recommends
+        (temperature, top_p, top_k, greedy, further stop tokens), with `changes`; the defaults where
+        there is no file."""
         file = Path(path) / "generation_config.json"
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         known = {k: found[k] for k in ("temperature", "top_p", "top_k") if found.get(k) is not None}
@@ -55,6 +58,8 @@ class GenerationHyperparameters:
 
 @dataclass(kw_only=True)
 class ServerConfig:
+    """Configures the generation servers that the launcher starts."""
+
     type: str = arg(
         "embedded",
         help="embedded: megarl's own server (CPU, tests); sglang: the real one",
@@ -105,6 +110,9 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
+    """Configures the generation client: servers, workflow, staleness bound, and timeouts in
+    seconds."""
+
     addresses: list[str] = arg(
         factory=list, help="host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"
     )

@@ -1,4 +1,4 @@
-"""What happens around the training loop: saving, evaluating, logging."""
+"""Configures the work around the training loop: saving, evaluating, checking, logging."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
 @dataclass(kw_only=True)
 class FrequencyConfig:
+    """Says when something happens; each of the three that is set makes it happen."""
+
     freq_epochs: int | None = arg(None, bounds=POSITIVE, help="every n epochs")
     freq_steps: int | None = arg(None, bounds=POSITIVE, help="every n steps")
     freq_secs: float | None = arg(None, bounds=POSITIVE, help="every n seconds")
@@ -17,6 +19,8 @@ class FrequencyConfig:
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
+    """Configures which HF saves are made and kept."""
+
     keep_last: int = arg(
         0,
         bounds=Bounds(ge=0, note="0 keeps all"),
@@ -36,6 +40,8 @@ class SaverConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig):
+    """Configures checkpoints, and how a run continues after an end or a failure."""
+
     mode: str = arg(
         "auto",
         help="auto: save checkpoints and continue from the newest whole one when started again; "
@@ -69,15 +75,17 @@ class RecoverConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class SelfCheckConfig:
+    """Says what follows when one of the run's self checks fails."""
+
     on_failure: str = arg(
         "stop",
-        help="a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
-        "reference apart while equal): stop, only warn, or do not check",
+        help="if a check of the first step after a start fails (ratio not 1, KL not 0, actor and "
+        "reference apart while equal): stop, or only warn; off checks nothing",
         choices=("stop", "warn", "off"),
     )
     on_nonfinite: str = arg(
         "skip",
-        help="loss or gradient NaN/Inf: stop the run, or skip the update; the batch is saved",
+        help="if loss or gradient is NaN or Inf: stop the run, or skip the update; saves the batch",
         choices=("stop", "skip"),
     )
     max_skips: int = arg(
@@ -87,10 +95,14 @@ class SelfCheckConfig:
 
 @dataclass(kw_only=True)
 class ProfilerConfig:
+    """Configures traces of some steps, and the peak that hardware utilisation is measured
+    against."""
+
     start_step: int | None = arg(
         None,
         bounds=Bounds(ge=1, note="steps count from 1"),
-        help="trace from this step of this start on, with torch's profiler; null is never",
+        help="first step of the run to trace with torch's profiler; a start beyond it traces its "
+        "own first steps; null is never",
     )
     steps: int = arg(1, bounds=POSITIVE, help="trace so many steps")
     ranks: list[int] = arg(factory=lambda: [0], help="trace these trainer processes")
@@ -102,13 +114,15 @@ class ProfilerConfig:
     peak_tflops: float | None = arg(
         None,
         bounds=POSITIVE,
-        help="a device's TFLOP/s at most, for perf/mfu; null knows common GPUs at 16 bits, else "
-        "there is no perf/mfu",
+        help="peak TFLOP/s of a device, for perf/mfu; null takes that of common GPUs at 16 bits; "
+        "other devices have no perf/mfu",
     )
 
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
+    """Says when the model is evaluated, and on how many rows."""
+
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")
     max_samples: int | None = arg(
@@ -118,6 +132,8 @@ class EvaluatorConfig(FrequencyConfig):
 
 @dataclass(kw_only=True)
 class WandbConfig:
+    """Configures logging to Weights & Biases."""
+
     mode: str = arg("disabled", help="wandb mode", choices=("disabled", "offline", "online"))
     project: str | None = arg(None, help="project; null is experiment_name")
     entity: str | None = arg(None, help="wandb entity")
@@ -125,6 +141,8 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class StatsLoggerConfig:
+    """Says where metrics go besides stats.jsonl, which is always written."""
+
     wandb: WandbConfig = arg(factory=WandbConfig, help="Weights & Biases")
     tensorboard: bool = arg(False, help="write tensorboard events into <run>/tensorboard")
     table: bool = arg(True, help="print a table of every step's metrics")

@@ -1,6 +1,6 @@
-"""What keys a recipe has, read off its dataclasses: for --help, nearest-key hints and checks.
+"""Reads which keys a recipe has off its dataclasses: for --help, nearest-key hints and checks.
 
-Pure standard library, so that --help starts without importing anything else.
+It needs the standard library alone, so that --help starts without importing anything else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.utils.importing import is_import_path
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One dotted key. `section` is its dataclass when it is a group of further keys."""
+    """Describes one dotted key. `section` is its dataclass where it is a group of further keys."""
 
     name: str
     annotation: Any
@@ -39,20 +39,22 @@ class Key:
 
     @property
     def nullable(self) -> bool:
+        """Returns whether null is a value of the key."""
         return type(None) in typing.get_args(self.annotation)
 
     @property
     def free_form(self) -> bool:
-        """A plain dict that takes keys of any name."""
+        """Returns whether the key is a plain dict, which takes keys of any name."""
         return typing.get_origin(self.annotation) is dict
 
     @property
     def base_type(self) -> Any:
-        """The annotation without `| None`."""
+        """Returns the annotation without `| None`."""
         return _strip_none(self.annotation)
 
     @property
     def type_name(self) -> str:
+        """Returns the annotation as --help and messages spell it."""
         return _type_name(self.annotation)
 
 
@@ -83,7 +85,8 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
-    """The keys directly in `cls`; defaults from the instance `parent` where there is one."""
+    """Yields the keys directly in `cls`; defaults come from the instance `parent` where there is
+    one."""
     assert dataclasses.is_dataclass(cls)
     for field in dataclasses.fields(cls):
         annotation = _annotations(cls)[field.name]
@@ -101,7 +104,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
 
 
 def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
-    """Every key of `cls` in order, each section before its own keys."""
+    """Yields every key of `cls` in order, each section before its own keys."""
     for key in children(cls, prefix, parent):
         yield key
         if key.section is not None:
@@ -110,7 +113,7 @@ def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
 
 
 def key_table(cls: type) -> dict[str, Key]:
-    """Every key by its name; not to be changed."""
+    """Returns every key by its name; callers must not change the dict."""
     return _key_table(cls)
 
 
@@ -120,7 +123,7 @@ def _key_table(cls: type) -> dict[str, Key]:
 
 
 def free_form_parent(cls: type, name: str) -> Key | None:
-    """The free-form dict that `name` lies in, if any."""
+    """Returns the free-form dict that `name` lies in, None where it lies in none."""
     table, parts = key_table(cls), name.split(".")
     for i in range(1, len(parts)):
         key = table.get(".".join(parts[:i]))
@@ -130,9 +133,9 @@ def free_form_parent(cls: type, name: str) -> Key | None:
 
 
 def nearest_keys(cls: type, name: str) -> list[str]:
-    """Valid keys that `name` was probably meant to be, best first.
+    """Returns the keys that `name` was probably meant to be, best first.
 
-    Looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
+    It looks for another trainer's name of a key (aliases.py), then for the same last part (`tp` ->
     `actor.parallel.tp`), then for similar names inside the section that the front of `name` does
     reach, then for a similar last part anywhere. Among equals, the role that `name` mentions comes
     first, else the recipe's main role.
@@ -169,7 +172,7 @@ def _last(name: str) -> str:
 
 
 def choice_problems(cfg: Any) -> list[str]:
-    """Values outside the choices of their key."""
+    """Returns a line for each value of `cfg` that is not among the choices of its key."""
     return [
         not_a_choice(key, key.default)
         for key in all_keys(type(cfg), parent=cfg)
@@ -178,12 +181,13 @@ def choice_problems(cfg: Any) -> list[str]:
 
 
 def not_a_choice(key: Key, value: Any) -> str:
+    """Returns the line that says which choices the key has."""
     path = " (or pkg.module:name)" if key.or_path else ""
     return f"{key.name}={show(value)}: not one of {', '.join(map(show, key.choices or ()))}{path}"
 
 
 def absent(cfg: Any, name: str) -> bool:
-    """Whether `name` lies in a section that is null in `cfg`."""
+    """Returns whether `name` lies in a section that is null in `cfg`."""
     for part in name.split(".")[:-1]:
         cfg = getattr(cfg, part)
         if cfg is None:
@@ -192,7 +196,7 @@ def absent(cfg: Any, name: str) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value as YAML spells it."""
+    """Returns a value as YAML spells it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

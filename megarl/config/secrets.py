@@ -50,28 +50,27 @@ def remember(cfg: Any, unresolved: Any) -> None:
 
 
 def written_tree(cfg: Any) -> dict[str, Any]:
-    """Every key with its value; with the interpolation where the value is the environment's."""
+    """Returns every key with its value; a value of the environment is the interpolation it was
+    written as."""
     return _replaced(cfg, lambda text, value: text)
 
 
 def public_tree(cfg: Any) -> dict[str, Any]:
-    """`written_tree` with secrets masked, for eyes other than the user's."""
+    """Returns `written_tree` with secrets masked, for eyes other than the user's."""
     tree: dict[str, Any] = masked(written_tree(cfg))
     return tree
 
 
 def fingerprint_tree(cfg: Any) -> dict[str, Any]:
-    """Every key with its value, to compare with another start's: of what the environment holds a
-    digest, and secrets masked, for with another password it is the same run.
-    """
+    """Returns every key with its value, to compare with another start's. Values of the environment
+    are digests and secrets are masked, since with another password it is the same run."""
     hidden: dict[str, Any] = masked(_replaced(cfg, lambda text, value: _digests(value)))
     return hidden
 
 
 def masked(tree: Any, name: str = "") -> Any:
-    """`tree` of dicts and lists with every value under a secret's name replaced. Null, and what
-    names the environment's variable only, stay.
-    """
+    """Returns `tree`, of dicts and lists, with every value under a secret's name replaced. Null,
+    and a text that only names a variable of the environment, stay."""
     if isinstance(tree, dict):
         return {k: masked(v, str(k) if not is_secret(name) else name) for k, v in tree.items()}
     if isinstance(tree, list):
@@ -81,7 +80,7 @@ def masked(tree: Any, name: str = "") -> Any:
 
 
 def masked_yaml(text: str) -> str:
-    """A YAML text with secrets masked; as it stands where there are none."""
+    """Returns a YAML text with secrets masked; text without secrets stays as it is."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -91,7 +90,8 @@ def masked_yaml(text: str) -> str:
 
 
 def masked_override(text: str) -> str:
-    """An override key=value of a command line for the log."""
+    """Returns an override key=value of a command line as the log may show it, with secrets
+    masked."""
     key, equals, value = text.partition("=")
     if not equals:
         return text
@@ -108,7 +108,8 @@ def masked_override(text: str) -> str:
 
 
 def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Every key with its value; with by(interpolation, value) where it is the environment's."""
+    """Returns every key with its value; by(interpolation, value) replaces values of the
+    environment."""
     tree = _values(cfg)
     for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
         *parents, last = path
@@ -133,7 +134,7 @@ def _values(cfg: Any) -> dict[str, Any]:
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Every interpolated text in `tree`, with its place."""
+    """Yields every interpolated text in `tree`, with its place."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, (*path, key))
@@ -164,7 +165,7 @@ def reads_environment(text: str, tree: Any, seen: tuple[str, ...] = ()) -> bool:
 
 
 def _steps(key: str) -> Path:
-    """The path that `a.b[0].c` or `a.b.0` names."""
+    """Returns the path that `a.b[0].c` or `a.b.0` names."""
     parts = key.replace("[", ".").replace("]", "").split(".")
     if not all(parts):
         raise ValueError(key)  # relative: counts from a place that we are not told

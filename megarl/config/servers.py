@@ -1,4 +1,4 @@
-"""Where the running generation servers are said to be."""
+"""Finds the addresses of running generation servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:
-    """Returns `rollout.addresses`, or those of the environment where it is empty."""
+    """Returns `rollout.addresses`, or the environment's addresses where the key is empty."""
     return list(config.addresses) or listed_addresses()
 
 

@@ -1,4 +1,4 @@
-"""The ways to send weights to the servers: their names, and what each needs of a job.
+"""Lists the ways to send weights to the servers: their names, and what each needs of a job.
 
 This registry is the one place that knows megarl's own ways by name. A user's own is a subclass of
 `megarl.weight_sync.Transport`, named by `weight_sync.type: pkg.module:name`, that declares its
@@ -17,7 +17,7 @@ from megarl.utils.importing import load_object
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a transport needs. Checks of configurations, the launcher and records read it.
+    """Declares what a transport needs. Checks of configurations, the launcher and records read it.
 
     directory: WeightUpdateMeta.path, a directory that trainers and servers share.
     process_group: trainers and servers meet in one process group, so each process needs a GPU of
@@ -36,7 +36,7 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """One of megarl's own transports. target: pkg.module:name of its class."""
+    """Describes one of megarl's own transports. target: pkg.module:name of its class."""
 
     target: str
     help: str
@@ -71,9 +71,8 @@ HELP = "; ".join(f"{name}: {way.help}" for name, way in TRANSPORTS.items())
 
 
 def transport_name(type_: str) -> str:
-    """Returns the name without aliases. ValueError for one that is neither known nor an import
-    path.
-    """
+    """Returns the name without aliases. Raises ValueError for a name that is neither known nor an
+    import path."""
     name = ALIASES.get(type_, type_)
     if name not in TRANSPORTS and ":" not in name:
         known = ", ".join((*TRANSPORTS, *ALIASES))
@@ -82,12 +81,13 @@ def transport_name(type_: str) -> str:
 
 
 def built_in_transport(type_: str) -> BuiltIn | None:
-    """Returns the one of megarl's own that this name means, None for any other text."""
+    """Returns megarl's own transport of this name or alias, None for any other text."""
     return TRANSPORTS.get(ALIASES.get(type_, type_))
 
 
 def transport_class(type_: str) -> Any:
-    """Imports the transport's class. ValueError where that cannot be, or it is no Transport."""
+    """Imports the transport's class. Raises ValueError where it cannot be imported, or is no
+    Transport."""
     name = transport_name(type_)
     built_in = built_in_transport(name)
     found = load_object(built_in.target if built_in else name, what="transport")
@@ -101,7 +101,8 @@ def transport_class(type_: str) -> Any:
 
 
 def requirements_of(type_: str) -> Requirements:
-    """Returns what a transport needs; a user's own is imported for that. ValueError for none."""
+    """Returns what a transport needs; a user's own is imported to read it. Raises ValueError where
+    there is no such transport."""
     built_in = built_in_transport(type_)
     if built_in is not None:
         return built_in.requirements

@@ -1,4 +1,4 @@
-"""How new weights reach the generation servers."""
+"""Configures how new weights reach the generation servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megarl.config.transports import ALIASES, HELP, TRANSPORTS
 
 @dataclass(kw_only=True)
 class WeightSyncConfig:
+    """Configures the transport of weights, its checks, and its timeouts in seconds."""
+
     type: str = arg(
         "distributed",
         help=HELP,
@@ -37,7 +39,7 @@ class WeightSyncConfig:
     )
     pause_mode: str = arg(
         "abort",
-        help="what happens to requests in flight: abort (resumed by the client) or retract",
+        help="how a sync stops requests in flight: abort (the client resumes them) or retract",
         choices=("abort", "retract"),
     )
     senders: int | None = arg(
@@ -48,8 +50,8 @@ class WeightSyncConfig:
     )
     verify: str = arg(
         "sample",
-        help="compare the servers' checksums with the trainer's after a sync: never; of all "
-        "tensors after the first and of a few, others each time, later; of all always",
+        help="compare the servers' checksums with the trainer's after a sync; off: never; sample: "
+        "all tensors after the first sync, later a few, others each time; full: all every time",
         choices=("off", "sample", "full"),
     )
     timeout: float = arg(

@@ -1,4 +1,4 @@
-"""What a run says about itself: log lines, metrics per step, timings, confidence intervals, report.
+"""Reports on a run: log lines, metrics per step, timings, confidence intervals, report.
 
 logging        get_logger: one line format, with the rank
 timers         seconds per phase of a step

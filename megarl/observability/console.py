@@ -1,4 +1,4 @@
-"""The console's view of a step: a table of its metrics and one progress line."""
+"""Shows a step on the console: a table of its metrics and one progress line."""
 
 from __future__ import annotations
 

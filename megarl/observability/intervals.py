@@ -1,4 +1,4 @@
-"""95 % confidence intervals of what an evaluation measures. No torch.
+"""Computes 95 % confidence intervals of what an evaluation measures. No torch.
 
 Samples of one prompt are not independent, prompts are: every function takes `groups`, the prompt of
 each sample, and lets whole prompts vary.

@@ -1,4 +1,4 @@
-"""Log lines with time, rank and module: INFO on rank 0, WARNING elsewhere."""
+"""Writes log lines with time, rank and module: INFO on rank 0, WARNING elsewhere."""
 
 from __future__ import annotations
 

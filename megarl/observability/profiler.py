@@ -1,4 +1,4 @@
-"""Traces of some steps: torch's profiler over a window that the configuration names.
+"""Traces some steps: torch's profiler over a window that the configuration names.
 
 <run>/profile/steps_3-4.rank0.json.gz is a Chrome trace (chrome://tracing, ui.perfetto.dev) with the
 phases of the step (see Timers) as ranges beside the operators and, on a GPU, their kernels.
@@ -57,7 +57,7 @@ class Profiler:
         self._running.start()
 
     def close(self) -> None:
-        """Writes what was traced, if there is a whole step, also of a window that the run's end cut
+        """Writes the trace if it has a whole step, also of a window that the run's end cut
         short."""
         running, self._running = self._running, None
         if running is None:

@@ -1,9 +1,9 @@
-"""StatsLogger: the metrics of every step, to the console, jsonl, tensorboard and wandb; at the end
-a summary of the run and its report.
+"""Writes the metrics of every step to the console, jsonl, tensorboard and wandb; at the end a
+summary of the run and its report.
 
 <run>/stats.jsonl is always written: one object per step, {"step", "time" (Unix seconds),
-"elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k; what stood
-there beyond is moved to stats.superseded.jsonl, as is all of it where a run starts anew.
+"elapsed_s", name: value, ...}. A run that continues from step k keeps the rows up to k; later rows
+are moved to stats.superseded.jsonl, as are all rows where a run starts anew.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ STATS_FILE = "stats.jsonl"
 
 
 class Sink(Protocol):
-    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None: ...
+    """Defines a place where metrics go."""
 
-    def close(self) -> None: ...
+    def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Writes the metrics after `step` finished steps of `total_steps` (None: not known)."""
+
+    def close(self) -> None:
+        """Writes what is left and frees the place."""
 
 
 class StatsLogger:
@@ -48,7 +52,8 @@ class StatsLogger:
         run_config: dict[str, Any],
         from_step: int | None = None,
     ) -> None:
-        """`from_step`: the step that a resumed run continues from."""
+        """Opens the configured sinks, on rank 0. `from_step`: the step that a resumed run continues
+        from."""
         self._run_dir = Path(run_dir)
         self._total_steps: int | None = None
         self._committed = False
@@ -101,7 +106,7 @@ class StatsLogger:
         self.log(global_step + 1, {"epoch": float(epoch)} | merged)
 
     def log(self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None) -> None:
-        """Logs the metrics of `step` finished steps; 0 is what was measured before the first."""
+        """Logs the metrics of `step` finished steps; step 0 holds figures from before the first."""
         self._total_steps, self._committed = total_steps, True
         for sink in self._sinks:
             sink.write(step, stats, total_steps)
@@ -144,6 +149,9 @@ class StatsLogger:
 
 
 class JsonlSink:
+    """Appends a line per step to a jsonl file. Rows beyond `from_step` (None: all rows) are moved
+    to a superseded file."""
+
     def __init__(self, path: Path, from_step: int | None = None) -> None:
         supersede(path, lambda row: from_step is not None and row["step"] <= from_step)
         earlier = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -151,27 +159,29 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Writes one line; a number that is not finite becomes null."""
         row = {k: _finite(v) for k, v in stats.items()}
         row |= {"step": step, "time": round(time.time(), 3), "elapsed_s": self.elapsed()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def elapsed(self) -> float:
-        """Seconds of the run, earlier starts included."""
+        """Returns the seconds of the run, earlier starts included."""
         return round(time.time() - self._start, 3)
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null."""
+    """Returns the number, or null for NaN and infinity, which JSON lacks."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def _last_elapsed(text: str) -> float:
-    """Seconds that the earlier part of a resumed run took, from its last line."""
+    """Returns the seconds that the earlier part of a resumed run took, from its last line."""
     lines = text.splitlines()
     return float(json.loads(lines[-1])["elapsed_s"]) if lines else 0.0
 
@@ -197,6 +207,8 @@ def supersede(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 class TensorBoardSink:
+    """Writes tensorboard events into `path`. Raises ImportError where the package is missing."""
+
     def __init__(self, path: Path, from_step: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -211,18 +223,20 @@ class TensorBoardSink:
         )
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Writes one scalar per metric."""
         for name, value in stats.items():
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
 class WandbSink:
-    """The run's id is kept in <run>/wandb_id.txt: a resumed run continues the same curve. wandb
-    itself is silent on the console: one line says where the run is.
-    """
+    """Writes to Weights & Biases. The run's id is kept in <run>/wandb_id.txt, so that a resumed run
+    continues the same curve. wandb itself is silent on the console: one line says where the run is.
+    Raises ImportError where the package is missing."""
 
     def __init__(
         self,
@@ -262,9 +276,11 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
+        """Logs the metrics with `step` as their axis."""
         self._run.log({**stats, "step": step})
 
     def close(self) -> None:
+        """Logs the rows of samples.jsonl as a table and ends wandb's run."""
         samples = _read_samples(self._run_dir / "samples.jsonl")
         if samples:
             columns: list[str | int] = list(dict.fromkeys(name for row in samples for name in row))

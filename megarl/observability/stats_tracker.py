@@ -1,4 +1,4 @@
-"""Statistics that any part of a training script records and one call exports, over all ranks.
+"""Gathers statistics that any part of a training script records, and exports them over all ranks.
 
     from megarl import stats_tracker
 
@@ -33,7 +33,7 @@ _BY_DEFAULT = ("avg", "min", "max")
 
 @dataclass
 class _Entry:
-    """What was recorded under a name, enough to reduce it in every way."""
+    """Sums up the values recorded under a name, so that they can be reduced in every way."""
 
     sum: float = 0.0
     count: float = 0.0
@@ -70,7 +70,8 @@ class StatsTracker:
             self._add(self._scoped(name), "avg", torch.tensor([float(value)], dtype=torch.float64))
 
     def denominator(self, **masks: Tensor) -> None:
-        """Records bool tensors that `stat` selects by; each is exported as its number of trues."""
+        """Records bool tensors that `stat` selects by; each is exported as its number of trues.
+        Raises ValueError for another dtype."""
         for name, mask in masks.items():
             if mask.dtype != torch.bool:
                 raise ValueError(f"stats_tracker.denominator({name}=): {mask.dtype}, not bool")
@@ -78,10 +79,11 @@ class StatsTracker:
             self._add(self._scoped(name), "sum", mask.double().flatten())
 
     def stat(self, *, denominator: str, reduce_type: str | None = None, **values: Tensor) -> None:
-        """Records the elements of tensors where the denominator holds, whose shape is theirs.
+        """Records the elements of tensors where the denominator, of the same shape, is True.
 
         denominator: a name given to `denominator` in this scope; reduce_type: "avg", "sum", "min"
         or "max", exported under the name itself; None exports name/avg, name/min and name/max.
+        Raises ValueError for an unknown denominator, another shape or another reduce_type.
         """
         mask = self._masks.get(self._scoped(denominator))
         if mask is None:

@@ -1,5 +1,5 @@
-"""The share of the hardware that a step uses: model FLOP/s, and their part of the peak (MFU, A.
-Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+"""Measures the share of the hardware that a step uses: model FLOP/s, and their part of the peak
+(MFU, A. Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
 
 The model's FLOPs are those its formulas need, whatever the implementation computes again or twice.
 """

@@ -1,1 +1,1 @@
-"""Planning for clusters that one does not have: memory, traffic, advice; see tools/plan.py."""
+"""Plans for clusters that one does not have: memory, traffic, advice; see tools/plan.py."""

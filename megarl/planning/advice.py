@@ -1,4 +1,5 @@
-"""Which layouts of a model fit a cluster, and how long a training step takes in each, on paper."""
+"""Finds the layouts of a model that fit a cluster, and estimates the time of a training step in
+each."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ from megarl.planning.traffic import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """Seconds of one optimizer step. tp, cp, ep, dp: what their collectives take, none of it hidden
-    behind computation. bubble: idle time of the pipeline, and of stages with fewer layers."""
+    """Gives the seconds of one optimizer step, by part.
+
+    tp, cp, ep, dp: the time of their collectives, none of it hidden behind computation. bubble:
+    idle time of the pipeline, and of stages with fewer layers.
+    """
 
     compute: float
     tp: float
@@ -34,11 +38,15 @@ class StepEstimate:
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds of the whole step."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """Describes a layout with the memory and the time of a step in it. `bytes` are those of the
+    fullest GPU, `Cluster.reserve` among them."""
+
     layout: Layout
     recompute: str
     bytes: int  # of the fullest GPU, `Cluster.reserve` among them
@@ -46,8 +54,9 @@ class Candidate:
 
 
 def even_split(num_layers: int, chunks: int) -> tuple[int, ...] | None:
-    """Layers of each pipeline chunk, None where they divide evenly. What is left over goes to the
-    chunks after the first, which keeps most activations; the last has the LM head."""
+    """Returns the layers of each pipeline chunk, None where they divide evenly. Layers left over go
+    to the chunks after the first, which keeps most activations; the last has the LM head. Raises
+    ValueError where a chunk would have no layer."""
     size, more = divmod(num_layers, chunks)
     if size == 0:
         raise ValueError(f"{num_layers} layers do not fill pp*vpp={chunks} chunks: lower pp")
@@ -55,8 +64,8 @@ def even_split(num_layers: int, chunks: int) -> tuple[int, ...] | None:
 
 
 def make_layout(m: ModelConfig, gpus: int, parallel: ParallelConfig) -> Layout:
-    """The layout, its pipeline split as evenly as can be where none is given. ValueError naming
-    what does not fit."""
+    """Returns the layout, with an even pipeline split where none is given. Raises ValueError naming
+    the degrees that do not fit."""
     chunks = parallel.pp * parallel.vpp
     if parallel.pipeline_split is None and (split := even_split(m.num_layers, chunks)):
         parallel = replace(parallel, pipeline_split=list(split))
@@ -67,8 +76,8 @@ def make_layout(m: ModelConfig, gpus: int, parallel: ParallelConfig) -> Layout:
 def candidates(
     m: ModelConfig, gpus: int, cluster: Cluster, work: Workload, *, cp: int = 1
 ) -> Iterator[Candidate]:
-    """Every layout in powers of two that `m` and `gpus` allow (tp within a node, etp = vpp = 1),
-    with and without recomputation, whether it fits or not."""
+    """Yields every layout in powers of two that `m` and `gpus` allow (tp within a node, etp = vpp =
+    1), with and without recomputation, whether it fits into memory or not."""
     experts = m.moe.num_experts if m.moe else 1
     degrees = product(
         _powers(cluster.gpus_per_node), _powers(min(gpus, m.num_layers)), _powers(experts)
@@ -87,13 +96,14 @@ def candidates(
 
 
 def best(found: list[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Those that fit, the fastest first."""
+    """Returns the candidates that fit into a GPU's memory, the fastest first."""
     fit = [c for c in found if c.bytes <= cluster.gpu_bytes]
     return sorted(fit, key=lambda c: c.step.seconds)
 
 
 def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload) -> StepEstimate:
-    """Forward, backward and the optimizer's collectives over `batch_tokens`.
+    """Estimates the seconds of forward, backward and the optimizer's collectives over
+    `batch_tokens`.
 
     T tokens of a micro-batch on a rank's share of the sequence, H hidden; a collective of n ranks
     over B bytes moves B (n - 1) / n through each rank's link.
@@ -135,7 +145,8 @@ def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Worklo
 
 
 def _reduce(m: ModelConfig, layout: Layout, cluster: Cluster) -> float:
-    """fp32 gradients are reduce-scattered, bf16 weights all-gathered, on the fullest stage."""
+    """Returns the seconds in which the fullest stage reduce-scatters fp32 gradients and all-gathers
+    bf16 weights."""
     dense, expert = layout.dp * layout.cp, layout.edp
     rates = [
         _rate(cluster, n, n * width)
@@ -148,7 +159,8 @@ def _reduce(m: ModelConfig, layout: Layout, cluster: Cluster) -> float:
 
 
 def _rate(cluster: Cluster, n: int, span: int) -> float:
-    """Bytes of a collective per second over `n` ranks that lie among `span` neighbours."""
+    """Returns the bytes per second of a collective over `n` ranks that lie among `span`
+    neighbours."""
     link = cluster.nvlink if span <= cluster.gpus_per_node else cluster.nic
     return link * cluster.link_efficiency * n / (n - 1) if n > 1 else float("inf")
 

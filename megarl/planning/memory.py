@@ -1,10 +1,10 @@
-"""Bytes per GPU of training and of serving, from a config and a layout alone.
+"""Computes bytes per GPU of training and of serving, from a config and a layout alone.
 
-Weights are counted from the family's declaration, equal layers once. Activations follow
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
-arXiv 2205.05198), sections 4 and 5, term by term, for a layer with a gated MLP, no dropout and a
-fused attention that keeps no scores; numbers are of two bytes (bf16). Left out: what kernels,
-libraries and the allocator's gaps take (`Cluster.reserve`).
+Weights are counted from the family's declaration, equal layers once. Activations follow Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models" (2022, arXiv 2205.05198),
+sections 4 and 5, term by term, for a layer with a gated MLP, no dropout and a fused attention that
+keeps no scores; numbers are of two bytes (bf16). The memory of kernels, libraries and the
+allocator's gaps is left out (`Cluster.reserve`).
 
 T tokens of a micro-batch on a rank's share of the sequence, H hidden.
 """
@@ -27,8 +27,8 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One optimizer step of `batch_tokens` in packed micro-batches of `micro_batch_tokens`, made of
-    sequences of `sequence` tokens. `reference`: a frozen copy of the model beside it."""
+    """Describes one optimizer step: `batch_tokens` in packed micro-batches of `micro_batch_tokens`,
+    made of sequences of `sequence` tokens. `reference` adds a frozen copy of the model."""
 
     batch_tokens: int = 1 << 22
     micro_batch_tokens: int = 16384
@@ -40,12 +40,13 @@ class Workload:
     reference: bool = False
 
     def micro_batches(self, layout: Layout) -> int:
+        """Returns the micro-batches of each data-parallel rank in a step, at least 1."""
         return max(1, -(-self.batch_tokens // (layout.dp * self.micro_batch_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of a GPU of one pipeline stage."""
+    """Gives the bytes of a GPU of one pipeline stage, by use."""
 
     weights: int
     grads: int
@@ -56,23 +57,27 @@ class StageMemory:
 
     @property
     def total(self) -> int:
+        """Returns the sum, in bytes."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Numel:
-    """Numbers a rank holds: replicated over dp * cp ranks, and over edp ranks."""
+    """Counts the parameters of a rank: `dense` are replicated over dp * cp ranks, `expert` over edp
+    ranks."""
 
     dense: int
     expert: int
 
     @property
     def total(self) -> int:
+        """Returns the sum of both."""
         return self.dense + self.expert
 
 
 def parameters(m: ModelConfig) -> tuple[int, int]:
-    """(all, those a token meets), without buffers and layers that predict further tokens."""
+    """Returns the number of all parameters and of those that a token meets, without buffers and the
+    layers that predict further tokens."""
     total = active = 0
     for (_, _, op, expert, _, buffer), count in _census(m).items():
         n = 0 if buffer else count * sum(math.prod(s) for s in op.hf_shapes(m))
@@ -84,7 +89,8 @@ def parameters(m: ModelConfig) -> tuple[int, int]:
 def stage_numel(
     m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
 ) -> list[Numel]:
-    """What a rank of every pipeline stage holds. Ranks of a stage hold equally much."""
+    """Returns the parameters of a rank of each pipeline stage. Ranks of a stage hold equally
+    many."""
     vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
     stage_of = {
         i: pp
@@ -111,7 +117,8 @@ def stage_numel(
 
 @lru_cache(maxsize=8)
 def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bool]]:
-    """How many parameters there are of each (layer, stage, op, of an expert?, tied?, buffer?)."""
+    """Returns how many parameters there are of each (layer, stage, op, of an expert?, tied?,
+    buffer?)."""
     return Counter(
         (layer, p.stage, p.op, p.expert is not None, p.copy_on_last is not None, p.buffer)
         for p, layer in family_of(m).params(m)
@@ -119,8 +126,9 @@ def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bo
 
 
 def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[StageMemory]:
-    """By pipeline stage. bf16 weights, fp32 gradients, Adam in fp32 with fp32 main weights: the
-    18, or 6 + 12/d, bytes per parameter of megatron-core's distributed optimizer."""
+    """Returns the memory of each pipeline stage: bf16 weights, fp32 gradients, Adam in fp32 with
+    fp32 main weights. These are the 18, or 6 + 12/d, bytes per parameter of megatron-core's
+    distributed optimizer."""
     stages = []
     for pp, numel in enumerate(stage_numel(m, layout)):
         shares = (layout.dp * layout.cp, layout.edp) if work.distributed_optimizer else (1, 1)
@@ -139,8 +147,9 @@ def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[Stag
 
 
 def chunks_in_flight(layout: Layout, pp: int, micro_batches: int) -> int:
-    """Forward passes of a chunk whose backward is still to come, at most: 1F1B, or interleaved
-    with its longer warm-up, which makes L (1 + (pp - 1) / (pp vpp)) layers on the first stage."""
+    """Returns the most forward passes of a chunk whose backward is still to come: 1F1B, or
+    interleaved with its longer warm-up, which makes L (1 + (pp - 1) / (pp vpp)) layers on the first
+    stage."""
     after = layout.pp - pp - 1
     if layout.vpp == 1:
         return min(micro_batches, after + 1)
@@ -148,7 +157,7 @@ def chunks_in_flight(layout: Layout, pp: int, micro_batches: int) -> int:
 
 
 def stage_activations(m: ModelConfig, layout: Layout, work: Workload, pp: int) -> int:
-    """The most a rank of the stage keeps for backward, in its layers."""
+    """Returns the most bytes that a rank of the stage keeps for backward, in its layers."""
     tokens = -(-work.micro_batch_tokens // layout.cp)
     chunks = [layout.layers(m.num_layers, pp, v) for v in range(layout.vpp)]
     kept = [sum(layer_activations(m, layout, i, tokens) for i in chunk) for chunk in chunks]
@@ -162,14 +171,14 @@ def stage_activations(m: ModelConfig, layout: Layout, work: Workload, pp: int) -
 
 
 def layer_activations(m: ModelConfig, layout: Layout, layer: int, tokens: int) -> int:
-    """Bytes that backward needs of layer `layer`, per rank."""
+    """Returns the bytes per rank that backward needs of layer `layer`, for `tokens` tokens."""
     per_token = _attention(m, layout) + _mlp(m, layout, layer)
     return int(per_token * tokens)
 
 
 def _attention(m: ModelConfig, layout: Layout) -> float:
-    """Both norms' inputs and all of attention. What tensor parallelism leaves whole, sequence
-    parallelism cuts."""
+    """Returns the bytes per token of both norms' inputs and all of attention. Sequence parallelism
+    shards the tensors that tensor parallelism leaves whole."""
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
     heads = m.num_attention_heads / tp
     shared, own = m.attention.kept_numbers(tp)
@@ -189,9 +198,9 @@ def _mlp(m: ModelConfig, layout: Layout, layer: int) -> float:
 
 
 def head_bytes(m: ModelConfig, layout: Layout, work: Workload) -> int:
-    """The LM head in backward: gathered hidden states and their gradient, the weight's gradient in
-    fp32, one chunk's logits in fp32 with a temporary of their size and in bf16, and the logits of
-    the whole micro-batch where they are few enough to be kept."""
+    """Returns the bytes of the LM head in backward: gathered hidden states and their gradient, the
+    weight's gradient in fp32, one chunk's logits in fp32 with a temporary of their size and in
+    bf16, and the logits of the whole micro-batch where they are few enough to be kept."""
     tokens = -(-work.micro_batch_tokens // layout.cp)
     rows = padded_vocab_size(m.vocab_size, layout.tp) // layout.tp
     logits = FP32 * tokens * rows
@@ -202,7 +211,8 @@ def head_bytes(m: ModelConfig, layout: Layout, work: Workload) -> int:
 
 
 def server_weights(m: ModelConfig, tp: int) -> int:
-    """Bytes per GPU of a bf16 server; key/value heads are repeated where tp is more than they."""
+    """Returns the bytes of weights per GPU of a bf16 server; key/value heads are repeated where tp
+    exceeds their number."""
     layout = Layout(tp=tp, etp=tp if m.moe and m.moe.intermediate_size % tp == 0 else 1)
     if m.moe and layout.etp == 1:
         layout = Layout(tp=tp, ep=tp)
@@ -211,5 +221,5 @@ def server_weights(m: ModelConfig, tp: int) -> int:
 
 
 def kv_bytes_per_token(m: ModelConfig, tp: int) -> int:
-    """Bytes of one token on one GPU of a server; a sliding window is not taken off."""
+    """Returns the bytes of one token on one GPU of a server; a sliding window is not taken off."""
     return BF16 * m.num_layers * m.attention.cached_numbers(tp)

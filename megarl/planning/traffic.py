@@ -1,8 +1,8 @@
-"""What one weight sync moves over which links, and how long that takes, on a cluster on paper.
+"""Estimates what one weight sync moves over which links, and how long that takes, on any cluster.
 
-The plan is that of the distributed transport: buckets of HF tensors, each gathered to an owner and
-broadcast to all servers. Its cost per HF tensor is constant: how an op's tensors are cut is worked
-out once, however many layers and experts have them.
+The plan is that of the distributed transport: buckets of HF tensors, each gathered to a sender
+(`owner` in this module) and broadcast to all servers. Its cost per HF tensor is constant: the
+shares of an op's tensors are worked out once, however many layers and experts have them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megarl.weight_sync.senders import assign, by_turns, first_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Links in bytes/s, one way: `nvlink` of a GPU, `nic` of the adapter each GPU has to itself.
-    What of them is reached (`link_efficiency`) and the rest of the times are assumptions to be
+    """Describes GPUs and links in bytes/s, one way: `nvlink` of a GPU, `nic` of the adapter each
+    GPU has to itself. The reached share (`link_efficiency`) and the times are assumptions to be
     replaced by measurements."""
 
     gpus_per_node: int = 8
@@ -43,19 +43,20 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Receivers:
-    """`gpus` that serve the model, `tp` to a server."""
+    """Counts the GPUs that serve the model, `tp` of them to a server."""
 
     gpus: int
     tp: int
 
     @property
     def servers(self) -> int:
+        """Returns the number of servers."""
         return self.gpus // self.tp
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """An HF tensor and how many of its numbers each owner of a piece has."""
+    """Says how many of the numbers of an HF tensor each owner of a piece has."""
 
     name: str
     numel: int
@@ -66,7 +67,7 @@ class Holding:
 def holdings(
     m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
 ) -> Iterator[Holding]:
-    """In HF order: the piece table's owners, added up per place."""
+    """Yields the holding of each HF tensor in HF order, from the piece table's owners."""
     vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
     chunk_of = {
         i: (pp, vpp)
@@ -97,7 +98,7 @@ Cut = tuple[int, tuple[tuple[int, int], ...]]  # numbers of a tensor, and of eac
 
 @lru_cache(maxsize=4096)
 def _cuts(m: ModelConfig, op: Op, tp: int, vocab: int) -> tuple[Cut, ...]:
-    """Of each of the op's HF tensors."""
+    """Returns the size and the ranks' shares of each of the op's HF tensors."""
     shares: list[dict[int, int]] = [{} for _ in op.hf_shapes(m)]
     for s in op.segments(m, tp, vocab):
         if s.tp == 0 or not op.replicated:
@@ -108,7 +109,8 @@ def _cuts(m: ModelConfig, op: Op, tp: int, vocab: int) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BucketTraffic:
-    """Bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, itself among them."""
+    """Says that bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, itself among
+    them."""
 
     index: int
     owner: int
@@ -120,7 +122,8 @@ class BucketTraffic:
 def plan_gather(
     held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, owners: Sequence[int] = (0,)
 ) -> list[BucketTraffic]:
-    """The distributed transport's buckets (weight_sync.plan.plan_sync)."""
+    """Returns the buckets that the distributed transport would send (weight_sync.plan.plan_sync),
+    in order."""
     chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, owners)
     mine: dict[int, list[Holding]] = {owner: [] for owner in owners}
     for h, owner in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
@@ -133,7 +136,7 @@ def plan_gather(
 def _buckets(
     held: Sequence[Holding], layout: Layout, bucket_bytes: int, owner: int
 ) -> Iterator[BucketTraffic]:
-    """One owner's, as if it were alone."""
+    """Yields the buckets of one owner, numbered as if it were alone."""
     coords, sources = layout.coords(owner), dict[int, int]()
     index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
 
@@ -157,7 +160,7 @@ def _buckets(
 
 @dataclass(frozen=True, kw_only=True)
 class SyncEstimate:
-    """Bytes over all links of a kind in one sync, and seconds.
+    """Gives the bytes over all links of a kind in one sync, and seconds.
 
     bound: links at their full speed and nothing else, for this transport; sharded_bound: the same
     where each server GPU fetches no more than the slice it keeps, from all training GPUs at once.
@@ -179,6 +182,7 @@ class SyncEstimate:
 
     @property
     def bottleneck(self) -> str:
+        """Returns the name of the part that takes the most seconds."""
         steps = {
             "gather": self.gather_seconds,
             "broadcast": self.broadcast_seconds,
@@ -194,9 +198,10 @@ def estimate_sync(
     cluster: Cluster,
     buckets: Sequence[BucketTraffic],
 ) -> SyncEstimate:
-    """Gathers overlap with the sending of earlier buckets as in the transport: an owner holds two
-    buckets, and bucket k+1 goes out after the servers' answer for k. gather_seconds and the like
-    are sums over buckets (for gathers, of the busiest owner)."""
+    """Estimates one sync. Gathers overlap with the sending of earlier buckets as in the transport:
+    an owner holds two buckets, and bucket k+1 goes out after the servers' answer for k.
+    gather_seconds, broadcast_seconds and load_seconds are sums over buckets (for gathers, of the
+    busiest owner)."""
     owners = sorted({b.owner for b in buckets})
     gathers = [_gather(b, cluster) for b in buckets]
     rate = cluster.nic * cluster.link_efficiency
@@ -235,7 +240,7 @@ def estimate_sync(
 
 
 def _incoming(b: BucketTraffic, cluster: Cluster) -> tuple[int, int]:
-    """Bytes that reach the owner over the network, and from its node."""
+    """Returns the bytes that reach the owner over the network, and from its node."""
     node = b.owner // cluster.gpus_per_node
     near = sum(n for r, n in b.sources.items() if r // cluster.gpus_per_node == node)
     return sum(b.sources.values()) - near, near - b.sources.get(b.owner, 0)
@@ -248,7 +253,7 @@ def _gather(b: BucketTraffic, cluster: Cluster) -> float:
 
 
 def _pipelined(gathers: Sequence[float], sends: Sequence[float], owners: int) -> float:
-    """When the last bucket is answered for."""
+    """Returns when the last bucket is answered for, in seconds from the start."""
     gathered: list[float] = []
     answered: list[float] = []
     for k, (gather, send) in enumerate(zip(gathers, sends, strict=True)):

@@ -1,4 +1,4 @@
-"""Rollouts: the SGLang client, the executor that keeps it busy, workflows and rewards.
+"""Gathers rollouts: the SGLang client, the executor that keeps it busy, workflows and rewards.
 
 Names load on first use, so that reward workers and the launcher do not import torch for them.
 """

@@ -1,4 +1,5 @@
-"""What becomes of samples: handed out and trained once (or their update was skipped), or failed."""
+"""Accounts for samples: each is handed out and trained once (or its update was skipped), or it
+failed."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 
 class AccountingError(AssertionError):
-    """The books do not balance: a fault in the code, whatever the settings of the run."""
+    """Says that the counts do not balance: a fault in the code, whatever the settings of the
+    run."""
 
 
 class SampleAccounting:
-    """Episodes are handed out in ascending order of their ids, so one mark tells what came before:
+    """Checks that every episode is handed out once and trained once.
+
+    Episodes are handed out in ascending order of their ids, so one mark tells what came before:
     beside it only the episodes of the batch being trained are held. The consumer reports both ends:
 
         accounting.receive(batch["episode_ids"])   # on getting a batch, [B], one id per sample
@@ -30,6 +34,8 @@ class SampleAccounting:
         self._untrained: dict[int, int] = {}  # id -> samples
 
     def receive(self, episode_ids: Tensor) -> None:
+        """Books the samples [B] of these episodes as handed out. Raises AccountingError for an
+        episode that was handed out before."""
         for episode, count in sorted(Counter(episode_ids.tolist()).items()):
             if episode <= self.mark:
                 raise AccountingError(f"episode {episode} was handed out twice")
@@ -37,7 +43,9 @@ class SampleAccounting:
             self._untrained[episode] = count
 
     def train(self, episode_ids: Tensor, skipped: Tensor | None = None) -> None:
-        """`skipped` [B] bool: samples whose update was skipped."""
+        """Books the samples [B] of these episodes as trained, or as skipped under `skipped` [B]
+        bool. Raises AccountingError for an episode that was not handed out, or not with as many
+        samples."""
         left_out = Counter([] if skipped is None else episode_ids[skipped].tolist())
         for episode, count in Counter(episode_ids.tolist()).items():
             if episode not in self._untrained:
@@ -54,9 +62,9 @@ class SampleAccounting:
                 self.episodes += 1
 
     def fail(self, episode_ids: Tensor) -> None:
-        """`episode_ids` [n]: samples that left the batch after they were handed out, because
-        something failed for them. An episode that has no others counts as skipped.
-        """
+        """Books samples that left the batch after they were handed out, because something failed
+        for them; `episode_ids` [n]. An episode that has no others counts as skipped. Raises
+        AccountingError for more samples than the episode has."""
         for episode, count in Counter(episode_ids.tolist()).items():
             if count > self._untrained.get(episode, 0):
                 raise AccountingError(f"episode {episode}: {count} samples failed, it has fewer")
@@ -66,18 +74,20 @@ class SampleAccounting:
                 self.skipped_episodes += 1
 
     def check(self) -> None:
-        """Raises unless everything received was trained, or skipped."""
+        """Raises AccountingError unless everything received was trained, or skipped."""
         if self._untrained:
             names = ", ".join(map(str, self._untrained))
             raise AccountingError(f"episodes {names} were handed out, but never trained")
 
     def state_dict(self) -> dict[str, int]:
-        """What was handed out but not trained yet cannot be saved: check() comes first."""
+        """Returns the counts for a checkpoint. Episodes that were handed out but not trained yet
+        cannot be saved: check() comes first."""
         self.check()
         names = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restores the counts of `state_dict`."""
         self.mark, self.episodes, self.samples = (
             state[name] for name in ("mark", "episodes", "samples")
         )
@@ -87,9 +97,8 @@ class SampleAccounting:
 
 class FailedSamples:
     """Counts the samples that an environment, a reward, a tool or a server spoilt, by kind, and
-    their tokens. They are in no batch: to train on what they stand for (a reward of zero, say)
-    would teach the failure.
-    """
+    their tokens. No batch has them: to train on a substitute (a reward of zero, say) would teach
+    the failure."""
 
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
@@ -101,7 +110,8 @@ class FailedSamples:
         self.tokens += sum(length for _, length in failed)
 
     def stats(self) -> dict[str, float]:
-        """failed_samples, and where there are any those of each kind, and their mean length."""
+        """Returns failed_samples, and where there are any the number of each kind and their mean
+        length in tokens."""
         count = self.samples.total()
         stats = {"failed_samples": float(count)}
         if count:
@@ -110,7 +120,9 @@ class FailedSamples:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the counts for a checkpoint."""
         return {"samples": dict(self.samples), "tokens": self.tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the counts of `state_dict`."""
         self.samples, self.tokens = Counter(state["samples"]), state["tokens"]

@@ -1,4 +1,5 @@
-"""RemoteSGLangEngine: generation by running servers that speak SGLang's HTTP protocol."""
+"""Defines RemoteSGLangEngine, which generates by running servers that speak SGLang's HTTP
+protocol."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted 
 
 
 class RemoteSGLangEngine(InferenceEngine):
-    """Servers are `config.addresses`, else the environment's MEGARL_LLM_SERVER_ADDRS.
+    """Generates by the servers of `config.addresses`, else of the environment's
+    MEGARL_LLM_SERVER_ADDRS.
 
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
     `prepare_batch`, `rollout_batch`, `update_weights` and `destroy` are called by every rank, and
-    an error of the driver is one of every rank. `pause` and `resume` do nothing on other ranks;
+    an error of the driver is raised on every rank. `pause` and `resume` do nothing on other ranks;
     `submit`, `wait` and `agenerate` are errors there.
 
-    Everything asynchronous runs in one thread with its own event loop; the synchronous methods may
-    be called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
+    All asynchronous code runs in one thread with its own event loop; the synchronous methods may be
+    called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
     `tokenizer` is for requests by text and for the text of responses.
     """
 
@@ -73,7 +75,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     @property
     def addresses(self) -> list[str]:
-        """host:port of every server that is not lost."""
+        """Returns host:port of every server that is not lost."""
         return self._pool.addresses if self._pool else server_addresses(self.config)
 
     def initialize(
@@ -83,7 +85,8 @@ class RemoteSGLangEngine(InferenceEngine):
         began several processes and nothing has started it yet.
 
         addr: host:port of the servers, several by commas, in place of those configured; ft_spec: no
-        episode begins that none of its steps can use. RuntimeError names servers that are not well.
+        episode begins that none of its steps can use. Raises RuntimeError naming servers that are
+        not well.
         """
         assert self._zero is None, "initialize() was called twice"
         if addr:
@@ -100,7 +103,7 @@ class RemoteSGLangEngine(InferenceEngine):
             self.config = dataclasses.replace(self.config, addresses=addresses)
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
-        """On the driver: opens connections; returns the servers' addresses."""
+        """Opens connections, on the driver; returns the servers' addresses."""
         pool = ServerPool(
             server_addresses(self.config),
             request_timeout=self.config.request_timeout,
@@ -130,7 +133,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     @property
     def drives(self) -> bool:
-        """Whether this process is the driver: rank 0, or the only process."""
+        """Returns whether this process is the driver: rank 0, or the only process."""
         return self._zero is None or self._zero.is_zero
 
     def on_driver(self, fn: Callable[..., T], *args: Any) -> T:
@@ -156,6 +159,8 @@ class RemoteSGLangEngine(InferenceEngine):
         return self._zero
 
     def check_health(self) -> None:
+        """Raises RuntimeError naming every server whose /health does not answer 200. On the driver
+        only."""
         loop, pool = self._open()
         down = loop.run(pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
         if down:
@@ -163,6 +168,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     @property
     def is_open(self) -> bool:
+        """Returns whether this process is connected to the servers; only the driver ever is."""
         return self._pool is not None
 
     def _open(self) -> tuple[LoopThread, ServerPool]:
@@ -179,9 +185,14 @@ class RemoteSGLangEngine(InferenceEngine):
     # generation
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generates one sample; see agenerate_many."""
         return (await self.agenerate_many([req]))[0]
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Generates samples in one request to one server, and returns them in the order of `reqs`.
+        A sample that a pause aborts is continued after it. Raises RuntimeError where
+        rollout.request_retries tries fail, and ValueError for an answer that breaks the
+        protocol."""
         loop = self._open()[0]
         samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
         responses = await loop.here(self._generate(samples))
@@ -193,7 +204,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return responses
 
     def _encoded(self, req: ModelRequest) -> ModelRequest:
-        """The request with the ids of its text, if it has text alone."""
+        """Returns the request with the ids of its text, if it has text alone."""
         if req.input_ids or not req.text:
             return req
         if self._tokenizer is None:
@@ -212,7 +223,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return Sample(req, seed=seed)
 
     async def _generate(self, samples: list[Sample]) -> list[ModelResponse]:
-        """Requests what is unfinished until nothing is: aborted samples go out again."""
+        """Sends requests until no sample is unfinished: aborted samples go out again."""
         pool, fruitless = self._open()[1], 0
         unfinished = list(samples)
         while unfinished:
@@ -259,10 +270,12 @@ class RemoteSGLangEngine(InferenceEngine):
     # weights
 
     def pause(self) -> None:
-        """Stops admitting requests here, then pauses every server. Those that give no answer are
-        dropped, here and from `addresses`, while any is left; the next update does without them.
-        Those dropped before that answer again are in `addresses` again; they get requests after an
-        update. Does nothing on other ranks than the driver.
+        """Stops admitting requests here, then pauses every server. Does nothing on other ranks than
+        the driver.
+
+        A server that gives no answer is lost: `addresses` and the next update do without it, unless
+        no other is left, which is a RuntimeError. A server lost earlier that answers again is back
+        in `addresses`, and gets requests after an update.
         """
         if not self.drives:
             return
@@ -278,7 +291,8 @@ class RemoteSGLangEngine(InferenceEngine):
         loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
 
     def resume(self) -> None:
-        """Has the servers go on and admits requests again; nothing on other ranks."""
+        """Has the servers go on and admits requests again; does nothing on other ranks than the
+        driver."""
         if not self.drives:
             return
         loop, pool = self._open()
@@ -291,8 +305,8 @@ class RemoteSGLangEngine(InferenceEngine):
         self.executor.pipeline.release()
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
-        """Goes on without these (address -> why); RuntimeError where no other is left. Does nothing
-        on other ranks than the driver."""
+        """Goes on without the servers `lost` (address -> reason). Raises RuntimeError where no
+        other is left. Does nothing on other ranks than the driver."""
         if not self.drives:
             return
         loop, pool = self._open()
@@ -305,7 +319,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Returns a future that resolves once every server reports `meta.version` (None: the one
         after the client's), which then is the client's too. Every rank calls this, and `result()`.
-        ValueError for a version that is not above the last.
+        Raises ValueError for a version that is not above the last.
 
         The trainer's `upload_weights` moves the weights; this waits for their arrival.
         """
@@ -326,6 +340,8 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updated = meta.number
 
     def set_version(self, version: int) -> None:
+        """Sets the client's version, which decides admission and staleness; a lower one than the
+        last update's restarts the counting of updates."""
         self._version = version
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
@@ -333,12 +349,14 @@ class RemoteSGLangEngine(InferenceEngine):
             self._executor.pipeline.version_changed(version)
 
     def get_version(self) -> int:
+        """Returns the version that `set_version` or the last finished update has set."""
         return self._version
 
     # rollouts
 
     @property
     def executor(self) -> RolloutExecutor:
+        """Returns the executor of an open client, on the driver. Raises RuntimeError elsewhere."""
         self._open()
         assert self._executor is not None
         return self._executor
@@ -350,9 +368,12 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> None:
+        """Queues one episode; see RolloutExecutor.submit. On the driver only."""
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
     def wait(self, count: int, timeout: float | None = None) -> Padded:
+        """Returns the next `count` accepted episodes; see RolloutExecutor.wait. On the driver
+        only."""
         return self.executor.wait(count, timeout)
 
     def rollout_batch(
@@ -362,6 +383,8 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
+        """Returns the samples of all rows, whatever the staleness bound; see
+        RolloutExecutor.rollout_batch. Collective."""
         return self.share(
             lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
         )
@@ -373,6 +396,8 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
+        """Returns one training batch; see RolloutExecutor.prepare_batch. Collective. Raises
+        ValueError where the ranks' dataloaders differ."""
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
@@ -383,5 +408,5 @@ class RemoteSGLangEngine(InferenceEngine):
         )
 
     def stats(self) -> dict[str, float]:
-        """The executor's counters and timings, see RolloutExecutor.stats."""
+        """Returns the executor's counters and timings; see RolloutExecutor.stats."""
         return self.executor.stats()

@@ -1,4 +1,4 @@
-"""What makes the rollout client of every rank one: rank 0 drives, the others share its results."""
+"""Joins the rollout clients of all ranks to one: rank 0 drives, the others share its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIX = (
 
 
 class Arrival(Future[None]):
-    """The arrival of an update as every rank sees it: `result` is collective."""
+    """Shows the arrival of an update to every rank: `result` is collective."""
 
     def __init__(
         self, zero: RankZero, arrival: Future[None] | None, then: Callable[[], None]
@@ -34,14 +34,18 @@ class Arrival(Future[None]):
         self._zero, self._arrival, self._then = zero, arrival, then
 
     def done(self) -> bool:
+        """Returns whether `result` would not wait, as far as this rank knows: on other ranks than
+        the driver it is always True."""
         return self._arrival is None or self._arrival.done()
 
     def result(self, timeout: float | None = None) -> None:
+        """Waits until the servers have the weights, at most `timeout` s, and raises the driver's
+        error on every rank. Collective."""
         self._zero(self._wait, timeout)
         self._then()
 
     def _wait(self, timeout: float | None) -> None:
-        """On the driver."""
+        """Waits for the update, on the driver."""
         assert self._arrival is not None
         self._arrival.result(timeout)
 

@@ -1,4 +1,4 @@
-"""One episode: a row on its way through a workflow, and the batch it ends as."""
+"""Runs one episode: a row on its way through a workflow, and the batch it ends as."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from megarl.utils.batch import select
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """Ends with `batch` (accepted), `error` (failed) or neither (rejected).
+    """Describes an episode, which ends with `batch` (accepted), `error` (failed) or neither
+    (rejected).
 
-    number: place in the order of submission, unique in a run, also over resumes. drawn: the row
-    came from prepare_batch's dataloader. drops: how often in a row its samples were too stale.
-    failed: kind and length of samples that are not in `batch` because something failed. counted:
-    the pipeline knows that it was accepted.
+    number: place in the order of submission, unique in a run, also over resumes.
+    drawn: the row came from prepare_batch's dataloader.
+    drops: how often in a row its samples were too stale.
+    failed: kind and length of samples that are not in `batch` because something failed.
+    counted: the pipeline knows that it was accepted.
+    latency: seconds from begin to end.
     """
 
     number: int
@@ -40,10 +43,12 @@ class Episode:
 
     @property
     def name(self) -> str:
+        """Returns how messages name the episode: by its row's id."""
         return f"row {self.row.get('row_id', '?')}"
 
     def oldest_version(self) -> int | None:
-        """The smallest version that wrote a trained token; None when there is none."""
+        """Returns the smallest version that wrote a trained token; None where there is no such
+        token."""
         if self.batch is None:
             return None
         trained = self.batch["versions"][self.batch["loss_mask"].bool()]
@@ -53,9 +58,9 @@ class Episode:
 async def run_episode(
     episode: Episode, engine: InferenceEngine, *, timeout: float, vocab_size: int | None = None
 ) -> None:
-    """Runs the workflow, checks what it returns, and records the outcome in `episode`; only our own
-    cancellation of its task propagates. vocab_size: the model's, None where it is not known.
-    """
+    """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
+    `episode`; only our own cancellation of its task propagates. vocab_size: the model's, None where
+    it is not known."""
     begun, task = time.monotonic(), asyncio.current_task()
     clock = asyncio.timeout(timeout)
     try:
@@ -86,7 +91,7 @@ async def run_episode(
 def _checked(
     batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None
 ) -> Padded | None:
-    """What the workflow returned, without samples that failed; None if all of them did."""
+    """Returns the workflow's batch without samples that failed; None if all of them did."""
     try:
         batch, episode.failed = without_failed(batch)
         if batch is not None:
@@ -98,9 +103,9 @@ def _checked(
 
 
 def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
-    """(the batch without the samples whose `valid` [n] is False, None if it is all; their kinds and
-    lengths). A failed sample may hold anything: NaN, garbage, no token at all.
-    """
+    """Returns the batch without the samples whose `valid` [n] is False (None if all are), and
+    (kind, length) of these samples. A failed sample may hold anything: NaN, garbage, no token at
+    all."""
     if not isinstance(batch, dict) or "valid" not in batch:
         return batch, []
     check_valid(batch)
@@ -115,9 +120,8 @@ def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
 
 
 def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:
-    """The samples of each episode, padded to its own length, with group_ids and episode_ids [n].
-    unit_ids [n], where a workflow gives them, are numbered through all episodes.
-    """
+    """Returns the samples of each episode, padded to its own length, with group_ids and episode_ids
+    [n]. unit_ids [n], where a workflow gives them, are numbered through all episodes."""
     parts, units = [], 0
     for episode, group in zip(episodes, group_ids, strict=True):
         assert episode.batch is not None

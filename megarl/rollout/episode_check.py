@@ -34,11 +34,10 @@ _NOT_WRITTEN = (
 
 
 def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) -> None:
-    """Raises TypeError for what is no batch and ValueError for one that breaks a rule: right-padded
-    input_ids, attention_mask, loss_mask, logprobs and versions, all [n,S] with n >= 1, rewards [n],
-    and whatever else of n rows. `version` is the newest weights'; `vocab_size` the model's, if
-    known.
-    """
+    """Raises TypeError for a result that is no batch and ValueError for a batch that breaks a rule:
+    right-padded input_ids, attention_mask, loss_mask, logprobs and versions, all [n,S] with n >= 1,
+    rewards [n], and other fields of n rows. `version` is the newest weights'; `vocab_size` the
+    model's, if known."""
     if not isinstance(batch, dict) or not all(isinstance(v, Tensor) for v in batch.values()):
         raise TypeError(f"{_what(batch)}: use a padded batch [n,S] of tensors, or None")
     _check_shapes(batch)
@@ -108,12 +107,12 @@ def _check_shapes(batch: dict[str, Tensor]) -> None:
 
 
 def _first(mask: Tensor) -> Tensor:
-    """True at the first position, [n,S]."""
+    """Returns [n,S], True at the first position."""
     return torch.arange(mask.shape[1]).expand_as(mask) == 0
 
 
 def _after_padding(mask: Tensor) -> Tensor:
-    """True where a real token follows a padded one, [n,S]."""
+    """Returns [n,S], True where a real token follows a padded one."""
     return mask & ((~mask).cumsum(1) > 0)
 
 

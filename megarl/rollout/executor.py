@@ -1,4 +1,4 @@
-"""RolloutExecutor: submit episodes, get ordered batches; the trainer's view of rollouts.
+"""Defines RolloutExecutor, the trainer's view of rollouts: submit episodes, get ordered batches.
 
 Results come in order of submission, so a batch does not depend on which episodes happened to finish
 first (nor favour short answers). While a straggler holds a batch back, others keep generating up to
@@ -47,14 +47,15 @@ class RolloutExecutor:
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> None:
-        """Queues one episode; it starts when capacity allows."""
+        """Queues one episode; it starts when capacity allows. Raises ValueError unless either a
+        workflow or a builder is given."""
         self.pipeline.enqueue(data, _workflow(workflow, workflow_builder), should_accept)
         self.pipeline.start_soon()
 
     def wait(self, count: int, timeout: float | None = None) -> Padded:
-        """The next `count` accepted episodes, joined; group_ids [B] number them from 0, episode_ids
-        [B] over the whole run. An episode that failed makes this raise its error.
-        """
+        """Returns the next `count` accepted episodes, joined; group_ids [B] number them from 0,
+        episode_ids [B] over the whole run. Raises the error of an episode that failed, and
+        TimeoutError after `timeout` s."""
         if count < 1:
             raise ValueError(f"wait({count}): wait for at least 1 episode")
         pipe, begun = self.pipeline, time.monotonic()
@@ -73,10 +74,10 @@ class RolloutExecutor:
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Padded:
-        """One consumer batch: as many episodes as the dataloader's batch has rows, joined and
-        padded to the longest. Rejected groups are replaced by the next rows, over the end of the
-        epoch if need be.
-        """
+        """Returns one training batch: as many episodes as the dataloader's batch has rows, joined
+        and padded to the longest. Rejected groups are replaced by the next rows, over the end of
+        the epoch if need be. Raises RuntimeError where MAX_REJECTED_BATCHES batches in a row were
+        rejected."""
         return concat_padded(
             self.prepare_parts(dataloader, workflow, workflow_builder, should_accept)
         )
@@ -88,9 +89,8 @@ class RolloutExecutor:
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> list[Padded]:
-        """prepare_batch's samples, those of each episode padded to the longest of it: what
-        Batch.from_local takes.
-        """
+        """Returns prepare_batch's samples, those of each episode padded to the longest of it, as
+        Batch.from_local takes them."""
         flow = _workflow(workflow, workflow_builder)
         feeder = self._feed_from(dataloader)
         pipe, count, begun = self.pipeline, feeder.batch_size, time.monotonic()
@@ -112,9 +112,8 @@ class RolloutExecutor:
         return self._hand_out(episodes, begun)
 
     def expect(self, batches: int) -> None:
-        """How many batches prepare_batch will be asked for from now on: no episode begins that none
-        of them can use. Without it there is no end to them.
-        """
+        """Says how many batches prepare_batch will be asked for from now on: no episode begins that
+        none of them can use. Without this call episodes begin without end."""
         self.pipeline.expect(batches)
 
     def rollout_batch(
@@ -124,9 +123,9 @@ class RolloutExecutor:
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Padded:
-        """All rows, whatever the staleness bound (evaluation); group_ids is the index into `data`.
-        Rejected rows are left out; an episode that fails cancels the rest and raises.
-        """
+        """Returns the samples of all rows, whatever the staleness bound (evaluation); group_ids is
+        the index into `data`. Rejected rows are left out; an episode that fails cancels the rest
+        and raises its error."""
         if not data:
             raise ValueError("rollout_batch: no rows")
         flow = _workflow(workflow, workflow_builder)
@@ -149,10 +148,9 @@ class RolloutExecutor:
         return batch
 
     def stats(self) -> dict[str, float]:
-        """Counters of the run (submitted = running + accepted + rejected + failed + dropped, which
-        is checked) and metrics of the last batch: wait_time (s the trainer waited), latency_mean
-        and latency_max (s per episode).
-        """
+        """Returns counters of the run (submitted = running + accepted + rejected + failed +
+        dropped, which is checked) and metrics of the last batch: wait_time (s the trainer waited),
+        latency_mean and latency_max (s per episode)."""
         pipe = self.pipeline
         with pipe.changed:
             pipe.check()
@@ -172,17 +170,15 @@ class RolloutExecutor:
 
     def failed(self, batch: Batch, mask: torch.Tensor, kind: str) -> None:
         """Books samples of a batch that was handed out as failed: those under `mask` [B] bool,
-        which batch.keep(~mask) leaves out. `kind` is one of api.inference.FAILURES.
-        """
+        which batch.keep(~mask) leaves out. `kind` is one of api.inference.FAILURES."""
         self.accounting.fail(batch["episode_ids"][mask])
         with self.pipeline.changed:
             lengths = batch.lengths[mask].tolist()
             self.pipeline.failed_samples.add([(kind, n) for n in lengths])
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool;
-        then all that was ever handed out must have been one or the other.
-        """
+        """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool as
+        skipped. Raises AccountingError unless all that was ever handed out is one or the other."""
         self.accounting.train(episode_ids, skipped)
         self.accounting.check()
         done = self.accounting.episodes + self.accounting.skipped_episodes
@@ -193,15 +189,16 @@ class RolloutExecutor:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two batches: the counters, and the rows drawn from the dataloader but not yet
-        handed out, in order; a resumed run submits them before it draws more. Plain data.
-        """
+        """Returns, between two batches, the counters and the rows drawn from the dataloader but not
+        yet handed out, in order; a resumed run submits them before it draws more. It is plain
+        data."""
         with self.pipeline.changed:
             state = self.pipeline.state_dict()
         state["rows"] += self._rows.buffered if self._rows else []
         return state | {"accounting": self.accounting.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`, before the first batch."""
         assert self._rows is None, "load_state_dict after the first batch"
         self.pipeline.load_state_dict(state)
         self.accounting.load_state_dict(state["accounting"])

@@ -1,4 +1,4 @@
-"""One sample on its way through SGLang's /generate: request body, answer, continuation.
+"""Brings one sample through SGLang's /generate: request body, answer, continuation.
 
 A sample that a pause aborted is continued: its next request holds the prompt and the tokens so far,
 and the remaining budget. Its seed stays, since seeded sampling is keyed by the position in the
@@ -22,13 +22,15 @@ _FIX = "start a server that speaks SGLang's protocol, or correct rollout.address
 
 
 def stable_seed(*key: object) -> int:
-    """A 31-bit seed that depends on the key's values only: the same in every process and run."""
+    """Returns a 31-bit seed that depends on the key's values only: it is the same in every process
+    and run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 33
 
 
 class Sample:
-    """Collects the tokens of one ModelRequest over as many requests as it takes."""
+    """Collects the tokens of one ModelRequest over as many requests as it takes. Raises ValueError
+    for a request without tokens."""
 
     def __init__(self, request: ModelRequest, *, seed: int | None) -> None:
         if not request.input_ids:
@@ -39,13 +41,17 @@ class Sample:
 
     @property
     def done(self) -> bool:
+        """Returns whether the sample has ended."""
         return bool(self.response.stop_reason)
 
     @property
     def tokens(self) -> list[int]:
+        """Returns the prompt and the tokens generated so far."""
         return self.response.input_tokens + self.response.output_tokens
 
     def sampling_params(self) -> dict[str, Any]:
+        """Returns SGLang's sampling parameters for the next request, with the token budget that is
+        left."""
         config, written = self.request.gconfig, self.response.output_len
         params = _sampling_params(config)
         params["max_new_tokens"] = config.max_new_tokens - written
@@ -56,8 +62,7 @@ class Sample:
 
     def absorb(self, item: dict[str, Any], *, initial_version: int) -> int:
         """Takes one answer in; returns how many tokens it brought. Raises ValueError for an answer
-        that breaks the protocol and RuntimeError for a request the server gave up on.
-        """
+        that breaks the protocol and RuntimeError for a request that the server gave up on."""
         meta = item["meta_info"]
         tokens, logprobs = _tokens_and_logprobs(item)
         finish = meta.get("finish_reason")
@@ -87,7 +92,8 @@ class Sample:
         self.response.latency = time.monotonic() - self._begun
 
     def _check_abort(self, finish: dict[str, Any]) -> None:
-        """A pause's abort carries no status; one with a status is the server's refusal."""
+        """Raises RuntimeError for an abort with a status, the server's refusal; a pause's abort has
+        none."""
         if finish.get("status_code") is not None:
             raise RuntimeError(
                 f"request {self.request.rid}: server aborted it with status "
@@ -96,9 +102,8 @@ class Sample:
 
 
 def batch_body(samples: Sequence[Sample], adapter: str | None = None) -> dict[str, Any]:
-    """The body of ONE /generate request for all samples, each with its own parameters and seed.
-    adapter: the name of what the servers are to compute with beside their base.
-    """
+    """Returns the body of ONE /generate request for all samples, each with its own parameters and
+    seed. adapter: the name of the adapter that the servers compute with."""
     lora = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
     return lora | {
         "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
@@ -128,7 +133,8 @@ def _sampling_params(config: GenerationHyperparameters) -> dict[str, Any]:
 
 
 def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Both from output_token_logprobs ([logprob, id, text] each): they cannot disagree."""
+    """Returns tokens and logprobs, both from output_token_logprobs ([logprob, id, text] each), so
+    that they cannot disagree."""
     entries, ids = item["meta_info"].get("output_token_logprobs"), item.get("output_ids")
     if entries is None:  # a request aborted while it queued has a reduced meta_info
         if ids:
@@ -153,7 +159,8 @@ def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _versions(meta: dict[str, Any], count: int, initial_version: int) -> list[int]:
-    """Weight version of each of `count` output tokens from spans [{version, start, end}]."""
+    """Returns the weight version of each of `count` output tokens, from spans [{version, start,
+    end}]."""
     spans = meta.get("weight_versions") or [
         {"version": meta.get("weight_version", INITIAL_VERSION), "start": 0, "end": count}
     ]
@@ -175,6 +182,8 @@ def _versions(meta: dict[str, Any], count: int, initial_version: int) -> list[in
 
 
 def parse_version(text: str, initial_version: int) -> int:
+    """Returns the number of a server's weight version; `initial_version` for weights from before
+    the first update. Raises ValueError for other text."""
     if text == INITIAL_VERSION:
         return initial_version
     try:

@@ -1,4 +1,4 @@
-"""SGLangEngine: a client that starts and ends its own servers."""
+"""Defines SGLangEngine, a client that starts and ends its own servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from megarl.rollout.server_process import ServerProcess, start_server
 
 
 class SGLangEngine(RemoteSGLangEngine):
-    """`server.count` servers on the driver's host, from `initialize` to `destroy`.
+    """Runs `server.count` servers on the driver's host, from `initialize` to `destroy`.
 
-    `config.addresses` is not read. Logs go to <log_dir>/server<i>.log.
+    `config.addresses` is not read. Logs go to <log_dir>/server<i>.log. Raises ValueError for no
+    server, or no model.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class SGLangEngine(RemoteSGLangEngine):
         self._processes: list[ServerProcess] = []
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
-        """On the driver: starts the servers first."""
+        """Starts the servers, on the driver, then opens connections."""
         for i in range(self._server.count):
             self._processes.append(
                 start_server(
@@ -60,6 +61,7 @@ class SGLangEngine(RemoteSGLangEngine):
         return super()._connect(ft_spec)
 
     def destroy(self) -> None:
+        """Ends the client as RemoteSGLangEngine.destroy does, then its servers."""
         try:
             super().destroy()
         finally:

@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of its own: where all rollouts of a process run.
+"""Runs an asyncio event loop in a thread of its own, where all rollouts of a process run.
 
 A second thread watches it: one workflow that blocks in a coroutine holds up every episode, and the
 warning shows the line it is at.
@@ -28,7 +28,8 @@ CLOSE_TIMEOUT = 30.0
 
 
 class LoopThread:
-    """Starts at construction; `close` cancels what is left, ends the loop and joins the threads."""
+    """Starts the loop at construction; `close` cancels what is left, ends the loop and joins the
+    threads."""
 
     def __init__(self, name: str = "megarl-rollout") -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,19 +42,21 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
+        """Returns whether the loop's thread runs."""
         return self._thread.is_alive()
 
     def inside(self) -> bool:
-        """True when called from a coroutine or callback of this loop."""
+        """Returns True when called from a coroutine or callback of this loop."""
         return threading.current_thread() is self._thread
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts `coro` in the loop and returns its future at once."""
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def run(self, coro: Coroutine[Any, Any, T], *, timeout: float, stoppable: bool = False) -> T:
-        """Runs `coro` in the loop and blocks the calling (other) thread for at most `timeout` s;
-        with `stoppable`, a signal that asks the run to end cancels it (StopRequested).
-        """
+        """Runs `coro` in the loop and blocks the calling (other) thread for at most `timeout` s,
+        then raises TimeoutError; with `stoppable`, a signal that asks the run to end cancels it
+        (StopRequested)."""
         assert not self.inside(), "LoopThread.run would wait for itself"
         future = self.submit(coro)
         deadline = time.monotonic() + timeout
@@ -80,10 +83,12 @@ class LoopThread:
         return await asyncio.wrap_future(self.submit(coro))
 
     def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
+        """Has the loop call `fn(*args)`; may be called from any thread."""
         self._loop.call_soon_threadsafe(fn, *args)
 
     def blocked(self) -> str:
-        """What holds the loop up, if it has not turned for BLOCKED_AFTER seconds; else empty."""
+        """Says what holds the loop up, if it has not turned for BLOCKED_AFTER seconds; else
+        empty."""
         silent = time.monotonic() - self._last_beat
         frame = sys._current_frames().get(self._thread.ident or 0)
         if silent < BLOCKED_AFTER or frame is None:
@@ -96,9 +101,8 @@ class LoopThread:
         )
 
     def close(self, *, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancels all tasks, awaits `last` and ends the loop. A blocked one is left to die with
-        the process. May be called twice.
-        """
+        """Cancels all tasks, awaits `last` and ends the loop. A blocked loop is left to end with
+        the process. May be called twice. Raises TimeoutError where the loop does not end."""
         self._closed.set()
         self._watcher.join()
         if not self.alive:

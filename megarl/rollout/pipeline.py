@@ -1,4 +1,5 @@
-"""Episodes from submission to hand-out: the state the callers' threads share with the loop thread.
+"""Holds episodes from submission to hand-out: the state that the callers' threads share with the
+loop thread.
 
 Callers enqueue and take; the loop thread starts episodes while the StalenessManager has capacity
 and settles them. One condition variable, `changed`, guards everything.
@@ -36,7 +37,9 @@ GRACE = 30.0  # seconds beyond episode_timeout before a wait without any progres
 
 
 class Pipeline:
-    """`engine` is what workflows generate with; its version decides admission and staleness."""
+    """Starts episodes and keeps them in order until they are handed out. `engine` is what workflows
+    generate with; its version decides admission and staleness. Methods whose docstring ends in *
+    are called with `changed` held."""
 
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._engine, self._loop = config, engine, loop
@@ -90,21 +93,21 @@ class Pipeline:
         self._loop.call_soon(self._pump)
 
     def serve(self, batch_size: int) -> None:
-        """From now on batches of `batch_size` episodes are consumed, one per version."""
+        """Notes that batches of `batch_size` episodes are consumed from now on, one per version."""
         with self.changed:
             self.staleness.consumer_batch = batch_size
             if self.config.max_concurrent_rollouts is None:
                 self.staleness.max_concurrent = batch_size
 
     def expect(self, batches: int) -> None:
-        """From now on the consumer takes this many batches, and no more."""
+        """Notes that the consumer takes this many batches from now on, and no more."""
         with self.changed:
             self.staleness.batches_left = batches
 
     def wanted(self) -> int:
-        """Episodes to submit: the staleness room, plus one batch in waiting when asynchronous, so
-        that the pipe refills while the trainer trains; none that no batch will take. *
-        """
+        """Returns how many episodes to submit: the staleness room, plus one batch in waiting when
+        asynchronous, so that generation goes on while the trainer trains; none that no batch will
+        take. *"""
         room = self.staleness.room(self._engine.get_version())
         if self.config.max_head_offpolicyness > 0:
             room += self.staleness.consumer_batch or 0
@@ -113,9 +116,9 @@ class Pipeline:
         return room - len(self.pending)
 
     def take(self, count: int) -> list[Episode] | None:
-        """The first `count` live episodes, once all of them are accepted; raises the error of a
-        failed one. What has become too stale is dropped and its row submitted again. *
-        """
+        """Returns the first `count` live episodes, once all of them are accepted, else None; raises
+        the error of a failed one. An episode that has become too stale is dropped and its row
+        submitted again. *"""
         if self._faults:
             raise self._faults.pop(0)
         if self._failed:
@@ -141,14 +144,13 @@ class Pipeline:
         return ready
 
     def check(self) -> None:
-        """Raises unless every episode is accounted for. *"""
+        """Raises AccountingError unless every episode is accounted for. *"""
         self.staleness.check(in_flight=len(self.live) - len(self.pending))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and, in `rows`, prompts in flight in order of submission. Those are submitted
-        again after a resume, under the numbers they had, so they count as not submitted yet; so do
-        failures nobody has been told of. *
-        """
+        """Returns the counters and, in `rows`, the prompts in flight in order of submission. These
+        are submitted again after a resume, under the numbers they had, so they count as not
+        submitted yet; so do failures that nobody has been told of. *"""
         self.check()
         in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
         again = [e for e in in_flight if e.drawn]
@@ -162,6 +164,8 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the counters of `state_dict`, before the first episode; the caller submits its
+        `rows`."""
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
@@ -172,7 +176,8 @@ class Pipeline:
 
     def sleep(self, deadline: float | None, what: str) -> None:
         """Waits for a change, until `deadline` or for episode_timeout without any; it may return
-        without one. StopRequested where a signal asks for it: nothing is half done here. *
+        without one. Raises TimeoutError at the end of either, and StopRequested where a signal asks
+        for it: nothing is half done here. *
 
         An episode fails at episode_timeout by itself; this bound is for what else may hang.
         """
@@ -191,7 +196,7 @@ class Pipeline:
             )
 
     def check_not_stuck(self, count: int) -> None:
-        """Raises where waiting for `count` episodes cannot help. *"""
+        """Raises RuntimeError where waiting for `count` episodes cannot help. *"""
         if not self._loop.alive:
             raise RuntimeError("the rollout thread has ended")
         if self.staleness.running:
@@ -211,7 +216,7 @@ class Pipeline:
             raise RuntimeError(f"waiting for {count} episodes, but only {len(self.live)} are left")
 
     def forgiven(self, error: BaseException) -> bool:
-        """Whether `error` only rejects its episode."""
+        """Returns whether `error` only rejects its episode, and then counts it."""
         if not isinstance(error, RewardError) or self.config.on_reward_error == "raise":
             return False
         self.reward_errors += 1
@@ -219,6 +224,7 @@ class Pipeline:
         return True
 
     def version_changed(self, version: int) -> None:
+        """Takes note of the weights' new `version`, under which more episodes may start."""
         with self.changed:
             if not self._started:
                 self.staleness.begin(version)
@@ -230,6 +236,7 @@ class Pipeline:
             self._held = True
 
     def release(self) -> None:
+        """Starts episodes again after `hold`."""
         with self.changed:
             self._held = False
             self.last_progress = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rows for prepare_batch: one endless stream over the epochs of a dataloader."""
+"""Feeds rows to prepare_batch: one endless stream over the epochs of a dataloader."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class RowStream:
 
     @property
     def buffered(self) -> list[Row]:
+        """Returns the rows that were drawn but not handed out."""
         return list(self._rows)
 
     def attach(self, loader: Iterable[list[Row]]) -> None:
-        """The first call fixes the dataloader; `batch_size` is its own, or its first batch's."""
+        """Fixes the dataloader at the first call; `batch_size` is its own, or its first batch's.
+        Raises ValueError for another dataloader later."""
         if loader is self._loader:
             return
         if self._loader is not None:
@@ -43,6 +45,8 @@ class RowStream:
         self.batch_size = int(size)
 
     def next_row(self) -> Row:
+        """Returns the next row. Raises ValueError where the dataloader yields no batch, or no lists
+        of rows."""
         if not self._rows:
             self._draw()
         return self._rows.popleft()

@@ -1,10 +1,10 @@
-"""The servers a client talks to: choice by load, retries, and control calls to all of them.
+"""Keeps the servers a client talks to: choice by load, retries, and control calls to all of them.
 
-The one place that knows which of them are there. A server that gives no answer to a request is
-asked last until it answers again; one that gives none to a control call is lost: it missed what
-keeps servers alike. A lost one that answers again joins at the next pause: it gets the weights of
-the update that follows, and requests once it serves them. Until then it may hold any weights, and
-so may one that was silent: it shows its version before it gets a request.
+No other module knows which of them are there. A server that gives no answer to a request is asked
+last until it answers again; one that gives none to a control call is lost: it missed what keeps
+servers alike. A lost server that answers again joins at the next pause: it gets the weights of the
+update that follows, and requests once it serves them. Until then it may hold any weights, and so
+may one that was silent: it shows its version before it gets a request.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ CLOSE_TIMEOUT = 5.0  # of a resume at the end
 
 
 class _State(Enum):
+    """Says what a server gets; the value of each state is its meaning."""
+
     SERVING = "gets requests and control calls"
     JOINING = "paused; gets control calls, and requests once it serves the weights of an update"
     LOST = "gets nothing"
@@ -59,7 +61,7 @@ class _Server:
 
 
 class ServerPool:
-    """All methods run in the event loop that `open` ran in."""
+    """Talks to the generation servers. All methods run in the event loop that `open` ran in."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class ServerPool:
 
     @property
     def addresses(self) -> list[str]:
-        """Of those that are not lost."""
+        """Returns host:port of the servers that are not lost."""
         return [s.address for s in self._present]
 
     @property
@@ -93,11 +95,13 @@ class ServerPool:
         return [s for s in self._servers if s.state is not _State.LOST]
 
     async def open(self) -> None:
+        """Opens the HTTP session; no server is called yet."""
         connector = aiohttp.TCPConnector(limit=0)  # concurrency is bounded by the executor
         self._session = aiohttp.ClientSession(connector=connector, headers=authorization())
 
     async def close(self, *, resume: bool = False) -> None:
-        """resume: nobody else will; whoever uses the servers next must not find them paused."""
+        """Closes the HTTP session. `resume` has paused servers go on first, since nobody else will:
+        the next user of the servers must not find them paused."""
         if self._session is not None:
             if resume:
                 calls = (
@@ -113,9 +117,9 @@ class ServerPool:
     async def generate(
         self, body: dict[str, Any], samples: int
     ) -> tuple[list[dict[str, Any]], str]:
-        """One batch request to the least loaded server, elsewhere on a connection error. Returns
-        one answer for each sample, and who gave them.
-        """
+        """Sends one batch request to the least loaded server, and to another on a connection error.
+        Returns one answer for each sample, and the address of the server. Raises RuntimeError where
+        every try fails, and HttpError where a server refuses the request."""
         failed: list[_Server] = []
         for attempt in range(self._retries):
             server = self._pick(avoid=failed)
@@ -146,7 +150,7 @@ class ServerPool:
         ) from cause
 
     async def _generate(self, server: _Server, body: dict[str, Any]) -> Any:
-        """The answer, or an HttpError as soon as the server is lost."""
+        """Returns the answer, or raises HttpError as soon as the server is lost."""
         call = asyncio.ensure_future(
             self.call(server.address, "POST", "/generate", body, timeout=self._timeout)
         )
@@ -161,9 +165,8 @@ class ServerPool:
             call.cancel()
 
     def _pick(self, *, avoid: Sequence[_Server]) -> _Server:
-        """The least loaded server, in turns among equals; servers that just failed come last. A
-        joining one is paused, and holds a request until it has the weights.
-        """
+        """Returns the least loaded server, in turns among equals; servers that just failed come
+        last. A joining one is paused, and holds a request until it has the weights."""
         serving = [s for s in self._servers if s.state is _State.SERVING] or self._present
         n = len(serving)
         order = [serving[(self._next + i) % n] for i in range(n)]
@@ -172,7 +175,8 @@ class ServerPool:
         return best
 
     async def _check_version(self, server: _Server) -> None:
-        """Of a server that was silent: the process at its address may be another one."""
+        """Asks a server that was silent for its version: another process may be at its address
+        now."""
         info = await self.call(
             server.address, "GET", "/model_info", timeout=min(self._server_timeout, self._timeout)
         )
@@ -180,9 +184,8 @@ class ServerPool:
         self._check_served(server, info, "/model_info")
 
     def _check_served(self, server: _Server, info: Mapping[str, Any], path: str) -> None:
-        """HttpError, and the server is lost, where it reports the weights servers start with after
-        an update: it was started again.
-        """
+        """Drops a server and raises HttpError where it reports, after an update, the weights that
+        servers start with: it was started again."""
         if self._version is not None and info.get("weight_version") == INITIAL_VERSION:
             version = self._version
             said = (
@@ -200,9 +203,8 @@ class ServerPool:
         server.silent = silent
 
     def drop(self, lost: Mapping[str, object], *, bound: str = "") -> None:
-        """Goes on without the servers `lost` (address -> why), or raises if no other is left.
-        `bound` says how long they were waited for.
-        """
+        """Goes on without the servers `lost` (address -> reason). Raises RuntimeError if no other
+        is left. `bound` says how long they were waited for."""
         newly = [s for s in self._present if s.address in lost]
         if not newly:
             return
@@ -237,7 +239,7 @@ class ServerPool:
         return True
 
     def serves(self, version: int) -> None:
-        """All servers that are not lost serve `version` now."""
+        """Notes that all servers that are not lost serve `version` now."""
         self._version = str(version)
         for server in self._present:
             server.state = _State.SERVING
@@ -245,9 +247,8 @@ class ServerPool:
     async def everywhere(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> dict[str, Any]:
-        """Makes one control call to every server at once: {address: answer or its HttpError}. A
-        server gets no more time than it gives signs of life.
-        """
+        """Makes one control call to every server at once and returns {address: answer or its
+        HttpError}. A server that gives no sign of life does not get the whole `timeout` (s)."""
         servers = self._present
         calls = start_calls([s.address for s in servers], method, path, body, timeout)
         deadline = Deadline(timeout + LINGER, patience=self._server_timeout)
@@ -260,9 +261,8 @@ class ServerPool:
         return answers
 
     async def control(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
-        """POST to every server in `timeout` s (weight_sync.timeout). Drops those that give no
-        answer, and raises one error that names all that refused.
-        """
+        """Sends a POST to every server, to be answered in `timeout` s (weight_sync.timeout). Drops
+        servers that give no answer, and raises one RuntimeError that names all that refused."""
         answers = await self.everywhere("POST", path, body, timeout=timeout)
         errors = {a: e for a, e in answers.items() if isinstance(e, HttpError)}
         if refused := [str(e) for e in errors.values() if e.status is not None]:
@@ -274,12 +274,12 @@ class ServerPool:
         )
 
     async def unhealthy(self, *, timeout: float = PROBE_TIMEOUT) -> dict[str, HttpError]:
-        """The servers whose /health does not answer 200, with the reason."""
+        """Returns the servers whose /health does not answer 200, with the reason."""
         answers = await self.everywhere("GET", "/health", timeout=timeout)
         return {a: e for a, e in answers.items() if isinstance(e, HttpError)}
 
     async def check_protocol(self, *, timeout: float = PROBE_TIMEOUT) -> None:
-        """HttpError naming a server that is healthy, but not a generation server."""
+        """Raises HttpError naming a server that is healthy, but not a generation server."""
         for address, info in (await self.everywhere("GET", "/model_info", timeout=timeout)).items():
             if isinstance(info, HttpError):
                 raise info
@@ -294,7 +294,8 @@ class ServerPool:
         *,
         timeout: float,
     ) -> Any:
-        """The decoded answer of one call. Every failure is an HttpError naming the server."""
+        """Returns the decoded answer of one call. Every failure is an HttpError naming the
+        server."""
         assert self._session is not None, "ServerPool.open() was not awaited"
         limit = aiohttp.ClientTimeout(total=timeout)
         url = f"http://{address}{path}"
@@ -310,12 +311,14 @@ class ServerPool:
 
 
 def silent(answers: Mapping[str, Any]) -> dict[str, HttpError]:
-    """The servers, of these answers, that gave none."""
+    """Returns the servers that gave no answer at all, with the errors of their calls; `answers` are
+    those of `everywhere`."""
     return {a: e for a, e in answers.items() if isinstance(e, HttpError) and e.status is None}
 
 
 def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
-    """Those that are there no more; slow ones still may be."""
+    """Returns the silent servers that are there no more, with their errors; those that are only
+    slow are left out."""
     unheard = silent(answers)
     return {a: e for a, e in unheard.items() if not isinstance(e.__cause__, TimeoutError)}
 

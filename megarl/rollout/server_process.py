@@ -37,7 +37,8 @@ _SGLANG_WITH_KEY = (
 
 
 class ServerProcess:
-    """A server in a process group of its own. It is ended at interpreter exit at the latest."""
+    """Runs a server in a process group of its own. It is ended at interpreter exit at the
+    latest."""
 
     def __init__(
         self,
@@ -50,9 +51,8 @@ class ServerProcess:
         tether: Tether | None = None,
         private_log: bool = False,
     ) -> None:
-        """tether: what the server's group is ended with, beside this object's own `stop`.
-        private_log: nobody else may read the log.
-        """
+        """Starts the command. tether: ends the server's group, beside this object's own `stop`.
+        private_log: nobody else may read the log."""
         self.address, self.log_path = f"{host}:{port}", Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as out, tether.end() if tether else nullcontext(()) as fds:
@@ -72,17 +72,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of its group."""
+        """Returns the process id, which is the id of its group, too."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Returns the exit status, None while the server runs."""
         return self._process.poll()
 
     def wait_healthy(self, timeout: float) -> None:
-        """Until /health answers 200. A server that dies or stays silent is ended, and the error
-        shows the tail of its log.
-        """
+        """Returns once /health answers 200. Ends a server that dies or is not healthy within
+        `timeout` s, and raises RuntimeError or TimeoutError with the tail of its log."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if (status := self.poll()) is not None:
@@ -101,7 +100,7 @@ class ServerProcess:
         )
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what is left of it. May be called twice."""
+        """Sends SIGTERM to the group, and SIGKILL to what is left of it. May be called twice."""
         atexit.unregister(self.stop)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,7 +117,7 @@ class ServerProcess:
 
 
 def log_tail(path: Path) -> str:
-    """The end of a server's log, without the job's token."""
+    """Returns the end of a server's log, without the job's token."""
     lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
     return "\n".join(lines).replace(job_token() or "\0", f"<{ENV}>")
 
@@ -168,9 +167,9 @@ def server_command(
     port: int,
     with_key: bool = False,
 ) -> list[str]:
-    """The command line; both servers share the flags they share with SGLang. with_key: it takes
-    the environment's token for its key, as the embedded server does by itself.
-    """
+    """Returns the server's command line; both servers share the flags they share with SGLang.
+    with_key: SGLang takes the environment's token for its key, as the embedded server does by
+    itself."""
     sglang = server.type == "sglang"
     module = ["-m", "sglang.launch_server" if sglang else "megarl.server"]
     command = [
@@ -201,9 +200,8 @@ def server_command(
 
 
 def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
-    """A TCP port that was free a moment ago: `port`, or any for 0. Another server at our port would
-    pass for ours.
-    """
+    """Returns a TCP port that was free a moment ago: `port`, or any for 0. Raises RuntimeError
+    where it is taken: another server at our port would pass for ours."""
     # a server listens only when it has imported everything; until then the system would give a port
     # of its own range, which begins here, to any socket
     candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
@@ -220,9 +218,8 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
 
 
 def _environment(server: ServerConfig) -> dict[str, str]:
-    """The server's share of this host's cores; the embedded one must find this very package,
-    installed or not.
-    """
+    """Returns the server's share of this host's cores; the embedded server must also find this very
+    package, installed or not."""
     env = {k: v for k, v in os.environ.items() if k == "OMP_NUM_THREADS"}
     if server.threads:
         env["OMP_NUM_THREADS"] = str(server.threads)

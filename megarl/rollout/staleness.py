@@ -1,4 +1,4 @@
-"""Admission and consumption bounds of asynchronous rollouts, as plain arithmetic.
+"""Computes admission and consumption bounds of asynchronous rollouts, as plain arithmetic.
 
 AReaL (arXiv 2505.24298, eq. 3) admits the N-th trajectory while floor((N - 1) / B) <= v + eta: with
 B trajectories per training batch and one version per batch, trajectory N is consumed at version
@@ -16,15 +16,19 @@ COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
 
 @dataclass(kw_only=True)
 class StalenessManager:
-    """Counts episodes. At all times
-    submitted = running + accepted + rejected + failed + dropped.
+    """Counts episodes and says how many may begin. At all times submitted = running + accepted +
+    rejected + failed + dropped.
 
-    max_concurrent: episodes in flight at once. max_head_offpolicyness: eta. consumer_batch: B, None
-    until a consumer is known (then only concurrency bounds admission). start_version,
-    start_accepted: where admission began to count, so that a resumed run neither gets the whole
-    past as room nor is owed for batches of another size. batches_left: how many more the consumer
-    will take, None where it does not say. handed_out: those of `accepted` that the consumer has
-    taken.
+    max_concurrent: episodes in flight at once.
+    max_head_offpolicyness: eta, in versions.
+    consumer_batch: B; None until a consumer is known (then only concurrency bounds admission).
+    start_version, start_accepted: version and accepted episodes at which admission began to count.
+        A resumed run counts from there: earlier versions give it no room, and earlier episodes,
+        perhaps of batches of another size, take none.
+    batches_left: how many more batches the consumer will take; None where it does not say.
+    handed_out: how many of `accepted` the consumer has taken.
+
+    Raises ValueError for bounds out of range.
     """
 
     max_concurrent: int
@@ -50,13 +54,13 @@ class StalenessManager:
             )
 
     def begin(self, version: int) -> None:
-        """Admission counts from here: nothing is in flight, `version` is the first to generate."""
+        """Has admission count from here: nothing is in flight, `version` is the first to
+        generate."""
         self.start_version, self.start_accepted = version, self.accepted
 
     def room(self, version: int) -> int:
-        """Episodes that may still begin under `version`, by the staleness bound and by what the
-        consumer will still take; may be negative.
-        """
+        """Returns how many episodes may still begin under `version`, by the staleness bound and by
+        what the consumer will still take; may be negative."""
         if self.consumer_batch is None:
             return self.max_concurrent
         batches = self.max_head_offpolicyness + version - self.start_version + 1
@@ -65,46 +69,50 @@ class StalenessManager:
         return room if needed is None else min(room, needed)
 
     def needed(self) -> int | None:
-        """Episodes to begin for all batches that are left; None where there is no end to them."""
+        """Returns how many episodes must begin for all batches that are left; None where there is
+        no end to them."""
         if self.consumer_batch is None or self.batches_left is None:
             return None
         in_flight = self.running + self.accepted - self.handed_out
         return self.batches_left * self.consumer_batch - in_flight
 
     def capacity(self, version: int) -> int:
-        """Episodes that may begin now: the smaller of free slots and staleness room."""
+        """Returns how many episodes may begin now: the smaller of free slots and staleness room."""
         return min(self.max_concurrent - self.running, self.room(version))
 
     def is_stale(self, oldest: int | None, version: int) -> bool:
-        """Whether a sample whose oldest trained token was written by weights `oldest` may no longer
-        be trained on at `version`. None: it has no trained token.
-        """
+        """Returns whether a sample whose oldest trained token was written by weights `oldest`
+        (None: it has no trained token) is too old to be trained on at `version`."""
         return oldest is not None and version - oldest > self.max_head_offpolicyness
 
     def start(self) -> None:
+        """Counts an episode that begins."""
         self.submitted += 1
         self.running += 1
 
     def accept(self) -> None:
+        """Counts a running episode as accepted."""
         self._settle()
         self.accepted += 1
 
     def reject(self) -> None:
+        """Counts a running episode as rejected."""
         self._settle()
         self.rejected += 1
 
     def fail(self) -> None:
+        """Counts a running episode as failed."""
         self._settle()
         self.failed += 1
 
     def drop(self) -> None:
-        """An accepted episode turned out too stale at consumption."""
+        """Counts an accepted episode as dropped: it turned out too stale at consumption."""
         assert self.accepted > self.handed_out, "drop without an accepted episode"
         self.accepted -= 1
         self.dropped += 1
 
     def hand_out(self, count: int) -> None:
-        """One batch of `count` episodes."""
+        """Counts one batch of `count` episodes as handed out."""
         self.handed_out += count
         if self.batches_left is not None:
             self.batches_left -= 1
@@ -114,10 +122,12 @@ class StalenessManager:
         self.running -= 1
 
     def counters(self) -> dict[str, int]:
+        """Returns the counts of episodes, by name."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     def check(self, *, in_flight: int) -> None:
-        """in_flight: the episodes that the caller holds, running or accepted and not handed out."""
+        """Raises AccountingError where the counts do not add up. in_flight: the episodes that the
+        caller holds, running or accepted and not handed out."""
         ended = self.accepted + self.rejected + self.failed + self.dropped
         if (
             self.submitted != self.running + ended
@@ -131,7 +141,8 @@ class StalenessManager:
             )
 
     def state_dict(self, *, untold: int) -> dict[str, int]:
-        """The counters as if what is in flight, and `untold` failures, had not been submitted."""
+        """Returns the counters as if the episodes in flight, and `untold` failures, had not been
+        submitted."""
         in_flight = self.running + self.accepted - self.handed_out
         return self.counters() | {
             "submitted": self.submitted - in_flight - untold,
@@ -141,6 +152,7 @@ class StalenessManager:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restores the counters of `state_dict`: nothing is in flight then."""
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.handed_out = self.accepted

@@ -1,6 +1,5 @@
-"""Trajectories: conversations with the policy, token by token, on their way to a batch; and
-ChatWorkflow, which has what every workflow of turns needs.
-"""
+"""Defines Trajectory, a conversation with the policy, token by token, on its way to a batch; and
+ChatWorkflow, which has what every workflow of turns needs."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ _MARK = "<<answer>>"  # stands for an answer in a rendered chat
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One sample: its tokens, which of them the policy wrote, with which logprob and under which
-    weights. `index` is its place among the samples of its row, `messages` the chat as it stands,
-    `answers` are the policy's turns as the server reported them."""
+    """Holds one sample: its tokens, which of them the policy wrote, with which logprob and under
+    which weights. `index` is its place among the samples of its row, `messages` the chat as it
+    stands, `answers` are the policy's turns as the server reported them."""
 
     index: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -89,7 +88,7 @@ def pad(samples: Sequence[Trajectory], rewards: Sequence[float]) -> Padded:
 
 
 class ChatWorkflow(RolloutWorkflow):
-    """What a workflow of one or more turns is made of: `begin`, `generate`, `tell`, `score`. A
+    """Gives a workflow of one or more turns its parts: `begin`, `generate`, `tell`, `score`. A
     subclass writes `arun_episode` with them, and ends with `return pad(samples, rewards)`.
 
     reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
@@ -154,8 +153,8 @@ class ChatWorkflow(RolloutWorkflow):
         return [self.text(answer) for answer in answers]
 
     def tell(self, sample: Trajectory, content: str, *, role: str = "user") -> None:
-        """Has the sample read the next message, by the chat template: what stands between the
-        policy's answer and its next one."""
+        """Has the sample read the next message, by the chat template: all text between the policy's
+        last answer and its next one."""
         told = {"role": role, "content": content}
         chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
         text = self._template(chat)
@@ -206,12 +205,13 @@ class ChatWorkflow(RolloutWorkflow):
 
 
 def _turn(sample: Trajectory) -> tuple[int, ...]:
-    """The part of a seed's key that tells later turns from the first."""
+    """Returns the part of a seed's key that tells later turns from the first."""
     return (len(sample.answers),) if sample.answers else ()
 
 
 async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Like asyncio.gather, but the first error waits for nothing: what is left is cancelled."""
+    """Awaits all coroutines and returns their results in order; the first error cancels the rest
+    and is raised."""
     tasks = [asyncio.ensure_future(c) for c in coros]
     try:
         return await asyncio.gather(*tasks)

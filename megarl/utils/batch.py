@@ -1,4 +1,4 @@
-"""Padded batches: dict[str, Tensor], right-padded [B,S] (+ per-sequence [B] tensors)."""
+"""Handles padded batches: dict[str, Tensor], right-padded [B,S] (+ per-sample [B] tensors)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PAD = {"versions": -1}
 
 
 def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:
-    """[B,S,...] tensors share the shape of input_ids in their first two dimensions."""
+    """Returns whether `value` is per token: its first two dimensions are those of input_ids
+    [B,S]."""
     ids = batch["input_ids"]
     return value.ndim >= 2 and value.shape[:2] == ids.shape[:2]
 
@@ -50,7 +51,7 @@ concat_padded_tensors = concat_padded  # the name other systems have
 
 
 def select(batch: Padded, index: Sequence[int] | torch.Tensor) -> Padded:
-    """Rows `index` of every tensor, trimmed to the longest of them."""
+    """Returns the rows `index` of every tensor, trimmed to the longest of them."""
     idx = torch.as_tensor(index, dtype=torch.long)
     return trim({k: v[idx] for k, v in batch.items()})
 
@@ -67,5 +68,5 @@ def trim(batch: Padded) -> Padded:
 
 
 def seqlens(batch: Padded) -> list[int]:
-    """Real tokens of every sequence."""
+    """Returns the real tokens of every sequence, B numbers."""
     return batch["attention_mask"].bool().sum(1).tolist()

@@ -1,4 +1,4 @@
-"""The checksum both sides of a weight sync compute: equal strings mean equal bits."""
+"""Computes the checksum of both sides of a weight sync: equal strings mean equal bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums that tell whether what is on disk is what was written.
+"""Makes checksums that tell whether a file on disk is as it was written.
 
 XXH3 with 128 bits finds every kind of damage, at the speed of memory. It is no protection against
 somebody who changes a file on purpose.

@@ -17,8 +17,8 @@ _TEXT = re.compile(r"No space left on device|Disk quota exceeded|File too large"
 
 
 class DiskFull(RuntimeError):
-    """Tells that there is no room for a file: where, how much was asked for and is free, and what
-    to do."""
+    """Says that there is no room for a file: where, how much was asked for and is free, and what to
+    do."""
 
 
 def check_room(what: str, directory: Path, needed: int) -> None:
@@ -29,8 +29,8 @@ def check_room(what: str, directory: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_named(what: str, directory: Path, needed: int | None = None) -> Iterator[None]:
-    """Raises DiskFull in the place of an error that want of room is behind. The block writes
-    `needed` bytes to `directory`, or some."""
+    """Raises DiskFull in the place of an error whose cause is a full disk. The block writes
+    `needed` bytes to `directory`, or an unknown number."""
     try:
         yield
     except Exception as e:
@@ -41,7 +41,7 @@ def full_disk_named(what: str, directory: Path, needed: int | None = None) -> It
 
 
 def _want_of_room(error: BaseException | None) -> str | None:
-    """Returns what the system said, if want of room is behind `error`."""
+    """Returns what the system said, if a full disk caused `error`; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error.strerror

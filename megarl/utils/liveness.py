@@ -23,7 +23,7 @@ SIGN_OF_LIFE = "/model_info"
 
 
 class Deadline:
-    """Ends `timeout` seconds from now. patience: how long a server may give no sign of life."""
+    """Ends `timeout` seconds from now. patience: seconds that a server may give no sign of life."""
 
     def __init__(self, timeout: float, *, patience: float = 30.0) -> None:
         self.timeout, self.patience = timeout, patience
@@ -31,17 +31,18 @@ class Deadline:
 
     @property
     def over(self) -> bool:
+        """Returns whether the time is up."""
         return time.monotonic() >= self._end
 
     @property
     def left(self) -> float:
-        """Seconds left, never less than a hair, so that it can serve as a timeout."""
+        """Returns the seconds left, never less than a hair, so that it can serve as a timeout."""
         return max(0.001, self._end - time.monotonic())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer and the moment it came (time.monotonic)."""
+    """Holds a server's answer and the moment it came (time.monotonic)."""
 
     server: str
     value: Any
@@ -123,7 +124,8 @@ def broken(calls: Calls) -> dict[str, HttpError]:
 
 
 def sign_of_life(server: str, patience: float) -> None:
-    """Asks for one. Raises an HttpError without a status where none comes."""
+    """Asks a server for a sign of life. Raises an HttpError, whose status is None where no answer
+    comes within `patience` s."""
     call_json("GET", server, SIGN_OF_LIFE, timeout=patience)
 
 

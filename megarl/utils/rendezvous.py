@@ -38,9 +38,8 @@ def listen(host: str, port: int = 0, *, timeout: float) -> dist.TCPStore:
 
 
 def meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -> dist.Store:
-    """Returns the store of a job whose ranks all call this. Who has another job token finds nobody
-    there. Where torchrun's agent has the store, it has chosen where it listens.
-    """
+    """Returns the store of a job whose ranks all call this. A process with another job token finds
+    nobody there. Where torchrun's agent has the store, it has chosen where it listens."""
     wait = timedelta(seconds=timeout)
     store: dist.Store
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,4 +1,4 @@
-"""transformers' config of a model whose model_type transformers may not know."""
+"""Reads transformers' config of a model whose model_type transformers may not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats that a weight sender and a generation server share; no trainer, no server.
+"""Defines formats that a weight sender and a generation server share; no trainer, no server.
 
 buckets        HF tensors in one flat buffer
 handles        memory of this machine as text that another process can map

@@ -1,4 +1,4 @@
-"""Block-wise FP8 weights as DeepSeek-V3 publishes them and SGLang serves them.
+"""Makes and reads block-wise FP8 weights, as DeepSeek-V3 publishes and SGLang serves them.
 
 A matrix W [O, I] is cut into blocks of 128 x 128. Each is stored as e4m3 numbers Q and one fp32
 number s, its "scale_inv", with W ~ Q * s:
@@ -36,16 +36,18 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def is_linear(name: str) -> bool:
-    """Whether the HF tensor `name` is one of those stored in FP8."""
+    """Returns whether the HF tensor `name` is one of those stored in FP8."""
     return _LINEAR.search(name) is not None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix: [O, I] -> [ceil(O/128), ceil(I/128)]."""
     return tuple(-(-n // BLOCK) for n in shape)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W [O, I] in any dtype -> Q float8_e4m3fn [O, I], s float32 [ceil(O/128), ceil(I/128)]."""
+    """Returns Q float8_e4m3fn [O, I] and s float32 [ceil(O/128), ceil(I/128)] of W [O, I] in any
+    dtype."""
     q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     s = torch.empty(scale_shape(tuple(weight.shape)), device=weight.device)
     for rows, scales, strip in zip(q.split(STRIP), s.split(STRIP // BLOCK), weight.split(STRIP)):
@@ -57,7 +59,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """Q * s in float32 [O, I]."""
+    """Returns Q * s in float32 [O, I]."""
     out = torch.empty(q.shape, device=q.device)
     for rows, scales, strip in zip(out.split(STRIP), s.split(STRIP // BLOCK), q.split(STRIP)):
         scaled = _blocks(strip.float()) * scales[:, None, :, None]
@@ -66,14 +68,16 @@ def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """gloo knows no FP8; bytes are the same everywhere."""
+    """Returns an FP8 tensor as its bytes, since gloo knows no FP8; other tensors stay as they
+    are."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named tensors with every pair of Q and s as its product; what is no pair is left alone."""
+    """Yields named tensors with every pair of Q and s as its product; other tensors stay as they
+    are."""
     by_name = dict(tensors)
     for name, t in by_name.items():
         if t.dtype == torch.float8_e4m3fn:
@@ -83,7 +87,8 @@ def dequantized(
 
 
 def plain_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Those of `dequantized`. ValueError naming a matrix without the scales it needs."""
+    """Returns `specs` without the scales: one for each tensor of `dequantized`, where an FP8 matrix
+    still has its dtype. Raises ValueError naming a matrix without the scales it needs."""
     for name, (shape, dtype) in specs.items():
         if dtype != torch.float8_e4m3fn:
             continue
@@ -101,7 +106,7 @@ def _is_scale(name: str, names: Mapping[str, Any]) -> bool:
 
 
 def _blocks(strip: torch.Tensor) -> torch.Tensor:
-    """[o, i] -> [ceil(o/128), 128, ceil(i/128), 128], filled up with zeros."""
+    """Returns [o, i] as [ceil(o/128), 128, ceil(i/128), 128], filled up with zeros."""
     rows, columns = strip.shape
     padded = torch.nn.functional.pad(strip, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)

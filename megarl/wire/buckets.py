@@ -1,4 +1,4 @@
-"""Flat buckets: HF tensors one after another in one buffer of bytes."""
+"""Defines flat buckets: HF tensors one after another in one buffer of bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An HF tensor at bytes [offset, offset + nbytes) of its bucket."""
+    """Places an HF tensor at bytes [offset, offset + nbytes) of its bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,14 +22,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """`members` lie in HF order, without overlaps, in `nbytes` bytes."""
+    """Lists `members` in HF order, without overlaps, in `nbytes` bytes."""
 
     index: int
     members: tuple[Member, ...]
     nbytes: int
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, view) of the flat uint8 bucket, in HF order; no copies."""
+        """Yields (HF name, view) of the flat uint8 bucket, in HF order, without copies."""
         for m in self.members:
             data = flat[m.offset : m.offset + m.nbytes]
             yield m.name, data.view(m.dtype).view(m.shape)

@@ -1,4 +1,4 @@
-"""What changed between two versions of a bucket, bit for bit, and nothing else.
+"""Encodes what changed between two versions of a bucket, bit for bit, and nothing else.
 
 Elements are compared by their bits, so -0.0 and NaN are exact. A bucket is cut into chunks of at
 most CHUNK elements of one size; each says where its changed elements are in the shortest of
@@ -29,7 +29,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`sent` of `count` elements of `itemsize` bytes; `where` bytes say which."""
+    """Says that `sent` of `count` elements of `itemsize` bytes follow; `where` bytes say which.
+    Raises ValueError for numbers that describe no chunk."""
 
     kind: str
     itemsize: int
@@ -50,7 +51,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Delta:
-    """changed: the elements that differ; a dense chunk's payload has others, too."""
+    """Holds chunks and their payload. changed: the number of elements that differ; a dense chunk's
+    payload has others, too."""
 
     chunks: tuple[Chunk, ...]
     payload: torch.Tensor  # uint8
@@ -58,15 +60,17 @@ class Delta:
 
     @property
     def count(self) -> int:
+        """Returns the elements of the bucket, changed or not."""
         return sum(c.count for c in self.chunks)
 
     def body(self) -> list[list[Any]]:
-        """The chunks as JSON."""
+        """Returns the chunks as lists for JSON."""
         return [list(astuple(c)) for c in self.chunks]
 
 
 def parse(body: Any, nbytes: int) -> tuple[Chunk, ...]:
-    """`Delta.body` of a bucket of `nbytes` bytes. ValueError where it is none."""
+    """Returns the chunks of a `Delta.body` for a bucket of `nbytes` bytes. Raises ValueError where
+    it is none."""
     if not isinstance(body, list) or not all(isinstance(c, list) and len(c) == 5 for c in body):
         raise ValueError("chunks must be a list of [kind, itemsize, count, sent, where]")
     chunks = tuple(Chunk(*c) for c in body)
@@ -76,12 +80,13 @@ def parse(body: Any, nbytes: int) -> tuple[Chunk, ...]:
 
 
 def payload_bytes(chunks: Sequence[Chunk]) -> int:
-    """At least one: there are backends that cannot broadcast nothing."""
+    """Returns the bytes of the chunks' payload; at least 1, as some backends cannot broadcast
+    nothing."""
     return max(1, sum(c.sent * c.itemsize + c.where for c in chunks))
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> Delta:
-    """How `new` differs from `old`, two flat uint8 buckets; `old` may be in host memory.
+    """Returns how `new` differs from `old`, two flat uint8 buckets; `old` may be in host memory.
 
     sizes: (itemsize, bytes) of the tensors in them, one after another, larger items first.
     """
@@ -107,9 +112,9 @@ def encode(new: torch.Tensor, old: torch.Tensor, sizes: Sequence[tuple[int, int]
 def patches(
     chunks: Sequence[Chunk], payload: torch.Tensor, sizes: Sequence[int]
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(number of a tensor, positions in it [N] int64, the bits of their new values [N]).
+    """Yields (number of a tensor, positions in it [N] int64, the bits of their new values [N]).
 
-    sizes: bytes of the tensors. ValueError where positions do not fit their chunk.
+    sizes: bytes of the tensors. Raises ValueError where positions do not fit their chunk.
     """
     ends = list(accumulate(sizes))
     for start, chunk, positions, values in _decode(chunks, payload):
@@ -125,7 +130,7 @@ def patches(
 
 
 def _cut(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, int]]:
-    """(bytes of a chunk, its itemsize), in order."""
+    """Yields (bytes of a chunk, its itemsize), in order."""
     start = 0
     for itemsize, group in groupby(sizes, key=lambda s: s[0]):
         end = start + sum(nbytes for _, nbytes in group)
@@ -138,7 +143,7 @@ def _cut(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, int]]:
 def _encode_chunk(
     new: torch.Tensor, old: torch.Tensor
 ) -> tuple[str, torch.Tensor, torch.Tensor, int]:
-    """(kind, where as uint8, values to send, number of elements that differ)."""
+    """Returns (kind, where as uint8, values to send, number of elements that differ)."""
     differs = new != old
     positions = _nonzero(differs)
     gaps = positions.diff(prepend=positions.new_tensor([-1])) - 1
@@ -158,7 +163,8 @@ def _encode_chunk(
 def _decode(
     chunks: Sequence[Chunk], payload: torch.Tensor
 ) -> Iterator[tuple[int, Chunk, torch.Tensor, torch.Tensor]]:
-    """(first byte in the bucket, chunk, positions in it, new values) of what changed."""
+    """Yields (first byte in the bucket, chunk, positions in it, new values) of the changed
+    elements."""
     start, value = 0, 0
     where = sum(c.sent * c.itemsize for c in chunks)
     for c in chunks:
@@ -184,7 +190,8 @@ def _unpack_gaps(where: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _pack_bits(differs: torch.Tensor) -> torch.Tensor:
-    """Eight bools, a little-endian word, become a byte: the product has the i-th at bit 56 + i."""
+    """Packs eight bools, a little-endian word, into a byte: the product has the i-th at bit 56 +
+    i."""
     words = torch.nn.functional.pad(differs, (0, -differs.numel() % 8)).view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
@@ -199,7 +206,8 @@ def _unpack_all(where: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """Where `mask` [N] is true. On hosts numpy finds sparse ones ten times as fast as torch."""
+    """Returns where `mask` [N] is true. On hosts numpy finds sparse ones ten times as fast as
+    torch."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)

@@ -1,10 +1,10 @@
-"""Memory of this machine as text from which another process can map it.
+"""Writes memory of this machine as text from which another process can map it.
 
-The text is base64 of a pickle, as SGLang's /update_weights_from_tensor takes it: of a GPU's memory
-a CUDA IPC handle, of host memory the name of a shared file. Its types are those that SGLang's
+The text is base64 of a pickle, as SGLang's /update_weights_from_tensor takes it: a CUDA IPC handle
+for a GPU's memory, the name of a shared file for host memory. Its types are those that SGLang's
 unpickler lets pass, and none is SGLang's own.
 
-Each text is for one reader, who reads it once: torch counts the readers to come, and what was
+Each text is for one reader, who reads it once: torch counts the readers to come, and memory
 announced to one that never comes is only freed with its writer.
 """
 
@@ -40,9 +40,8 @@ _ALLOWED = {
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] that `pack` can hand to other processes. Host memory is freed with its last
-    user, however that ends.
-    """
+    """Returns uint8 [nbytes] that `pack` can hand to other processes. Host memory is freed with its
+    last user, however that process ends."""
     if device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _without_stderr():  # the first call starts a process that keeps what it inherits
@@ -51,7 +50,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def pack(bucket: Bucket, flat: torch.Tensor, *, flattened: bool) -> str:
-    """For one reader. flattened: SGLang's load_format "flattened_bucket", else a list of tensors.
+    """Returns the text of a bucket for one reader. flattened: SGLang's load_format
+    "flattened_bucket", else a list of tensors.
 
     flat: the bucket's bytes, in memory from `allocate`, which must stay as they are until read.
     """
@@ -71,7 +71,8 @@ def pack(bucket: Bucket, flat: torch.Tensor, *, flattened: bool) -> str:
 
 
 def unpack(text: str, *, flattened: bool) -> Sequence[tuple[str, torch.Tensor]]:
-    """The tensors under their names, in the writer's memory. ValueError for any other text."""
+    """Returns the tensors under their names, in the writer's memory. Raises ValueError for any
+    other text."""
     try:
         content = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
         if not flattened:
@@ -102,7 +103,7 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of what `_Pickler` writes, and nothing else."""
+    """Reads what `_Pickler` writes, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
@@ -121,6 +122,7 @@ def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
 
 
 def uuid_of(device: torch.device) -> str:
+    """Returns the UUID of a GPU, which all processes of a machine know it by."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -130,9 +132,9 @@ def _replaced(arguments: tuple[Any, ...], device: str | int) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """torch starts its torch_shm_manager with our stderr. That lives on while a server is connected
-    to it, and whoever reads our stderr through a pipe would wait for it.
-    """
+    """Hides stderr inside. torch starts its torch_shm_manager with our stderr; that process lives
+    on while a server is connected to it, and a reader of our stderr through a pipe would wait for
+    it."""
     kept = os.dup(2)
     try:
         null = os.open(os.devnull, os.O_WRONLY)

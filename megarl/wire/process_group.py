@@ -1,7 +1,7 @@
-"""A process group of its own between the trainer's sender and the generation servers.
+"""Makes a process group of its own between the trainer's sender and the generation servers.
 
-Wire-compatible with SGLang's `init_custom_process_group`: the same rendezvous and the same store
-prefixes, so either side may be ours or SGLang's. It stands beside torch.distributed's default
+It is wire-compatible with SGLang's `init_custom_process_group`: the same rendezvous and the same
+store prefixes, so either side may be ours or SGLang's. It stands beside torch.distributed's default
 group and does not need one.
 """
 
@@ -31,9 +31,9 @@ def init_update_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
-    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`).
-    Who does not know the name meets nobody.
-    Raises torch's DistStoreError or RuntimeError when the others do not come within `timeout` s.
+    Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). A
+    process that does not know the name meets nobody. Raises torch's DistStoreError or RuntimeError
+    when the others do not come within `timeout` s.
     """
     wait = timedelta(seconds=timeout)
     if store is None and rank == 0:
@@ -95,9 +95,8 @@ def set_group_timeout(pg: dist.ProcessGroup, timeout: float) -> None:
 
 @contextlib.contextmanager
 def bounded(pg: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
-    """Inside, collectives of `pg` (None: the default group, if there is one) take `timeout` s at
-    most, however long they may otherwise.
-    """
+    """Has collectives of `pg` (None: the default group, if there is one) take `timeout` s at most
+    inside, however long they may take otherwise."""
     if pg is None and not dist.is_initialized():
         yield
         return
@@ -111,6 +110,7 @@ def bounded(pg: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
 
 
 def is_loopback(host: str) -> bool:
+    """Returns whether `host` is this machine's loopback, by name or number, without a look-up."""
     if host == "localhost":
         return True
     try:
@@ -120,7 +120,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the interface that routes to `host`. No packet is sent."""
+    """Returns this machine's address on the interface that routes to `host`. No packet is sent."""
     if is_loopback(host):
         return "127.0.0.1"
     family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -131,9 +131,8 @@ def address_towards(host: str) -> str:
 
 @contextlib.contextmanager
 def _loopback_gloo(master_address: str) -> Iterator[None]:
-    """Gloo picks its interface by resolving the host name, which laptops and containers often
-    cannot; for a group on one machine the loopback interface is right without asking.
-    """
+    """Has gloo use the loopback interface for a group on one machine. Gloo would resolve the host
+    name, which laptops and containers often cannot."""
     if not is_loopback(master_address) or _GLOO_INTERFACE in os.environ:
         yield
         return
@@ -146,9 +145,9 @@ def _loopback_gloo(master_address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _independent_of_default_group(backend: str) -> Iterator[None]:
-    """torch makes a new NCCL group by splitting the default one when that is bound to a device,
-    and a split waits for every rank of the default group. Ours has other members: hide the binding.
-    """
+    """Hides the default group's device inside. torch makes a new NCCL group by splitting the
+    default one when that is bound to a device, and a split waits for every rank of the default
+    group; ours has other members."""
     default = dist.group.WORLD if dist.is_initialized() and backend == "nccl" else None
     bound = default.bound_device_id if default is not None else None
     if default is None or bound is None:

@@ -1,6 +1,6 @@
-"""Host memory that processes of one machine share, without a name in any file system.
+"""Shares host memory between processes of one machine, without a name in any file system.
 
-It is nobody's to clean up: the kernel frees it with its last mapping, however its owners end.
+Nobody has to clean it up: the kernel frees it with its last mapping, however its owners end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel
 
 @dataclass(frozen=True)
 class SharedMemoryHandle:
-    """Where other processes find the memory, and how they know that they have."""
+    """Says where other processes find the memory, and how they recognise it."""
 
     machine: str
     pid: int
@@ -27,7 +27,8 @@ class SharedMemoryHandle:
 
 
 def offer(nbytes: int) -> SharedMemoryHandle | None:
-    """Makes `nbytes` of memory to `attach`. None where the system has no such thing (macOS).
+    """Makes `nbytes` of memory to `attach`. Returns None where the system has no such thing
+    (macOS).
 
     Close `fd` when everybody has attached.
     """
@@ -39,7 +40,7 @@ def offer(nbytes: int) -> SharedMemoryHandle | None:
 
 
 def attach(offered: SharedMemoryHandle) -> torch.Tensor | None:
-    """The memory as a uint8 tensor; None where it is on another machine or out of reach."""
+    """Returns the memory as a uint8 tensor; None where it is on another machine or out of reach."""
     if offered.machine != machine():
         return None
     try:
@@ -55,7 +56,7 @@ def attach(offered: SharedMemoryHandle) -> torch.Tensor | None:
 
 
 def machine() -> str:
-    """One name for each running kernel."""
+    """Returns one name for each running kernel."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 

@@ -1,4 +1,4 @@
-"""Rewards: `reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
+"""Defines rewards: `reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
 
 `prompt` and `completion` are text, the ids are tokens, `row` is the rest of the data row (`answer`,
 `task`, ...). A reward runs in a worker process (RewardPool): it must be a module-level function.

@@ -1,4 +1,4 @@
-"""Maths answers: the last \\boxed{...}, else what math-verify reads out of the text."""
+"""Scores maths answers: the last \\boxed{...}, else what math-verify reads out of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,3 @@
-"""Workflows: how a row becomes samples. A new one subclasses rollout.trajectory.ChatWorkflow, or
+"""Turns rows into samples. A new workflow subclasses rollout.trajectory.ChatWorkflow, or
 api.inference.RolloutWorkflow with a constructor of the same arguments, and is named in
-rollout.workflow.
-"""
+rollout.workflow."""

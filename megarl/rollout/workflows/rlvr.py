@@ -1,4 +1,4 @@
-"""RLVR: n independent answers to one prompt, each scored by a verifiable reward."""
+"""Defines RLVR: n independent answers to one prompt, each scored by a verifiable reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.rollout.trajectory import ChatWorkflow, pad
 
 
 class RLVRWorkflow(ChatWorkflow):
-    """One turn: the prompt, an answer, its reward."""
+    """Has the policy write one answer to the prompt, and scores it."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.pad."""
