@@ -41,23 +41,25 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class Switch:
-    """Whether the adapters of a model take part; shared by all of them."""
+    """Turns the adapters of a model on or off; all of them share one switch."""
 
     on = True
 
 
 class Adapter(nn.Module):
-    """The adapters A, B of one linear layer, a sibling of it; `add_to` is its forward hook.
+    """Holds the adapters A and B of one linear layer, beside that layer; `add_to` is the layer's
+    forward hook. megarl.models.lora gives their shapes.
 
-    What ranks exchange is r wide. Column-parallel layers see whole tokens (with sequence
-    parallelism: this rank's) and give their rows of the output; A x is computed by every rank, so
-    its gradient must be summed over ranks. Row-parallel layers see their columns of the input, so
-    A x must be summed. Under sequence parallelism the matrix that every rank holds has seen only
-    this rank's tokens: finalize_model_grads sums its gradient, by the same mark as the norms'.
+    The tensors that ranks exchange are r wide. Column-parallel layers see whole tokens (with
+    sequence parallelism: this rank's) and give their rows of the output; A x is computed by every
+    rank, so its gradient must be summed over ranks. Row-parallel layers see their columns of the
+    input, so A x must be summed. Under sequence parallelism the matrix that every rank holds has
+    seen only this rank's tokens: finalize_model_grads sums its gradient, by the same mark as the
+    norms'.
 
     Experts are cut over their own group, and the token dispatcher hands every rank of it the same
-    tokens and sums what they give, forward and backward. Then nothing is exchanged here but the
-    gradient of the matrix that all of them hold.
+    tokens and sums the ranks' outputs, forward and backward. So ranks exchange only the gradient of
+    the matrix that all of them hold.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Adapter(nn.Module):
         self._mark(rank)
 
     def _mark(self, rank: int) -> None:
-        """What megatron-core's data parallelism and gradient norm ask parameters for."""
+        """Sets the marks that megatron-core's data parallelism and gradient norm look for on
+        parameters."""
         cut, whole = (self.A, self.B) if self.row_parallel else (self.B, self.A)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         if not self.is_expert:
@@ -98,7 +101,8 @@ class Adapter(nn.Module):
             param.allreduce = False  # type: ignore[attr-defined]
 
     def add_to(self, linear: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """(out, bias) of the layer -> (out + scale * B A x, bias); x, out [T, ..., features]."""
+        """Returns the layer's (out, bias) with scale * B A x added to `out`, or None (no change)
+        while the adapters are off. x and out are [T,...,features]."""
         if not self._switch.on:
             return None
         out, bias = output
@@ -110,7 +114,7 @@ class Adapter(nn.Module):
         return added.view_as(out), bias
 
     def _low_rank(self, x: Tensor) -> Tensor:
-        """A x, [T, ..., n*r] as the rows of B need it."""
+        """Returns A x, [T,...,n*r], as the rows of B need it."""
         if self.is_expert:
             return F.linear(x, self.A if self.row_parallel else self._complete(self.A))
         low = F.linear(x, self.A)
@@ -125,15 +129,16 @@ class Adapter(nn.Module):
         return low
 
     def _complete(self, param: Tensor) -> Tensor:
-        """An expert's `param` that its ranks all hold; its gradient is summed over them."""
+        """Returns `param` so that the gradient of an expert's is summed over the ranks that hold it
+        whole."""
         if not self.is_expert:
             return param
         whole: Tensor = mappings.copy_to_tensor_model_parallel_region(param, group=self.group)
         return whole
 
     def _expanded(self, b: Tensor) -> Tensor:
-        """B [rows, r] as [out_rows, n*r]: row i has its r numbers in the columns of its module, so
-        that one product serves all modules, however their rows are interleaved."""
+        """Returns B [rows,r] as [out_rows,n*r]: row i has its r numbers in the columns of its
+        module, so that one product serves all modules, however their rows are interleaved."""
         r, n = b.shape[1], len(self.A) // b.shape[1]
         if n == 1 and len(b) == self.out_rows:
             return b
@@ -142,13 +147,14 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """This rank's part of scale * B A in fp32, shaped like its part of the weight."""
+        """Returns this rank's part of scale * B A in fp32, shaped like its part of the weight."""
         return self._expanded(self.B.float()) @ self.A.float() * self.scale
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As that of the layer; its gate and up rows are two tensors on disk."""
+        """Returns megatron-core's sharded tensors of A and B; gate and up rows of B are two tensors
+        on disk. Raises KeyError where `metadata` lacks "dp_cp_group"."""
         metadata = metadata or {}
         found = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix,
@@ -163,7 +169,8 @@ class Adapter(nn.Module):
 
 
 def _slots(of: Adapted, model: ModelConfig, tp: int, rank: int) -> Tensor:
-    """[rows of B]: row i of module k goes to place i*n + k; see Adapter._expanded."""
+    """Returns the place of each row of B, [rows]: row i of module k goes to i*n + k; see
+    Adapter._expanded."""
     if not isinstance(of.b.op, FusedRows):
         return torch.empty(0, dtype=torch.long)
     n = len(of.sources)
@@ -175,7 +182,7 @@ def _slots(of: Adapted, model: ModelConfig, tp: int, rank: int) -> Tensor:
 
 
 def _normed(linear: nn.Module, x: Tensor) -> Tensor:
-    """What the weight is multiplied with: Transformer Engine's fused layers norm their input."""
+    """Returns the input of the weight: Transformer Engine's fused layers norm theirs first."""
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -183,7 +190,7 @@ def _normed(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 class Merged(Mapping[str, Tensor]):
-    """A rank's base weights by name, with their adapters merged in: W + scale * B A, in fp32,
+    """Maps names to a rank's base weights with their adapters merged in: W + scale * B A, in fp32,
     rounded to the weight's dtype. Each is computed when it is asked for; nothing is kept."""
 
     def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
@@ -204,9 +211,11 @@ class Merged(Mapping[str, Tensor]):
 
 
 class Adapters:
-    """The adapters of a rank's chunks. Everything else is frozen, but a value head.
+    """Adds adapters to a rank's chunks and freezes all other parameters, except those of a value
+    head.
 
     table: the trained tensors by PEFT's names. params: the trained parameters by canonical name.
+    Raises ValueError for adapters that do not fit the model or its tensor parallelism.
     """
 
     def __init__(
@@ -240,11 +249,13 @@ class Adapters:
         self.reset(seed)
 
     def merged(self, params: Mapping[str, Tensor]) -> Merged:
-        """The base model's weights, of all of the rank's `params`, with the adapters merged in."""
+        """Returns the base model's weights, given all of the rank's `params`, with the adapters
+        merged in."""
         return Merged(base_params(params), self._by_weight)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
+        """Turns the adapters off inside the `with`: the model computes as the base model does."""
         before, self._switch.on = self._switch.on, False
         try:
             yield
@@ -253,8 +264,8 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """As PEFT starts them: A kaiming-uniform, that is within 1/sqrt(in); B zero. Keyed by
-        (seed, name), so that they do not depend on the layout."""
+        """Sets A and B as PEFT starts them: A kaiming-uniform, that is within 1/sqrt(in); B zero.
+        The numbers are keyed by (seed, name), so they do not depend on the layout."""
         for tensor in self.table.tensors:
             if ".lora_" not in tensor.name:
                 continue
@@ -272,7 +283,7 @@ class Adapters:
 
 
 def base_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the adapters."""
+    """Returns `params` without the adapters."""
     return {name: p for name, p in params.items() if not is_adapter(name)}
 
 

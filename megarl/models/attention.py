@@ -30,6 +30,10 @@ from megatron.core.transformer.utils import is_layer_window_attention  # isort: 
 
 
 class SDPACoreAttention(MegatronModule):
+    """Replaces megatron-core's core attention by torch's scaled_dot_product_attention; the module's
+    text gives the shapes. Raises AssertionError for dropout, and for attention that is not causal
+    self-attention."""
+
     def __init__(
         self,
         config: Any,
@@ -64,6 +68,9 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
+        """Returns the attention's output: [T, nq*v] for packed sequences ("thd"), else [s, b,
+        nq*v]. Masks and mask types are ignored. Raises AssertionError for an attention bias, and
+        for cu_seqlens that do not span all tokens."""
         assert attention_bias is None
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, packed_seq_params)
@@ -135,6 +142,7 @@ class SDPACoreAttention(MegatronModule):
         return k, v
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Returns nothing to save: there are no parameters."""
         return {}
 
 
@@ -143,7 +151,8 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """One part is taken as it is: the backward of a split copies."""
+    """Splits x along its first dimension. A single part is x itself, because the backward of a
+    split copies."""
     return x.split(sizes) if len(sizes) > 1 else (x,)
 
 

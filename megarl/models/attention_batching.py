@@ -28,8 +28,8 @@ GROWTH = 1.25
 
 @dataclass(frozen=True)
 class Item:
-    """Queries [q_start, q_start + q_len) of this rank's tokens; they see keys
-    [k_start, k_start + k_len) of the gathered sequence, the last q_len of which are themselves."""
+    """Describes queries [q_start, q_start + q_len) of this rank's tokens; they see keys [k_start,
+    k_start + k_len) of the gathered sequence, the last q_len of which are themselves."""
 
     q_start: int
     q_len: int
@@ -53,12 +53,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups' rows one after another, n * q_len of queries and n * k_len of keys each.
+    """Says how a rank's tokens become the rows of the groups, and how the groups' outputs become
+    tokens again. Each group has n * q_len rows of queries and n * k_len of keys, one group after
+    another.
 
-    q_index, k_index: the tokens they are gathered from. `take` [tokens]: the row of each of this
-    rank's tokens. All three are None where row i is token i, as for sequences of one length.
-    `kv_order` [tokens * cp]: global token t among the keys gathered rank after rank; None without
-    cp.
+    q_index, k_index: the tokens that the rows are gathered from. `take` [tokens]: the row of each
+    of this rank's tokens. All three are None where row i is token i, as for sequences of one
+    length. `kv_order` [tokens * cp]: global token t among the keys gathered rank after rank; None
+    without cp.
     """
 
     tokens: int
@@ -70,7 +72,8 @@ class Plan:
 
 
 def items(lengths: Sequence[int], cp: int, rank: int) -> Iterator[Item]:
-    """Items of context-parallel rank `rank` for packed sequences of (padded, global) `lengths`."""
+    """Yields the items of context-parallel rank `rank` for packed sequences of (padded, global)
+    `lengths`. Raises AssertionError for a length that 2*cp does not divide."""
     q = k = 0
     for n in lengths:
         if cp == 1:
@@ -88,15 +91,17 @@ def items(lengths: Sequence[int], cp: int, rank: int) -> Iterator[Item]:
 
 
 def length_class(n: int) -> int:
+    """Returns the class of sequences of n tokens: 0 up to SHORT, then one more for each factor of
+    GROWTH."""
     return 0 if n <= SHORT else math.ceil(math.log(n / SHORT) / math.log(GROWTH) - 1e-9)
 
 
 def make_plan(
     lengths: Sequence[int], cp: int, rank: int, device: torch.device, window: int | None = None
 ) -> Plan:
-    """The plan of context-parallel rank `rank` for packed sequences of (padded, global) `lengths`;
-    its groups together hold every query of the rank once. `window`: a token attends to itself and
-    the `window` - 1 tokens before it; None: to all before it."""
+    """Makes the plan of context-parallel rank `rank` for packed sequences of (padded, global)
+    `lengths`; its groups together hold every query of the rank once. `window`: a token attends to
+    itself and the `window` - 1 tokens before it; None: to all before it."""
     # the chunk number (k_len / q_len) is part of the class: one group's keys are then alike too
     classes: dict[tuple[int, int], list[Item]] = {}
     for item in items(lengths, cp, rank):
@@ -126,7 +131,8 @@ def make_plan(
 def _group(
     members: Sequence[Item], masked: bool, window: int | None, device: torch.device
 ) -> tuple[Group, Tensor, Tensor]:
-    """The group of `members`, and the tokens of its rows of queries and of keys (on the host)."""
+    """Returns the group of `members`, and the tokens of its rows of queries and of keys (on the
+    host)."""
     q_start, q_len, k_start, k_len = (
         torch.tensor([getattr(i, f) for i in members])[:, None]
         for f in ("q_start", "q_len", "k_start", "k_len")

@@ -37,7 +37,8 @@ from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """`chunks`: this rank's part of the model, one module per virtual pipeline chunk."""
+    """Holds this rank's part of a model: `chunks`, one module per virtual pipeline chunk, with
+    their config and the piece table of the whole model."""
 
     config: TransformerConfig
     chunks: list[GPTModel]
@@ -56,11 +57,12 @@ def build_model(
     moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> BuiltModel:
-    """This rank's chunks of `model`; collective over the layout's ranks.
+    """Builds this rank's chunks of `model`. Collective over the layout's ranks.
 
     megatron-core's parallel_state must hold the groups of `layout`. Parameters have `dtype`; they
     are random by `seed` (the same model for every layout), or, when it is None, uninitialised until
-    load_hf fills them. `overrides` go to the TransformerConfig.
+    load_hf fills them. `overrides` go to the TransformerConfig. Raises ValueError where `attention`
+    or the experts' token dispatcher is not available here.
     """
     device = torch.device(device) if device is not None else mcore.device()
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
@@ -88,7 +90,8 @@ def build_model(
 
 
 def resolve_attention(attention: str, device: torch.device) -> str:
-    """ "te" or "sdpa". ValueError if Transformer Engine is asked for where it cannot run."""
+    """Returns "te" or "sdpa" for `attention`, which may also be "auto". Raises ValueError if
+    Transformer Engine is asked for where it cannot run."""
     have_te = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if have_te and attention != "sdpa":
         # megatron-core takes a broken installation for none; better its own error here
@@ -115,6 +118,9 @@ def transformer_config(
     moe: MoEConfig | None = None,
     **overrides: Any,
 ) -> TransformerConfig:
+    """Returns megatron-core's TransformerConfig of `model` cut as `layout` says; `overrides`
+    replace any field. Raises ValueError where the experts' token dispatcher needs DeepEP and there
+    is none."""
     family = family_of(model)
     fields = {
         **_architecture(model),
@@ -155,7 +161,7 @@ def _architecture(m: ModelConfig) -> dict[str, Any]:
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """An initialisation that leaves the weight as it is."""
+    """Leaves the weight as it is, as an initialisation."""
 
 
 def _experts(m: ModelConfig, cfg: MoEConfig, use_te: bool) -> dict[str, Any]:
@@ -209,7 +215,8 @@ def _parallel(layout: Layout) -> dict[str, Any]:
 
 
 def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
-    """What each chunk of an uneven split holds, in megatron-core's words."""
+    """Returns the parts of each chunk of an uneven split, in megatron-core's words; None for an
+    even one."""
     if layout.split is None:
         return None
     chunks = [["decoder"] * n for n in layout.split]
@@ -270,7 +277,8 @@ def _settle_routers(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 def _block_spec(
     model: ModelConfig, config: TransformerConfig, vp_stage: int | None, use_te: bool
 ) -> Any:
-    """megatron-core's spec; the local one with our norm and attention in place of its own."""
+    """Returns megatron-core's spec; the local one gets our norm and attention in place of its
+    own."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,

@@ -1,4 +1,4 @@
-"""Which way keys and values travel between context-parallel ranks, and what can do it."""
+"""Chooses how keys and values travel between context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PACKED_SINCE = {"p2p": "1.7", "all_gather": "2.18", "a2a": "2.18"}
 
 
 def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention: str) -> str:
-    """parallel.cp_comm_type without "auto", for `attention` "te" or "sdpa".
+    """Returns parallel.cp_comm_type with "auto" resolved, for `attention` "te" or "sdpa".
 
-    ValueError, naming value and fix, where these cannot do it.
+    Raises ValueError, naming value and fix, where the attention, the model or the installed
+    Transformer Engine cannot do it.
     """
     asked, cp, tp = parallel.cp_comm_type, parallel.cp, parallel.tp
     window = model.attention.window

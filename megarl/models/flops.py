@@ -1,4 +1,4 @@
-"""Arithmetic of a model by sequence length: what balances micro-batches and what MFU counts."""
+"""Counts the arithmetic of a model by sequence length, to balance micro-batches and for MFU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from megarl.parallel.packing import Cost
 
 
 def train_flops(m: ModelConfig, lengths: Iterable[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of `lengths` tokens.
+    """Returns the floating-point operations of forward and backward over sequences of `lengths`
+    tokens.
 
-    Matrix products only, two operations a multiply-add, and backward is two products for each of
-    forward's. Recomputation, padding and what a causal kernel computes in vain do not count: this
-    is what "model FLOPs utilisation" (Chowdhery et al., PaLM, 2022, appendix B) divides by.
+    Only matrix products count, two operations a multiply-add, and backward is two products for each
+    of forward's. Recomputation, padding and the masked half of causal attention do not count: this
+    is the work that "model FLOPs utilisation" (Chowdhery et al., PaLM, 2022, appendix B) divides
+    by.
     """
     cost = sequence_cost(m)
     return 6.0 * sum(cost(n) for n in lengths)
 
 
 def sequence_cost(m: ModelConfig) -> Cost:
-    """Multiply-adds of one forward pass over n tokens.
+    """Returns the cost of a sequence of n tokens, in multiply-adds of one forward pass.
 
     A token meets every matrix it is routed to once (the embedding's only at the output) and, under
     causal attention, the keys and values of (n + 1) / 2 tokens in every head and layer, or of those
@@ -36,7 +38,7 @@ def sequence_cost(m: ModelConfig) -> Cost:
 
 
 def _mlps(m: ModelConfig) -> int:
-    """Gate, up and down of all layers, and the routers."""
+    """Returns how many numbers of gates, ups, downs and routers a token meets in all layers."""
     if m.moe is None:
         return m.num_layers * 3 * m.hidden_size * m.intermediate_size
     dense = len(m.moe.dense_layers)

@@ -1,6 +1,5 @@
-"""FP8 matrix products of Transformer Engine, in megatron-core's words. Weights, gradients and
-everything outside of the layers' linear maps keep their dtype; the LM head does, too.
-"""
+"""Sets Transformer Engine's FP8 matrix products, in megatron-core's words. Weights, gradients, the
+LM head and everything outside of the layers' linear maps keep their dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ _NO_MXFP8_FROM = (12, 0)  # Transformer Engine: not all layouts of its products
 def fp8_fields(
     recipe: str, model: ModelConfig, layout: Layout, *, dtype: torch.dtype, attention: str
 ) -> dict[str, Any]:
-    """TransformerConfig's fields. ValueError where these layers, this GPU or these sizes cannot."""
+    """Returns the fields of the TransformerConfig for an FP8 `recipe`, none for "none". Raises
+    ValueError where these layers, this dtype, this GPU or these sizes cannot do it."""
     if recipe == "none":
         return {}
     form, least, unit = _RECIPES[recipe]
@@ -53,18 +53,19 @@ def fp8_fields(
 
 
 def runs_on(recipe: str, capability: tuple[int, int]) -> bool:
+    """Returns whether a GPU of this compute capability (major, minor) can run the recipe."""
     if recipe == "mxfp8" and capability >= _NO_MXFP8_FROM:
         return False
     return _RECIPES[recipe][1] <= capability
 
 
 def token_unit(recipe: str) -> int:
-    """The tokens of a rank are padded to a multiple of this."""
+    """Returns the number of tokens that a rank's tokens are padded to a multiple of."""
     return 1 if recipe == "none" else _RECIPES[recipe][2]
 
 
 def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Both sides of every linear map in the layers, as a rank holds them."""
+    """Returns, by name, both sides of every linear map in the layers as a rank holds them."""
     widths = {
         "hidden size": m.hidden_size,
         "attention width": m.num_attention_heads // layout.tp * m.v_head_dim,

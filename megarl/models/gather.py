@@ -29,7 +29,8 @@ from megarl.wire.buckets import Bucket, Member
 
 
 def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
-    """`dtype`, one for all or by HF name; fp32 for what is so in every model."""
+    """Returns the dtype a tensor is sent or saved in: `dtype` (one for all, or by HF name), but
+    fp32 for buffers."""
     if tensor.buffer:
         return torch.float32
     return dtype if isinstance(dtype, torch.dtype) else dtype[tensor.name]
@@ -43,7 +44,7 @@ def plan_buckets(
     first: int | None = None,
 ) -> tuple[Bucket, ...]:
     """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
-    the first has at most as much, and each of the next twice as much as the one before it.
+    the first bucket has at most as many bytes, and the limit doubles from each bucket to the next.
 
     Offsets are multiples of the member's itemsize; a tensor larger than a bucket gets its own.
     """
@@ -134,10 +135,11 @@ class BucketGatherer:
         shared: bool = False,
         packing: Packing = nullcontext,
     ) -> Tensor | None:
-        """Flat uint8 bucket [nbytes] on the owner (in `out` if given), None on the other ranks.
+        """Gathers one bucket. Returns it flat, uint8 [nbytes], on its owner (in `out` if given) and
+        None on the other ranks.
 
-        shared: every rank gives an `out`, and all of them are the same host memory.
-        packing: entered while this rank copies.
+        shared: every rank gives an `out`, and all of them are the same host memory. packing:
+        entered while this rank copies.
 
         Collective over the layout's ranks, which all gather the same buckets in the same order.
         Returns once this rank's part is done; the process group's timeout bounds the wait.
@@ -163,7 +165,8 @@ class BucketGatherer:
         return None
 
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
-        """Where memory is shared: a byte from each source says that its parts are in place."""
+        """Fills a bucket in shared memory: a byte from each source says that its parts are in
+        place."""
         sources = self._remote(bucket)
         said = self._take_room(len(sources)).split(1)
         works = self._post([self._receipt(byte, src) for byte, src in zip(said, sources)])
@@ -173,7 +176,7 @@ class BucketGatherer:
             self._wait(work)
 
     def _receive(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
-        """Own parts and everybody else's: one message of each source at a time."""
+        """Copies own parts and receives everybody else's, one message of each source at a time."""
         left = {src: list(messages) for src, messages in self._remote(bucket).items()}
         slot_of, nbytes = slots(left)
         room = self._take_room(nbytes)
@@ -207,17 +210,15 @@ class BucketGatherer:
         self._wait(work)
 
     def _post(self, ops: list[dist.P2POp]) -> list[dist.Work]:
-        """Starts these messages; the work to wait for of each. Only in a batch do messages go over
-        the group's own NCCL communicator: alone, each pair of ranks makes one of two ranks, which
-        lives as long as the group.
-        """
+        """Starts these messages and returns the work to wait for of each. Only in a batch do
+        messages go over the group's own NCCL communicator: alone, each pair of ranks makes one of
+        two ranks, which lives as long as the group."""
         works = dist.batch_isend_irecv(ops) if ops else []
         return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
 
     def _wait(self, work: dist.Work) -> None:
-        """As long as the group's timeout is now. Left to itself, gloo waits for a message as long
-        as the group was made to wait.
-        """
+        """Waits as long as the group's timeout is now. Left to itself, gloo waits as long as the
+        timeout that the group was made with."""
         if self.device.type != "cpu":
             work.wait()
             return
@@ -236,15 +237,15 @@ class BucketGatherer:
             _slot(message, part).copy_(source)
 
     def _local(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
-        """Each part's numbers. A parameter may be made on demand (merged adapters): it is asked for
-        once for its parts, which follow each other."""
+        """Yields each part with its numbers. A parameter may be made on demand (merged adapters),
+        so it is asked for once for all of its parts, which follow each other."""
         for name, group in groupby(parts, key=lambda part: part.piece.param):
             param = self.params[name]
             for part in group:
                 yield part, local_view(param, part.piece)
 
     def _take_room(self, nbytes: int) -> Tensor:
-        """Memory for messages."""
+        """Returns `nbytes` of memory for messages; on hosts it is kept for the next bucket."""
         if self._room is not None and self._room.numel() >= nbytes:
             return self._room[:nbytes]
         self._room = None  # freed before its successor is allocated
@@ -256,7 +257,7 @@ class BucketGatherer:
 
 
 def _slot(message: Tensor, part: Part) -> Tensor:
-    """A part's place in the message, typed and shaped like its view."""
+    """Returns a part's place in the message, typed and shaped like its view."""
     data = message[part.offset : part.offset + part.nbytes]
     return data.view(part.dtype).view(part.piece.view.shape)
 

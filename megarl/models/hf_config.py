@@ -29,9 +29,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
-    """ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
+    """Reads the ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
 
-    ValueError naming what is wrong or unsupported.
+    Raises ValueError naming the file or the key that is missing, wrong or unsupported.
     """
     file = Path(path) / "config.json"
     if not file.is_file() and (Path(path) / "adapter_config.json").is_file():
@@ -53,7 +53,8 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
 
 
 def adapter_given(path: str | Path) -> str:
-    """Says that `path` is an adapter's directory where a model's should be, and the fix."""
+    """Returns the error for an adapter's directory `path` where a model's should be, with the
+    fix."""
     return (
         f"{path} holds a PEFT adapter, not a model: name the model it was trained on, and the "
         "adapter in lora.adapter_path"
@@ -61,7 +62,8 @@ def adapter_given(path: str | Path) -> str:
 
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """ModelConfig of an already parsed config.json; `source` names it in errors."""
+    """Returns the ModelConfig of an already parsed config.json; `source` names it in errors. Raises
+    ValueError naming the key that is missing, wrong or unsupported."""
     family = find_family(raw, source)
     full = {**DEFAULTS, **family.defaults, **raw}
     _refuse_unsupported(full, family, source)
@@ -89,7 +91,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> Mode
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """ValueError, naming the values and the fix, if `model` cannot be cut as `parallel` says."""
+    """Raises ValueError, naming the values and the fix, if `model` cannot be cut as `parallel`
+    says."""
     m, tp = model, parallel.tp
     heads, kv = m.num_attention_heads, m.num_key_value_heads
     if heads % tp:

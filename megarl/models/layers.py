@@ -12,7 +12,7 @@ from torch import Tensor
 class RMSNorm(torch.nn.RMSNorm):
     """Normalises in fp32, casts, then scales, as HF does.
 
-    megatron-core's own torch norm refuses sequence parallelism. All that needs is the attribute by
+    megatron-core's own torch norm refuses sequence parallelism, which needs only the attribute by
     which finalize_model_grads finds the weights whose gradients it sums over tensor-parallel ranks.
     """
 
@@ -26,6 +26,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x [...,H] divided by its root mean square over H and multiplied with the weight
+        [H] (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
         if x.dtype == torch.float32 and x.device.type == "cpu":
             out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
             return out

@@ -1,7 +1,7 @@
-"""Which linear layers get low-rank adapters, and where these live: declarations, no tensors.
+"""Declares which linear layers get low-rank adapters, and where these live; holds no tensors.
 
-LoRA (https://arxiv.org/abs/2106.09685) adds scale * B A to a frozen weight W [out, in], with
-A [r, in] and B [out, r]. Hugging Face's PEFT has one such pair per HF module (q_proj, k_proj, ...),
+LoRA (https://arxiv.org/abs/2106.09685) adds scale * B A to a frozen weight W [out, in], with A [r,
+in] and B [out, r]. Hugging Face's PEFT has one such pair per HF module (q_proj, k_proj, ...),
 megatron-core has fused layers. The pairs of a fused layer are held as two matrices:
 
     A [n*r, in]       the n HF modules' A, one below the other
@@ -33,7 +33,7 @@ _HEAD = VALUE_HEAD.name.removesuffix("weight")
 
 @dataclass(frozen=True)
 class Stacked(Op):
-    """A of a column-parallel layer: n matrices [r, in] below each other, on every rank."""
+    """Holds A of a column-parallel layer: n matrices [r, in] below each other, on every rank."""
 
     base: Op
     sources: tuple[int, ...]
@@ -41,13 +41,16 @@ class Stacked(Op):
     replicated = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns [r, in] for each adapted HF module."""
         shapes = self.base.hf_shapes(m)
         return tuple((self.r, shapes[s][1]) for s in self.sources)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [n*r, in], the same on every rank."""
         return (len(self.sources) * self.r, self.hf_shapes(m)[0][1])
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields one segment for each HF module and rank."""
         for rank in range(tp):
             for i, (rows, cols) in enumerate(self.hf_shapes(m)):
                 yield Segment(rank, i, i * rows, 0, rows, 0, cols)
@@ -55,29 +58,33 @@ class Stacked(Op):
 
 @dataclass(frozen=True)
 class FusedRows(Op):
-    """B of a column-parallel layer: of the base weight's rows those that belong to an adapted
-    module, in their order, r columns each."""
+    """Holds B of a column-parallel layer: the base weight's rows that belong to an adapted module,
+    in their order, r columns each."""
 
     base: Op
     sources: tuple[int, ...]
     r: int
 
     def base_rows(self, m: ModelConfig, tp: int, rank: int) -> list[Segment]:
-        """The base weight's segments on `rank` that have rows in B, in their order."""
+        """Returns the base weight's segments on `rank` that have rows in B, in their order."""
         mine = (s for s in self.base.segments(m, tp, 0) if s.tp == rank)
         return sorted((s for s in mine if s.source in self.sources), key=lambda s: s.row)
 
     def rows(self, m: ModelConfig, tp: int, rank: int) -> int:
+        """Returns how many rows of B `rank` holds."""
         return sum(s.rows for s in self.base_rows(m, tp, rank))
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns [out, r] for each adapted HF module."""
         shapes = self.base.hf_shapes(m)
         return tuple((shapes[s][0], self.r) for s in self.sources)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [rows, r] of rank 0; `check_lora` refuses layouts in which ranks differ."""
         return (self.rows(m, tp, 0), self.r)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields the rows of B on every rank, in the order of the base weight's segments."""
         for rank in range(tp):
             row = 0
             for s in self.base_rows(m, tp, rank):
@@ -88,7 +95,8 @@ class FusedRows(Op):
 
 @dataclass(frozen=True)
 class Adapted:
-    """The weight `base`, its adapters `a` and `b`, and which of its HF modules they belong to."""
+    """Names the weight `base`, its adapters `a` and `b`, and which of its HF modules they belong
+    to."""
 
     base: Param
     layer: int
@@ -98,16 +106,19 @@ class Adapted:
 
     @property
     def row_parallel(self) -> bool:
+        """Returns whether the weight is cut along its input dimension, and so A instead of B."""
         return isinstance(self.base.op, RowParallel)
 
 
 def scale(cfg: LoRAConfig) -> float:
-    """alpha / r, or alpha / sqrt(r): https://arxiv.org/abs/2312.03732"""
+    """Returns the factor of B A: alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
+    (https://arxiv.org/abs/2312.03732)."""
     return cfg.alpha / (math.sqrt(cfg.r) if cfg.use_rslora else cfg.r)
 
 
 def adapted_layers(m: ModelConfig, cfg: LoRAConfig) -> Iterator[Adapted]:
-    """Every adapted weight of the model, in HF order."""
+    """Yields every adapted weight of the model, in HF order. Raises ValueError for a target that
+    the model does not have."""
     targets = resolve_targets(m, cfg)
     for param, layer in family_of(m).params(m):
         if layer is None or not _is_linear(param, m):
@@ -134,29 +145,33 @@ def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapt
 
 
 def peft_name(module: str) -> str:
+    """Returns PEFT's name of the weight of `module`."""
     return f"{PEFT_PREFIX}{module}.weight"
 
 
 def _is_linear(param: Param, m: ModelConfig) -> bool:
-    """A linear layer that ranks cut: not a norm, a bias, a router, a gate, an embedding, a head."""
+    """Returns whether ranks cut a linear layer's weight; norms, biases, routers, gates, embeddings
+    and heads are none."""
     op = param.op
     is_matrix = len(op.hf_shapes(m)[0]) == 2
     return is_matrix and not op.replicated and not isinstance(op, VocabParallel)
 
 
 def _module(hf: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight -> q_proj"""
+    """Returns the last part of a weight's module: model.layers.0.self_attn.q_proj.weight ->
+    q_proj."""
     return hf.split(".")[-2]
 
 
 def target_names(m: ModelConfig) -> tuple[str, ...]:
-    """The HF modules of `m` that can have adapters."""
+    """Returns the HF modules of `m` that can have adapters."""
     layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_linear(p, m))
     return tuple(dict.fromkeys(_module(hf) for p in layers for hf in p.hf))
 
 
 def resolve_targets(m: ModelConfig, cfg: LoRAConfig) -> tuple[str, ...]:
-    """The HF modules that get adapters. ValueError naming those the model does not have."""
+    """Returns the HF modules that get adapters. Raises ValueError naming one that the model does
+    not have."""
     known = target_names(m)
     if cfg.target_modules == [ALL_LINEAR]:
         return known
@@ -170,7 +185,7 @@ def resolve_targets(m: ModelConfig, cfg: LoRAConfig) -> tuple[str, ...]:
 
 
 def check_lora(m: ModelConfig, tp: int, cfg: LoRAConfig) -> None:
-    """ValueError if these adapters do not fit the model or its cut over `tp` ranks."""
+    """Raises ValueError if these adapters do not fit the model or its cut over `tp` ranks."""
     for layer in adapted_layers(m, cfg):
         op = layer.b.op
         if layer.base.expert is None and isinstance(op, FusedRows):
@@ -185,18 +200,19 @@ def check_lora(m: ModelConfig, tp: int, cfg: LoRAConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """By a parameter's name."""
+    """Returns whether the parameter of this name belongs to an adapter."""
     return "_lora." in name
 
 
 def is_trained(name: str, m: ModelConfig) -> bool:
-    """Whether LoRA trains the parameter `name`: an adapter, or part of a value head."""
+    """Returns whether LoRA trains the parameter `name`: an adapter, or part of a value head."""
     return is_adapter(name) or (m.head == "value" and name.startswith(_HEAD))
 
 
 def lora_fields(m: ModelConfig, cfg: LoRAConfig | None) -> dict[str, Any]:
-    """Of the TransformerConfig: experts with adapters run one by one, as Transformer Engine's
-    grouped product has no place for them; frozen routers leave their biases alone too."""
+    """Returns the TransformerConfig's fields that adapters change: experts with adapters run one by
+    one, as Transformer Engine's grouped product has no place for them; frozen routers leave their
+    biases alone too."""
     if cfg is None or m.moe is None:
         return {}
     fields: dict[str, object] = {"moe_router_bias_update_rate": 0.0}
@@ -206,7 +222,8 @@ def lora_fields(m: ModelConfig, cfg: LoRAConfig | None) -> dict[str, Any]:
 
 
 def trained_params(m: ModelConfig, cfg: LoRAConfig) -> Iterator[tuple[Param, int | None]]:
-    """What LoRA trains, by PEFT's names: adapters, and a value head as a whole."""
+    """Yields the parameters that LoRA trains and their layers, by PEFT's names: adapters, and a
+    value head as a whole."""
     for layer in adapted_layers(m, cfg):
         yield layer.a, layer.layer
         yield layer.b, layer.layer
@@ -216,11 +233,12 @@ def trained_params(m: ModelConfig, cfg: LoRAConfig) -> Iterator[tuple[Param, int
 
 
 def adapter_table(m: ModelConfig, layout: Layout, cfg: LoRAConfig) -> PieceTable:
+    """Builds the piece table of the trained tensors, by PEFT's names."""
     return build_piece_table(m, layout, params=trained_params(m, cfg))
 
 
 def meaning(m: ModelConfig, cfg: LoRAConfig) -> dict[str, object]:
-    """What adapters of this config mean, in PEFT's words."""
+    """Returns the settings that decide what adapters of this config compute, in PEFT's words."""
     return {
         "r": cfg.r,
         "lora_alpha": cfg.alpha,
@@ -230,7 +248,7 @@ def meaning(m: ModelConfig, cfg: LoRAConfig) -> dict[str, object]:
 
 
 def adapter_config(m: ModelConfig, cfg: LoRAConfig, base_model_path: str) -> dict[str, object]:
-    """PEFT's adapter_config.json."""
+    """Returns the contents of PEFT's adapter_config.json."""
     value = m.head == "value"
     return {
         "peft_type": "LORA",
@@ -260,7 +278,8 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 
 def check_adapter_config(found: Mapping[str, object], cfg: LoRAConfig, source: str) -> None:
-    """ValueError if an adapter_config.json does not mean what `cfg` does."""
+    """Raises ValueError if an adapter_config.json does not mean the same as `cfg`; `source` names
+    it."""
     if found.get("peft_type") != "LORA":
         raise ValueError(f"{source}: peft_type={found.get('peft_type')!r}; only LORA is supported")
     for name, allowed in _PLAIN.items():

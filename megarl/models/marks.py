@@ -12,7 +12,7 @@ from megarl.parallel.layout import Coords
 
 def mark_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor]) -> None:
     """Sets the marks of all parameters of the rank at `c`, by canonical name, from the piece table.
-    AssertionError unless they are the table's.
+    Raises AssertionError unless they are the table's.
 
     tensor_model_parallel: the gradient norm counts such a parameter on every tensor-parallel rank,
     and any other on the first alone. Layers cannot be trusted with it: Transformer Engine leaves

@@ -1,4 +1,5 @@
-"""What a rank sends of its pieces for a bucket: one contiguous message, or several bounded ones."""
+"""Puts a rank's pieces of a bucket into messages: one contiguous message, or several bounded
+ones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ALIGNMENT = 64  # bytes, that of torch's host allocator
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece and where it goes: member `name` of the bucket, byte `offset` of the message."""
+    """Says where a piece goes: to member `name` of the bucket, at byte `offset` of the message."""
 
     name: str
     piece: Piece
@@ -28,14 +29,15 @@ Message = Sequence[Part]
 
 
 def length(message: Message) -> int:
-    """In bytes."""
+    """Returns the bytes of a message."""
     return message[-1].offset + message[-1].nbytes
 
 
 def make_messages(pieces: Sequence[Part], limit: int | None = None) -> list[Message]:
-    """The parts of one source, whatever their offsets, as messages of at most `limit` bytes.
+    """Puts the parts of one source, whatever their offsets, into messages of at most `limit` bytes.
 
-    Parts are aligned in a message. A row of a matrix is the least that is sent.
+    Parts are aligned in a message. A row of a matrix is the least that is sent, even above the
+    limit.
     """
     messages: list[list[Part]] = []
     end = 0
@@ -50,7 +52,8 @@ def make_messages(pieces: Sequence[Part], limit: int | None = None) -> list[Mess
 
 
 def slots(messages: Mapping[int, Sequence[Message]]) -> tuple[dict[int, slice], int]:
-    """Room for one message of each source at a time: source -> bytes of it, and bytes in all."""
+    """Makes room for one message of each source at a time. Returns the bytes of each source, and
+    how many there are in all."""
     out, end = {}, 0
     for src, own in messages.items():
         size = max(map(length, own))
@@ -60,7 +63,7 @@ def slots(messages: Mapping[int, Sequence[Message]]) -> tuple[dict[int, slice], 
 
 
 def _cut(parts: Sequence[Part], limit: int | None) -> Iterator[Part]:
-    """Those larger than `limit` bytes in several."""
+    """Yields the parts; one larger than `limit` bytes comes in several."""
     for part in parts:
         if limit is None or part.nbytes <= limit:
             yield part
@@ -70,7 +73,8 @@ def _cut(parts: Sequence[Part], limit: int | None) -> Iterator[Part]:
 
 
 def split(piece: Piece, numel: int) -> Iterator[Piece]:
-    """`piece` as consecutive ones of at most `numel` numbers, or of one row."""
+    """Yields `piece` as consecutive pieces of at most `numel` numbers, or of one row where a row
+    has more."""
     shape, strides = piece.view.shape, piece.view.strides
     inner = math.prod(shape[1:])
     step = max(1, numel // inner)

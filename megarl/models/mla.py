@@ -1,4 +1,4 @@
-"""Multi-head latent attention on megatron-core's, equal to Hugging Face's DeepSeek."""
+"""Makes megatron-core's multi-head latent attention equal to Hugging Face's DeepSeek."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ LATENT_NORM_EPS = 1e-6
 
 
 def settle_mla(chunk: GPTModel) -> None:
-    """What MLASelfAttention's constructor takes no argument for."""
+    """Sets what MLASelfAttention's constructor takes no argument for: the eps of the latents'
+    norms, and projections to a latent that are whole on every rank."""
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             _settle(module)
@@ -44,7 +45,7 @@ def _settle(attention: MLASelfAttention) -> None:
 
 
 class WholeLinear(torch.nn.Module):
-    """[..., cols] -> [..., rows] on this rank's own tokens, whole on every tensor-parallel rank.
+    """Maps [...,cols] to [...,rows] on this rank's own tokens, whole on every tensor-parallel rank.
 
     Transformer Engine's spec has such projections to a latent. The local spec cuts them, for which
     every rank needs all tokens' hidden states; a latent is a fraction of their size.
@@ -59,4 +60,5 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Returns (x times the weight transposed, no bias), as megatron-core's linear layers do."""
         return F.linear(x, self.weight), None

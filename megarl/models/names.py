@@ -1,4 +1,4 @@
-"""One name per parameter: local layer spec and Transformer Engine spec, every pipeline chunk.
+"""Gives each parameter one name, whatever the layer spec (local, Transformer Engine) and chunk.
 
 Transformer Engine fuses a norm into the linear layer after it and names its weight accordingly;
 canonical names are those of the local spec, with global layer and expert numbers.
@@ -28,10 +28,12 @@ _EXPERT = re.compile(
 
 
 def named_params(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Canonical name -> parameter over this rank's chunks, wrapped (DDP, Float16Module) or not.
+    """Returns the parameters of this rank's chunks, wrapped (DDP, Float16Module) or not, by
+    canonical name.
 
     Routers' biases, which are buffers, are among them, in fp32. A Float16Module makes new buffers:
-    what was found before it wraps a chunk is no longer the chunk's.
+    a bias found before it wraps a chunk is no longer the chunk's. Raises AssertionError for two
+    parameters of one name.
     """
     out: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -47,8 +49,8 @@ def named_params(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def checkpoint_keys(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Where megatron-core's checkpoints keep the parameter of canonical `name`: the keys it may
-    have, and its index into their leading dimensions (a layer's experts are one tensor)."""
+    """Returns where megatron-core's checkpoints keep the parameter of canonical `name`: the keys it
+    may have, and its index into their leading dimensions (a layer's experts are one tensor)."""
     index, rest = "", name
     if name.startswith(_LAYERS):
         index, rest = name.removeprefix(_LAYERS).split(".", 1)
@@ -61,20 +63,22 @@ def checkpoint_keys(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 def checkpoint_key(name: str, names: Collection[str]) -> str:
     """Returns the one of `checkpoint_keys` that a parameter is saved under. A norm's is in the
-    linear layer after it where the model has that layer, as with Transformer Engine's layers and
-    in Megatron-LM's checkpoints. `names`: all canonical names of the model."""
+    linear layer after it where the model has that layer, as with Transformer Engine's layers and in
+    Megatron-LM's checkpoints. `names`: all canonical names of the model."""
     *fused, own = checkpoint_keys(name)[0]
     return next((k for k in fused if k.replace("layer_norm_weight", "weight") in names), own)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The model inside DDP and precision wrappers, which keep it as `.module`."""
+    """Returns the model inside DDP and precision wrappers, which keep it as `.module`."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
+    """Returns the canonical name of the parameter that is called `name` in `model`, an unwrapped
+    chunk."""
     if not name.startswith(_LAYERS):
         return name
     index, rest = name.removeprefix(_LAYERS).split(".", 1)

@@ -1,4 +1,4 @@
-"""How one Megatron parameter is made of HF tensors: the invertible ops of a family's declaration.
+"""Describes how one Megatron parameter is made of HF tensors: the ops of a family's declaration.
 
 An op answers three questions about a model cut over `tp` ranks (for an expert's parameter those
 that share the expert): the shapes of the HF tensors it is made of, the shape of the local
@@ -20,51 +20,59 @@ Dim = Callable[[ModelConfig], int]
 
 
 def one(m: ModelConfig) -> int:
+    """Returns 1, the size of a vector's only column or of a single output."""
     return 1
 
 
 def hidden(m: ModelConfig) -> int:
+    """Returns the hidden size H."""
     return m.hidden_size
 
 
 def intermediate(m: ModelConfig) -> int:
+    """Returns the inner size of a dense layer's MLP."""
     return m.intermediate_size
 
 
 def expert_intermediate(m: ModelConfig) -> int:
+    """Returns the inner size of one expert. Raises AssertionError for a dense model."""
     assert m.moe is not None
     return m.moe.intermediate_size
 
 
 def shared_intermediate(m: ModelConfig) -> int:
+    """Returns the inner size of the expert that every token meets, 0 where there is none. Raises
+    AssertionError for a dense model."""
     assert m.moe is not None
     return m.moe.shared_intermediate_size
 
 
 def num_experts(m: ModelConfig) -> int:
+    """Returns the number of routed experts in a layer. Raises AssertionError for a dense model."""
     assert m.moe is not None
     return m.moe.num_experts
 
 
 def head_dim(m: ModelConfig) -> int:
+    """Returns the size of one head's query and key."""
     return m.head_dim
 
 
 def query(m: ModelConfig) -> int:
+    """Returns the size of all heads' queries together."""
     return m.num_attention_heads * m.head_dim
 
 
 def attended(m: ModelConfig) -> int:
-    """The sizes of all heads' values together."""
+    """Returns the size of all heads' values together, which the output projection takes."""
     return m.num_attention_heads * m.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows [row, row + rows) of the parameter on tensor-parallel rank `tp`, all its columns, are
-    rows [hf_row, hf_row + rows), columns [hf_col, hf_col + cols) of HF tensor number `source`.
-    A vector is a matrix of one column.
-    """
+    """Says that rows [row, row + rows) of the parameter on tensor-parallel rank `tp`, all its
+    columns, are rows [hf_row, hf_row + rows), columns [hf_col, hf_col + cols) of HF tensor number
+    `source`. A vector is a matrix of one column."""
 
     tp: int
     source: int
@@ -76,21 +84,23 @@ class Segment:
 
 
 class Op(ABC):
-    """`replicated`: every tensor-parallel rank holds the same whole parameter."""
+    """One invertible step from HF tensors to a Megatron parameter. `replicated`: every
+    tensor-parallel rank holds the same whole parameter."""
 
     replicated = False
 
     @abstractmethod
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        """Shapes of the HF tensors it is made of."""
+        """Returns the shapes of the HF tensors that the parameter is made of."""
 
     @abstractmethod
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Shape on one rank; `vocab_rows` is the padded vocabulary over all ranks."""
+        """Returns the parameter's shape on one rank of `tp`; `vocab_rows` is the padded vocabulary
+        over all ranks."""
 
     @abstractmethod
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
-        """Every row of every HF tensor on every rank that holds it."""
+        """Yields every row of every HF tensor on every rank that holds it."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +112,15 @@ class Replicated(Op):
     replicated = True
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape: [rows, cols], or [rows] for a vector."""
         return ((self.rows(m), self.cols(m)) if self.cols else (self.rows(m),),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns the HF tensor's shape."""
         return self.hf_shapes(m)[0]
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields the whole tensor on every rank."""
         cols = self.cols(m) if self.cols else 1
         for rank in range(tp):
             yield Segment(rank, 0, 0, 0, self.rows(m), 0, cols)
@@ -121,12 +134,15 @@ class RowParallel(Op):
     cols: Dim
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape, [rows, cols]."""
         return ((self.rows(m), self.cols(m)),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [rows, cols / tp]."""
         return (self.rows(m), self.cols(m) // tp)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields each rank's columns, which are all rows high."""
         rows, cols = self.rows(m), self.cols(m) // tp
         for rank in range(tp):
             yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
@@ -140,12 +156,15 @@ class ColumnParallel(Op):
     cols: Dim
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape, [rows, cols]."""
         return ((self.rows(m), self.cols(m)),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [rows / tp, cols]."""
         return (self.rows(m) // tp, self.cols(m))
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields each rank's rows."""
         per = self.rows(m) // tp
         for rank in range(tp):
             yield Segment(rank, 0, 0, rank * per, per, 0, self.cols(m))
@@ -153,15 +172,19 @@ class ColumnParallel(Op):
 
 @dataclass(frozen=True)
 class VocabParallel(Op):
-    """[V, H] cut along the vocabulary, padded with rows that are zero and never exported."""
+    """A matrix [V,H] cut along the vocabulary, padded with rows that are zero and never
+    exported."""
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns one shape, [V,H], without padding."""
         return ((m.vocab_size, m.hidden_size),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [vocab_rows / tp, H], padding included."""
         return (vocab_rows // tp, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields each rank's rows of the real vocabulary; a rank of padding alone has none."""
         per = vocab_rows // tp
         for rank in range(tp):
             start, stop = rank * per, min((rank + 1) * per, m.vocab_size)
@@ -178,13 +201,16 @@ class GateUp(Op):
     fused: bool = False
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns [rows, H] for gate and for up, or [2*rows, H] where HF fuses them."""
         rows = self.rows(m)
         return ((2 * rows, m.hidden_size),) if self.fused else ((rows, m.hidden_size),) * 2
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns [2*rows / tp, H]."""
         return (2 * self.rows(m) // tp, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields each rank's rows of gate, then its rows of up."""
         per = self.rows(m) // tp
         for rank in range(tp):
             for part in (0, 1):
@@ -195,25 +221,31 @@ class GateUp(Op):
 
 @dataclass(frozen=True)
 class FusedQKV(Op):
-    """q, k, v interleaved by query group: [q heads of group 0, k0, v0, q heads of group 1, ...].
+    """One matrix or bias of q, k, v interleaved by query group: [q heads of group 0, k0, v0, q
+    heads of group 1, ...].
 
     The interleaved rows are cut evenly over ranks. With more ranks than groups the cut falls inside
-    a group (megatron-core gathers the activations and picks its heads), so no weight is held
-    twice even then; the key/value *heads* are what ranks share.
+    a group (megatron-core gathers the activations and picks its heads), so no weight is held twice
+    even then; the key/value *heads* are what ranks share.
     """
 
     bias: bool = False
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
+        """Returns the shapes of q, k and v: [heads * head_dim, H], or [heads * head_dim] for
+        biases."""
         kv = m.num_key_value_heads * m.head_dim
         rows = (query(m), kv, kv)
         return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
+        """Returns an even share of the rows of q, k and v: [rows / tp, H], or [rows / tp] for
+        biases."""
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // tp
         return (rows,) if self.bias else (rows, m.hidden_size)
 
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
+        """Yields the runs of q, k and v rows of every group, split where a rank's share ends."""
         per = self.local_shape(m, tp, vocab_rows)[0]
         cols = 1 if self.bias else m.hidden_size
         q_rows = m.num_attention_heads // m.num_key_value_heads * m.head_dim

@@ -16,7 +16,8 @@ ReadSlice = Callable[[HfTensor, tuple[slice, ...]], Tensor]
 
 
 def local_view(param: Tensor, piece: Piece) -> Tensor:
-    """The strided view of `param` (contiguous) that `piece` names; no copy, no autograd."""
+    """Returns the strided view of `param` that `piece` names; no copy, no autograd. Raises
+    AssertionError for a parameter that is not contiguous."""
     assert param.is_contiguous(), f"{piece.param}: parameters are contiguous"
     data = param.detach()
     view = piece.view
@@ -29,7 +30,8 @@ def load_params(
 ) -> None:
     """Writes every element of the rank's parameters: pieces from `read`, padding rows with zero.
 
-    Reads each box once and one at a time, casting to the parameter's dtype on the way.
+    Reads each box once and one at a time, casting to the parameter's dtype on the way. Raises
+    AssertionError unless `params` are the table's.
     """
     table.check_params(c, {n: p.shape for n, p in params.items()})
     for name, local in table.local_params(c).items():
@@ -41,10 +43,11 @@ def load_params(
 
 
 def init_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, seed: int) -> None:
-    """HF's initialisation: N(0, initializer_range) matrices, unit norms, zero biases.
+    """Fills the rank's parameters as HF initialises: N(0, initializer_range) matrices, unit norms,
+    zero biases.
 
-    Keyed by (seed, HF name), so the model does not depend on the layout. Every rank draws each
-    tensor it holds a piece of in full, on the host.
+    The numbers are keyed by (seed, HF name), so the model does not depend on the layout. Every rank
+    draws each tensor it holds a piece of in full, on the host.
     """
     std = table.model.initializer_range
     drawn: tuple[str, Tensor] = ("", torch.empty(0))
@@ -59,7 +62,7 @@ def init_params(table: PieceTable, c: Coords, params: Mapping[str, Tensor], *, s
 
 
 def draw(tensor: HfTensor, seed: int, std: float) -> Tensor:
-    """The whole tensor as `init_params` makes it."""
+    """Returns the whole tensor as `init_params` makes it, in fp32 on the host."""
     if len(tensor.shape) == 1:
         return torch.zeros(tensor.shape) if "bias" in tensor.name else torch.ones(tensor.shape)
     key = zlib.crc32(f"{seed}:{tensor.name}".encode())

@@ -32,14 +32,15 @@ VOCAB_DIVISIBLE_BY = 8
 
 
 def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = VOCAB_DIVISIBLE_BY) -> int:
-    """Smallest multiple of divisible_by * tp that holds `vocab_size` rows."""
+    """Returns the smallest multiple of divisible_by * tp that holds `vocab_size` rows."""
     unit = divisible_by * tp
     return -(-vocab_size // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Who holds a piece. Dense weights have (tp), experts have (ep, etp); the others are None."""
+    """Says which ranks hold a piece: dense weights have (pp, tp), experts (pp, ep, etp), and the
+    other fields are None. `vpp`: the virtual pipeline chunk on those ranks."""
 
     pp: int
     vpp: int
@@ -48,13 +49,13 @@ class Place:
     etp: int | None = None
 
     def holds(self, c: Coords) -> bool:
-        """Whether the rank at `c` holds it, in whichever data-parallel replica."""
+        """Returns whether the rank at `c` holds the piece, in whichever data-parallel replica."""
         if self.tp is not None:
             return (self.pp, self.tp) == (c.pp, c.tp)
         return (self.pp, self.ep, self.etp) == (c.pp, c.ep, c.etp)
 
     def rank(self, layout: Layout) -> int:
-        """The rank of the first data-parallel replica."""
+        """Returns the rank that holds the piece in the first data-parallel replica."""
         if self.tp is not None:
             return layout.dense_rank(pp=self.pp, tp=self.tp)
         assert self.ep is not None and self.etp is not None
@@ -63,7 +64,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`view` of parameter `param` at `place` equals box [start, stop) of the HF tensor."""
+    """Says that `view` of parameter `param` at `place` equals box [start, stop) of the HF
+    tensor."""
 
     place: Place
     param: str
@@ -73,16 +75,19 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Returns how many numbers the piece has."""
         return math.prod(self.view.shape)
 
     @property
     def box(self) -> tuple[slice, ...]:
+        """Returns the slices of the HF tensor that the piece equals, one for each dimension."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """`buffer`: not trained, and fp32 in every model, file and message."""
+    """A tensor of the HF model, and the pieces that make it up. `buffer`: not trained, and fp32 in
+    every model, file and message."""
 
     name: str
     shape: Shape
@@ -92,17 +97,18 @@ class HfTensor:
 
     @property
     def numel(self) -> int:
+        """Returns how many numbers the tensor has."""
         return math.prod(self.shape)
 
     def held_by(self, c: Coords) -> Iterator[Piece]:
-        """Pieces, owned or replicated, on the rank at `c`."""
+        """Returns an iterator over the pieces, owned or replicated, on the rank at `c`."""
         return (p for p in (*self.pieces, *self.replicas) if p.place.holds(c))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """`padding`: rows [start, stop) that no HF tensor fills. `replicated`: the ranks it could be
-    cut over all hold the same whole parameter."""
+    """A parameter of the ranks at `place`. `padding`: rows [start, stop) that no HF tensor fills.
+    `replicated`: the ranks it could be cut over all hold the same whole parameter."""
 
     place: Place
     name: str
@@ -113,6 +119,9 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class PieceTable:
+    """All pieces of a model in a layout. `tensors` are in HF order; `params` are those of all
+    ranks; `padded_vocab_size` is in rows over all tensor-parallel ranks."""
+
     model: ModelConfig
     layout: Layout
     padded_vocab_size: int
@@ -121,24 +130,26 @@ class PieceTable:
 
     @cached_property
     def by_name(self) -> Mapping[str, HfTensor]:
+        """Returns the tensors by HF name."""
         return {t.name: t for t in self.tensors}
 
     @cached_property
     def trained(self) -> PieceTable:
-        """Without the buffers."""
+        """Returns the table without the buffers."""
         return replace(self, tensors=tuple(t for t in self.tensors if not t.buffer))
 
     @cached_property
     def buffers(self) -> frozenset[str]:
-        """Names of the parameters that are buffers."""
+        """Returns the names of the parameters that are buffers."""
         return frozenset(p.param for t in self.tensors if t.buffer for p in t.pieces)
 
     def local_params(self, c: Coords) -> dict[str, LocalParam]:
-        """The parameters the rank at `c` must have."""
+        """Returns, by canonical name, the parameters that the rank at `c` must have."""
         return {p.name: p for p in self.params if p.place.holds(c)}
 
     def check_params(self, c: Coords, shapes: Mapping[str, Iterable[int]]) -> None:
-        """AssertionError unless the rank's real parameters are exactly the table's."""
+        """Raises AssertionError unless the real parameters of the rank at `c` have the table's
+        names and shapes."""
         want = {n: p.shape for n, p in self.local_params(c).items()}
         have = {n: tuple(s) for n, s in shapes.items()}
         wrong = {n: (have.get(n), want.get(n)) for n in want.keys() | have.keys()}
@@ -153,8 +164,9 @@ def build_piece_table(
     vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
     params: Iterable[tuple[Param, int | None]] | None = None,
 ) -> PieceTable:
-    """The table of `model` cut as `layout` says, its coverage checked. `params` with the layers
-    they belong to stand in for those of its family."""
+    """Builds the table of `model` cut as `layout` says, and checks its coverage. `params`, each
+    with its layer or None, stand in for those of the model's family. Raises AssertionError where
+    coverage fails."""
     vocab = padded_vocab_size(model.vocab_size, layout.tp, vocab_divisible_by)
     tensors: list[HfTensor] = []
     local: list[LocalParam] = []
@@ -191,12 +203,13 @@ Home = tuple[Chunk, str]  # chunk, parameter name; the first home owns
 
 
 def _ranks(layout: Layout, param: Param) -> int:
-    """How many ranks a parameter is cut over."""
+    """Returns how many ranks a parameter is cut over."""
     return layout.tp if param.expert is None else layout.etp
 
 
 def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank: int) -> Place:
-    """Experts lie on expert-parallel ranks in order, equally many on each."""
+    """Returns who holds a parameter: experts lie on expert-parallel ranks in order, equally many on
+    each."""
     if param.expert is None:
         return Place(*chunk, tp=rank)
     assert model.moe is not None
@@ -226,10 +239,10 @@ def _local_params(
 
 
 def check_coverage(table: PieceTable) -> None:
-    """AssertionError unless owners cover every HF element exactly once, and owners and replicas
-    every element of every local parameter exactly once, vocabulary padding aside.
+    """Raises AssertionError unless owners cover every HF element exactly once, and owners and
+    replicas every element of every local parameter exactly once, vocabulary padding aside.
 
-    What has been found right once (layers and experts are alike) is not looked at again.
+    A cover that was right once is not looked at again, since layers and experts are alike.
     """
     views: dict[tuple[Place, str], list[View]] = {}
     right: set[object] = set()

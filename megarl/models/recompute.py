@@ -1,4 +1,4 @@
-"""Which activations backward computes again, in megatron-core's words."""
+"""Chooses the activations that backward computes again, in megatron-core's words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from megarl.parallel.layout import Layout
 
 
 def recompute_fields(cfg: TrainEngineConfig, layout: Layout, num_layers: int) -> dict[str, Any]:
-    """TransformerConfig's fields. Whole layers are recomputed by a method, core attention just is.
+    """Returns the TransformerConfig's fields. Granularity "full" recomputes whole layers, chosen by
+    a method; "selective" recomputes core attention in every layer.
 
-    ValueError where "uniform" would reach beyond the end of a pipeline chunk.
+    Raises ValueError where "uniform" would reach beyond the end of a pipeline chunk.
     """
     if cfg.recompute_granularity != "full":
         granularity = cfg.recompute_granularity

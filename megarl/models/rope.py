@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary embeddings, equal to Hugging Face's bit for bit.
+"""Computes the inverse frequencies of rotary embeddings, equal to Hugging Face's bit for bit.
 
 megatron-core hardcodes everything of Llama-3 scaling but the factor, so the model's frequencies are
 always computed here and put in place of its own.
@@ -15,7 +15,8 @@ from megarl.models.shapes import ModelConfig, RopeScaling
 
 
 def inv_freq(model: ModelConfig) -> Tensor:
-    """[rotary_dim / 2] float32, on the host."""
+    """Returns the inverse frequencies, float32 [rotary_dim / 2] on the host, with linear or Llama-3
+    scaling where the model has it (Su et al., 2021, arXiv 2104.09864)."""
     d = model.attention.rotary_dim
     exponent = torch.arange(0, d, 2, dtype=torch.int64).float() / d
     freq = 1.0 / (model.rope_theta**exponent)
@@ -28,8 +29,8 @@ def inv_freq(model: ModelConfig) -> Tensor:
 
 
 def _llama3(freq: Tensor, s: RopeScaling) -> Tensor:
-    """Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones
-    kept, those between blended linearly in original_context / wavelength."""
+    """Scales as Llama 3.1 does: wavelengths longer than the original context are stretched by
+    `factor`, short ones kept, those between blended linearly in original_context / wavelength."""
     context = s.original_max_position_embeddings
     wavelength = 2 * math.pi / freq
     long, short = context / s.low_freq_factor, context / s.high_freq_factor

@@ -18,7 +18,8 @@ WithBias = tuple[Tensor, Tensor | None]
 
 
 class SandwichLayer(TransformerLayer):
-    """`norm`: the class of the two norms, with the arguments of megatron-core's."""
+    """A transformer layer that also normalises the outputs of attention and MLP. `norm`: the class
+    of these two norms, with the arguments of megatron-core's."""
 
     self_attn_bda: Any
     mlp_bda: Any
@@ -40,7 +41,7 @@ class SandwichLayer(TransformerLayer):
 def _add(
     bias_dropout_add: Callable[..., Any], norm: nn.Module, *settings: bool
 ) -> Callable[[WithBias, Tensor, float], Tensor]:
-    """bias_dropout_add(*settings), but of the normalised output."""
+    """Returns bias_dropout_add(*settings), applied to the normalised output."""
     add = bias_dropout_add(*settings)
 
     def normed_add(output: WithBias, residual: Tensor, dropout: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's numbers, as its config.json gives them. Pure: no torch, no file, no family.
+"""Holds a model's numbers, as its config.json gives them. Pure: no torch, no file, no family.
 
 Generic code (layouts, costs, FP8, the planner) asks a ModelConfig and its Attention, and never
 which family a model is of.
@@ -32,15 +32,16 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
-    """Mixture-of-experts layers: a router sends each token to `top_k` of `num_experts`.
+    """The sizes of mixture-of-experts layers: a router sends each token to `top_k` of
+    `num_experts`.
 
     norm_topk_prob: the weights of a token's experts sum to 1, before `scale` multiplies them.
     dense_layers: numbers of the layers with a plain MLP. shared_intermediate_size: the size of the
     expert that every token meets; 0: there is none. shared_gate: that expert's output is gated.
     sigmoid: each expert has a score of its own, in place of a softmax over all. score_bias: a bias
-    is added to the scores when experts are chosen.
-    groups: the experts are in so many equal groups, and a token goes to experts of the best
-    `top_groups`; a group is judged by the sum of its `group_best` highest scores. 1: no groups.
+    is added to the scores when experts are chosen. groups: the number of equal groups of experts; a
+    token goes to experts of the best `top_groups`, and a group is judged by the sum of its
+    `group_best` highest scores. 1: no groups.
     """
 
     num_experts: int
@@ -132,16 +133,20 @@ class ModelConfig:
 
     @property
     def num_attention_heads(self) -> int:
+        """Returns the number of query heads."""
         return self.attention.heads
 
     @property
     def num_key_value_heads(self) -> int:
+        """Returns the number of key/value heads, which groups of query heads share."""
         return self.attention.kv_heads
 
     @property
     def head_dim(self) -> int:
+        """Returns the size of one head's query and key."""
         return self.attention.head_dim
 
     @property
     def v_head_dim(self) -> int:
+        """Returns the size of one head's value."""
         return self.attention.v_head_dim

@@ -1,4 +1,4 @@
-"""How an op cuts the HF tensors of a parameter over ranks: strided views and boxes, no places."""
+"""Works out how an op cuts the HF tensors of a parameter over ranks: strided views and boxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class View:
     strides: Shape
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the contiguous runs it touches."""
+        """Returns an iterator over [start, stop) of the contiguous runs that the view touches."""
         shape, strides, run = list(self.shape), list(self.strides), 1
         while shape and strides[-1] == run:
             run *= shape.pop()
@@ -32,7 +32,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class SliceMap:
-    """A rank's view of its parameter, and the box of the HF tensor that it equals."""
+    """A rank's view of its parameter, and the box [start, stop) of the HF tensor that it equals."""
 
     rank: int
     view: View
@@ -42,10 +42,11 @@ class SliceMap:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """How an op cuts its HF tensors over ranks, wherever these stand.
+    """Says how an op cuts its HF tensors over ranks, wherever these stand.
 
-    sources: shape and boxes of each HF tensor. filled: rows of each rank's parameter, of `shape`,
-    that HF tensors fill."""
+    sources: shape and boxes of each HF tensor. filled: how many rows of each rank's parameter,
+    which has `shape`, HF tensors fill.
+    """
 
     sources: tuple[tuple[Shape, tuple[SliceMap, ...]], ...]
     shape: Shape
@@ -53,6 +54,7 @@ class ShardMap:
 
 
 def shard_map(model: ModelConfig, op: Op, ranks: int, vocab: int) -> ShardMap:
+    """Cuts the HF tensors of `op` over `ranks` ranks; `vocab` is the padded vocabulary in rows."""
     segments = sorted(
         op.segments(model, ranks, vocab), key=lambda s: (s.source, s.tp, s.hf_row, s.hf_col)
     )
@@ -68,8 +70,9 @@ def shard_map(model: ModelConfig, op: Op, ranks: int, vocab: int) -> ShardMap:
 
 
 def _merge(segments: list[Segment]) -> Iterator[list[Segment]]:
-    """Runs of one rank's segments that one strided view can hold: equally many rows, adjacent in
-    the HF tensor, equally far apart in the parameter (a head's rows in every query group)."""
+    """Yields runs of one rank's segments that one strided view can hold: equally many rows,
+    adjacent in the HF tensor, equally far apart in the parameter (a head's rows in every query
+    group)."""
     run: list[Segment] = []
     for s in segments:
         if run and not _continues(run, s):

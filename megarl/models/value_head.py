@@ -20,7 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class ValueHead(torch.nn.Module):
-    """[T,1,H] hidden states to [T,1,1]. Every tensor-parallel rank holds the whole head.
+    """Maps hidden states [T,1,H] to values [T,1,1]. Every tensor-parallel rank holds the whole
+    head.
 
     Under sequence parallelism a rank scores its own tokens and the scores are gathered (H times
     less than gathering hidden states); the head's gradients are then parts, which
@@ -41,12 +42,16 @@ class ValueHead(torch.nn.Module):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def prepare(self, job: Any) -> None:
-        """As the LM head's; the values depend on neither labels nor temperature."""
+        """Accepts a job as the LM head does, and ignores it: values depend on neither labels nor
+        temperature."""
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Returns (values [T,1,1] in fp32, no bias) of hidden states [T,1,H]; under sequence
+        parallelism `hidden` has this rank's tokens, the values those of all. The other arguments
+        are ignored."""
         bias = None if self.bias is None else self.bias.float()
         values = F.linear(hidden.float(), self.weight.float(), bias)
         if self.sequence_parallel:  # backward hands every rank its own tokens' part
@@ -56,12 +61,14 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """[T,1] to {"values": [T]}."""
+        """Returns the values [T] of `out` [T,1] under each name of `outputs`."""
         return dict.fromkeys(outputs, out[:, 0])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
+        """Returns megatron-core's sharded tensors of weight and bias, which every rank holds whole.
+        Raises KeyError where `metadata` lacks "dp_cp_group"."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets,
             tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],

@@ -17,7 +17,7 @@ LM, TOKEN, SEQUENCE = "ForCausalLM", "ForTokenClassification", "ForSequenceClass
 
 
 def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`raw` under the name of the language model it is built on."""
+    """Returns `raw` under the name of the language model that the value model is built on."""
     names = raw.get("architectures") or []
     if not isinstance(names, list):
         return raw  # parse_hf_config says what is wrong with it
@@ -25,9 +25,10 @@ def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def value_model(lm: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """The value model of a config.json `raw` whose transformer is that of `lm`.
+    """Returns the value model of a config.json `raw` whose transformer is that of `lm`.
 
-    A language model's directory becomes a token classifier with a new head.
+    A language model's directory becomes a token classifier with a new head. Raises ValueError for a
+    classifier whose labels are not exactly one.
     """
     names = raw.get("architectures") or [family_of(lm).architecture]
     new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)

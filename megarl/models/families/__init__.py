@@ -1,4 +1,4 @@
-"""Families of models, a file each: parameters, config.json, megatron-core's settings and patches.
+"""Declares families of models, a file each: parameters, config.json, megatron-core's settings.
 
 To add a family put a file here (or call `register` from a package of your own) with its entry in
 FAMILIES: a Family whose fields say what differs from Llama, or a subclass of it. Loading, saving,
@@ -21,19 +21,19 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Adds a family. ValueError if another has its name."""
+    """Adds a family. Raises ValueError if another has its name."""
     if FAMILIES.setdefault(family.name, family) != family:
         raise ValueError(f"a model family {family.name!r} exists already; choose another name")
 
 
 def family_of(m: ModelConfig) -> Family:
-    """Returns the family of a ModelConfig."""
+    """Returns the family of a ModelConfig. Raises KeyError where it was not registered."""
     return FAMILIES[m.family]
 
 
 def find_family(raw: Mapping[str, Any], source: str) -> Family:
     """Returns the family of a config.json by its architectures, or without them by its model_type.
-    ValueError, listing those there are, if there is none. `source` names the file."""
+    Raises ValueError, listing those there are, if there is none. `source` names the file."""
     names, kind = raw.get("architectures") or [], raw.get("model_type")
     if not isinstance(names, list):
         raise ValueError(f"{source}: architectures={names!r}; expected a list of names")

@@ -1,4 +1,4 @@
-"""A family: everything megarl knows of one kind of model. The default is Llama's."""
+"""Holds everything megarl knows of one kind of model, a family. The default is Llama's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Family:
     # ---- config.json
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
-        """Returns the attention of `raw`, completed with defaults; `source` names it in errors."""
+        """Returns the attention of `raw`, completed with defaults; `source` names it in errors.
+        Raises ValueError naming the key that is wrong or unsupported."""
         found = grouped_query.read(raw, source, slides=self.slides)
         found = replace(found, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
         if self.partial_rotary:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, experts chosen by group, and YaRN.
+"""Declares DeepSeek-V2 and V3: multi-head latent attention, experts chosen by group, and YaRN.
 
 Refuses what megatron-core's parts would compute differently from Hugging Face's model.
 """
@@ -39,29 +39,35 @@ class Latent(Attention):
 
     @property
     def kv_down(self) -> int:
-        """The latent of keys and values, and the rotated part of the key."""
+        """Returns the size of the latent of keys and values with the rotated part of the key."""
         return self.kv_rank + self.rotary_dim
 
     @property
     def kv_up(self) -> int:
-        """Of every head, the part of its key without position and its value."""
+        """Returns the size of every head's key without its rotated part, and of its value,
+        together."""
         return self.heads * (self.nope_dim + self.v_head_dim)
 
     # --8<-- [end:latent]
 
     def weights(self, hidden: int) -> int:
+        """Returns how many numbers a layer's attention matrices have, projections to latents
+        included."""
         queries = (self.q_rank or hidden) * self.heads * self.head_dim
         down = hidden * ((self.q_rank or 0) + self.kv_down)
         return down + queries + self.kv_rank * self.kv_up + hidden * self.heads * self.v_head_dim
 
     def sizes_to_cut(self) -> dict[str, int]:
-        """megatron-core cuts the projections to a latent, if only to put them together again."""
+        """Returns the sizes of the latents: megatron-core cuts the projections to them, if only to
+        put them together again."""
         return {
             "q_lora_rank": self.q_rank or 0,
             "kv_lora_rank + qk_rope_head_dim": self.kv_down,
         }
 
     def widths(self, tp: int) -> dict[str, int]:
+        """Returns, by name, the inner sizes of a layer's matrices: a rank has its heads, but whole
+        latents."""
         heads = self.heads // tp
         return {
             "query width": heads * self.head_dim,
@@ -72,12 +78,14 @@ class Latent(Attention):
         }
 
     def kept_numbers(self, tp: int) -> tuple[int, float]:
-        """Latents are kept before and after their norms, keys and values as projected."""
+        """Returns (numbers of the latents, numbers of the rank's heads) that backward needs:
+        latents are kept before and after their norms, keys and values as projected."""
         latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rotary_dim
         own = self.heads / tp * (2 * self.head_dim + self.nope_dim + self.v_head_dim)
         return latents, own
 
     def cached_numbers(self, tp: int) -> int:
+        """Returns the latent's size: a server keeps it whole on every GPU, whatever `tp`."""
         return self.kv_down  # the same on all GPUs
 
 
@@ -114,10 +122,9 @@ _KEYS_AND_VALUES = (
 
 
 def _yarn(params: Mapping[str, Any], source: str) -> RopeScaling:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071) with DeepSeek's `mscale`. cos and sin are
-    multiplied by g(mscale) / g(mscale_all_dim), attention scores by g(mscale_all_dim)^2, where
-    g(m) = 0.1 m ln(factor) + 1.
-    """
+    """Reads YaRN (Peng et al., 2023, arXiv 2309.00071) with DeepSeek's `mscale`. cos and sin are
+    multiplied by g(mscale) / g(mscale_all_dim), attention scores by g(mscale_all_dim)^2, where g(m)
+    = 0.1 m ln(factor) + 1. Raises ValueError for a field that is missing or not implemented."""
     for name, allowed in (("attention_factor", None), ("truncate", True)):
         if params.get(name, allowed) not in (None, allowed):
             raise ValueError(
@@ -150,6 +157,8 @@ class DeepSeek(Family):
     config_class: str = "MLATransformerConfig"
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
+        """Reads latent attention from `raw`. Raises ValueError naming the key that is wrong or
+        unsupported, such as another number of key/value heads than of query heads."""
         refuse_others(raw, {"rope_interleave": (True,)}, source)
         heads = positive(raw, "num_attention_heads", source)
         if (kv := positive(raw, "num_key_value_heads", source, default=heads)) != heads:
@@ -174,13 +183,16 @@ class DeepSeek(Family):
         )
 
     def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
+        """Returns the projections to and from the latents, with their norms; queries may have no
+        latent."""
         assert isinstance(m.attention, Latent)
         queries = _QUERIES if m.attention.q_rank is None else _LATENT_QUERIES
         return (*queries, *_KEYS_AND_VALUES)
 
     def transformer_fields(self, m: ModelConfig) -> dict[str, Any]:
-        """megatron-core takes rotary dimensions apart as Hugging Face does (even ones first) and,
-        unlike elsewhere, its YaRN is the same to the bit."""
+        """Returns the fields of latent attention. megatron-core takes rotary dimensions apart as
+        Hugging Face does (even ones first) and, unlike elsewhere, its YaRN is the same to the
+        bit."""
         a = m.attention
         assert isinstance(a, Latent)
         fields: dict[str, Any] = dict(
@@ -208,16 +220,20 @@ class DeepSeek(Family):
         return fields
 
     def patch_spec(self, spec: Any) -> None:
+        """Imports megarl.models.mla, which mends megatron-core's layers; `spec` stays as it is."""
         from megarl.models import mla  # noqa: F401  mends megatron-core's layers
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
+        """Sets the norms and projections of the latents. The frequencies stay megatron-core's
+        own."""
         from megarl.models.mla import settle_mla
 
         settle_mla(chunk)
 
 
 def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """A group is judged by its best expert (DeepSeek-V2, 2024, section 2.2.2)."""
+    """Reads DeepSeek-V2's block, in which a group is judged by its best expert (2024, section
+    2.2.2)."""
     refuse_others(  # Hugging Face's model reads none of these but topk_method
         raw,
         {

@@ -1,4 +1,5 @@
-"""Mixture-of-experts blocks: their parameters, and what a config.json says of their routers."""
+"""Declares mixture-of-experts blocks, and reads the settings of their routers from a
+config.json."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ Read = Callable[[Mapping[str, Any], str], MoEShape]
 
 @dataclass(frozen=True)
 class MoE:
-    """A block in place of a layer's MLP: the router, each expert, and what every token meets (held
-    like a dense MLP). `bias`: added to the router's scores when it chooses. `read`: makes the
-    block's shape of a config.json and its name in errors."""
+    """A block in place of a layer's MLP: the router, each expert, and the shared parameters that
+    every token meets (held like a dense MLP). `bias`: added to the router's scores when it chooses.
+    `read`: makes the block's shape of a config.json and its name in errors."""
 
     router: Param
     expert: tuple[Param, ...]
@@ -36,6 +37,8 @@ class MoE:
     read: Read
 
     def params(self, experts: int) -> tuple[Param, ...]:
+        """Returns the parameters of a block with so many `experts`: router, bias, each expert's,
+        shared ones."""
         each = (p.of_expert(e) for e in range(experts) for p in self.expert)
         bias = () if self.bias is None else (self.bias,)
         return (self.router, *bias, *each, *self.shared)
@@ -61,7 +64,8 @@ def moe(
     shared: tuple[Param, ...] = (),
     bias: Param | None = None,
 ) -> MoE:
-    """`block`: HF's name of the block; `gate`, `up`, `down`: its names of an expert's matrices."""
+    """Declares a block. `block`: HF's name of it; `gate`, `up`, `down`: HF's names of an expert's
+    matrices; `shared`, `bias`, `read`: see MoE."""
     fc1, fc2 = (f"mlp.experts.local_experts.#.linear_fc{i}.weight" for i in (1, 2))
     gate, up, down = (f"{block}.experts.#.{x}.weight" for x in (gate, up, down))
     return MoE(
@@ -77,7 +81,7 @@ def moe(
 
 
 def shared_expert(block: str) -> tuple[Param, ...]:
-    """`block`: HF's name of the expert that every token meets."""
+    """Returns the parameters of the expert that every token meets; `block`: HF's name of it."""
     fc1, fc2 = (f"mlp.shared_experts.linear_fc{i}.weight" for i in (1, 2))
     gate_up = (f"{block}.gate_proj.weight", f"{block}.up_proj.weight")
     return (
@@ -88,7 +92,8 @@ def shared_expert(block: str) -> tuple[Param, ...]:
 
 def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads a softmax router's block, without a shared expert. Both names of the number of experts
-    are read: transformers 4 and 5 differ."""
+    are read: transformers 4 and 5 differ. Raises ValueError naming the key that is wrong or
+    unsupported."""
     key = next((k for k in ("num_experts", "num_local_experts") if k in raw), "num_experts")
     experts, top_k = positive(raw, key, source), positive(raw, "num_experts_per_tok", source)
     if top_k > experts:
@@ -109,7 +114,8 @@ def softmax_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
 
 
 def gated_shared_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """Reads a softmax router's block with a gated expert that every token meets."""
+    """Reads a softmax router's block with a gated expert that every token meets. Raises ValueError
+    as `softmax_experts` does."""
     size = positive(raw, "shared_expert_intermediate_size", source)
     shape = softmax_experts(raw, source)
     return replace(shape, shared_intermediate_size=size, shared_gate=True)
@@ -130,8 +136,9 @@ def _dense_layers(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 
 def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """Reads the block that DeepSeek-V2 began: shared experts, and dense layers before the first of
-    its kind. Its router is a plain softmax, without groups."""
+    """Reads the block that DeepSeek-V2 began: shared experts, and dense layers before the first
+    layer with experts. Its router is a plain softmax, without groups. Raises ValueError naming the
+    key that is wrong or unsupported."""
     experts, top_k = (
         positive(raw, key, source) for key in ("n_routed_experts", "num_experts_per_tok")
     )
@@ -158,7 +165,8 @@ def leading_dense_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
 
 def sigmoid_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
     """Reads DeepSeek-V3's block (2024, arXiv 2412.19437, section 2.1.2): a sigmoid router with a
-    bias, and groups of experts, each judged by its best two."""
+    bias, and groups of experts, each judged by its best two. Raises ValueError naming the key that
+    is wrong or unsupported."""
     shape = leading_dense_experts(raw, source)
     refuse_others(  # Hugging Face's models read none of these but norm_topk_prob
         raw,
@@ -175,8 +183,9 @@ def sigmoid_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
 
 
 def in_groups(shape: MoEShape, raw: Mapping[str, Any], source: str, *, best: int) -> MoEShape:
-    """Returns `shape` with the groups of `raw`, each judged by its `best` experts; as it is where
-    all groups are open to a token."""
+    """Returns `shape` with the groups of `raw`, each judged by its `best` experts, or `shape`
+    itself where all groups are open to a token. Raises ValueError for groups that do not fit the
+    experts."""
     groups = positive(raw, "n_group", source, default=1)
     top = positive(raw, "topk_group", source, default=groups)
     if top >= groups:

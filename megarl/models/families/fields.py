@@ -8,12 +8,14 @@ from typing import Any
 
 
 def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """Returns raw[name], which must be a positive integer; `default` where it is absent or null."""
+    """Returns raw[name], or `default` where it is absent or null. Raises ValueError unless that is
+    a positive integer."""
     return _integer(raw, name, source, default, least=1)
 
 
 def count(raw: Mapping[str, Any], name: str, source: str) -> int:
-    """Returns raw[name], which must be an integer, 0 or more; 0 where it is absent or null."""
+    """Returns raw[name], or 0 where it is absent or null. Raises ValueError unless that is an
+    integer, 0 or more."""
     return _integer(raw, name, source, 0, least=0)
 
 
@@ -32,8 +34,8 @@ def _integer(
 
 
 def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
-    """Returns raw[name], which must be a finite number, 0 or more; `default` where it is absent or
-    null."""
+    """Returns raw[name] as a float, or `default` where it is absent or null. Raises ValueError
+    unless that is a finite number, 0 or more."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -45,7 +47,8 @@ def number(raw: Mapping[str, Any], name: str, source: str, default: float | None
 def refuse_others(
     raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
-    """Raises ValueError for a key of `allowed` whose value is none of those, nor absent or null."""
+    """Raises ValueError for a key of `allowed` whose value in `raw` is given and none of those
+    allowed."""
     for name, values in allowed.items():
         value = raw.get(name)
         if value is not None and value not in values:

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: of each head only a part is rotated."""
+"""Declares GLM-4 and GLM-4.5, which rotate a part of each head only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from megarl.models.shapes import Attention
 
 @dataclass(frozen=True, kw_only=True)
 class Glm(Family):
-    """Rotary embeddings turn pairs of neighbours."""
+    """GLM-4, whose rotary embeddings turn pairs of neighbours."""
 
     partial_rotary: bool = True
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
+        """Reads grouped-query attention whose rotary embeddings turn neighbours; its projections
+        have a bias where `attention_bias` says so."""
         found = super().read_attention(raw, source)
         assert isinstance(found, GroupedQuery)
         return replace(found, qkv_bias=bool(raw["attention_bias"]), interleaved=True)
@@ -27,9 +29,10 @@ class Glm(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4(Glm):
-    """GLM-4-0414 also normalises what attention and MLP add to the residual stream."""
+    """GLM-4-0414, which also normalises the outputs of attention and MLP."""
 
     def patch_spec(self, spec: Any) -> None:
+        """Makes every layer of `spec` a SandwichLayer."""
         from megarl.models.sandwich_norm import SandwichLayer
 
         for layer in spec.layer_specs:
@@ -39,9 +42,11 @@ class Glm4(Glm):
 # --8<-- [start:glm4_moe]
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Glm):
-    """GLM-4.5 turns pairs of halves, and may normalise queries and keys."""
+    """GLM-4.5, which turns pairs of halves, and may normalise queries and keys."""
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
+        """Reads attention as GLM-4 does, with halves for neighbours and the norms that
+        `use_qk_norm` asks for."""
         found = super().read_attention(raw, source)
         assert isinstance(found, GroupedQuery)
         return replace(found, qk_norm=bool(raw.get("use_qk_norm")), interleaved=False)

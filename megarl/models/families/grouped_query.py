@@ -1,5 +1,5 @@
-"""Grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245), in full or through a sliding
-window, as it stands in a config.json."""
+"""Reads grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245), in full or through a
+sliding window, from a config.json."""
 
 from __future__ import annotations
 
@@ -18,42 +18,50 @@ EVERY, UNASKED = "every layer", "every layer, unasked"
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery(Attention):
-    """Every key/value head serves heads / kv_heads query heads. `qkv_bias`: queries, keys and
-    values have a bias. `qk_norm`: queries and keys are normalised head by head. `interleaved`:
-    rotary embeddings turn pairs of neighbours, not of halves."""
+    """Attention in which every key/value head serves heads / kv_heads query heads. `qkv_bias`:
+    queries, keys and values have a bias. `qk_norm`: queries and keys are normalised head by head.
+    `interleaved`: rotary embeddings turn pairs of neighbours, not of halves."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     interleaved: bool = False
 
     def weights(self, hidden: int) -> int:
+        """Returns how many numbers the projections of q, k, v and of the output have in a layer."""
         projected = (self.heads + 2 * self.kv_heads) * self.head_dim
         return hidden * (projected + self.heads * self.v_head_dim)
 
     def sizes_to_cut(self) -> dict[str, int]:
+        """Returns the rows of q, k and v together, which tensor parallelism cuts evenly."""
         return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
 
     def widths(self, tp: int) -> dict[str, int]:
+        """Returns the width of q, k and v together on a rank, which has one key/value head at
+        least."""
         heads, kv_heads = self.heads // tp, -(-self.kv_heads // tp)
         return {"query, key and value width": (heads + 2 * kv_heads) * self.head_dim}
 
     def kept_numbers(self, tp: int) -> tuple[int, float]:
-        """Queries and keys are rotated into memory of their own; the values are a view of the
-        projection's output, which stays for it."""
+        """Returns (0, numbers of the rank's heads) that backward needs. Queries and keys are
+        rotated into memory of their own; the values are a view of the projection's output, which
+        stays for it."""
         heads, kv_heads = self.heads / tp, max(1.0, self.kv_heads / tp)
         return 0, (2 * heads + 3 * kv_heads) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
+        """Returns the numbers of the keys and values that a GPU of the server keeps, of one head at
+        least."""
         return max(1, self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
 
     def repeated_weights(self, hidden: int, tp: int) -> int:
-        """Counts the key/value heads that servers repeat where there are fewer than GPUs."""
+        """Counts the weights of the key/value heads that servers repeat where there are fewer than
+        GPUs."""
         return int(2 * hidden * self.head_dim * max(0.0, 1 - self.kv_heads / tp))
 
 
 def read(raw: Mapping[str, Any], source: str, *, slides: str | None = None) -> GroupedQuery:
-    """Reads heads, and with a rule `slides` a sliding window. ValueError naming what is wrong.
-    `raw` is completed with its family's defaults."""
+    """Reads heads, and with a rule `slides` a sliding window. Raises ValueError naming the key that
+    is wrong. `raw` is completed with its family's defaults."""
     hidden = positive(raw, "hidden_size", source)
     heads = positive(raw, "num_attention_heads", source)
     kv_heads = positive(raw, "num_key_value_heads", source, default=heads)
@@ -114,7 +122,7 @@ def _sliding_layers(raw: Mapping[str, Any], rule: str | None, source: str) -> tu
 
 
 def _sliding_types(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...] | None:
-    """Returns the layers that slide by `layer_types`; None where there is none."""
+    """Returns the layers that slide by `layer_types`, or None where there is no such key."""
     types = raw.get("layer_types")
     if not types:
         return None

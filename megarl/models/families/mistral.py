@@ -24,8 +24,8 @@ _MISTRAL = Family(
 
 
 def _mixtral_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """An expert has the MLP's size, and the weights of a token's experts sum to 1 whatever the
-    config says."""
+    """Reads Mixtral's block: an expert has the MLP's size, and the weights of a token's experts sum
+    to 1 whatever the config says."""
     raw = {**raw, "norm_topk_prob": True, "moe_intermediate_size": raw.get("intermediate_size")}
     return softmax_experts(raw, source)
 

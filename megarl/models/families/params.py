@@ -43,10 +43,13 @@ class Param:
     buffer: bool = False
 
     def at_layer(self, i: int) -> Param:
+        """Returns the parameter of layer i: its names, relative to a layer until then, become
+        global."""
         hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
         return replace(self, name=f"decoder.layers.{i}.{self.name}", hf=hf)
 
     def of_expert(self, e: int) -> Param:
+        """Returns the parameter of expert e: `#` in its names becomes e."""
         name, *hf = (n.replace("#", str(e)) for n in (self.name, *self.hf))
         return replace(self, name=name, hf=tuple(hf), expert=e)
 

@@ -1,4 +1,4 @@
-"""Reads rotary embeddings out of a config.json: their base, and how they are scaled."""
+"""Reads rotary embeddings from a config.json: their base, and how they are scaled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ ScalingReader = Callable[[Mapping[str, Any], str], RopeScaling]
 
 
 def rope_settings(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The one set of rotary settings that counts, completed from the keys beside it.
+    """Returns the one set of rotary settings that counts, completed from the keys beside it.
 
     Two keys may hold one: `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
     As in transformers, `rope_scaling` takes the place of the other as a whole, and with it of its
     `rope_theta`. A `rope_theta` beside them fills a gap; an `original_max_position_embeddings`
-    beside them counts for more than one within.
+    beside them counts for more than one within. Raises ValueError for settings that are no object,
+    or that differ by layer type.
     """
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
@@ -43,7 +44,8 @@ def rope(
     scalings: Mapping[str, ScalingReader],
 ) -> tuple[float, RopeScaling | None]:
     """Returns (base, scaling or None). `partial`: heads may be rotated in part; `scalings`: the
-    family's kinds of scaling and their readers."""
+    family's kinds of scaling and their readers. Raises ValueError naming the setting that is wrong
+    or not supported."""
     params = rope_settings(raw, source)
     if not partial and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
