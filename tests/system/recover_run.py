@@ -90,12 +90,12 @@ def in_rollout(step: int) -> None:
     training = False
 
     def prepare(real: Any) -> Any:
-        def prepare_batch(self: Any, *args: Any, **kw: Any) -> Any:
+        def prepare_parts(self: Any, *args: Any, **kw: Any) -> Any:
             nonlocal training
             training = True
             return real(self, *args, **kw)
 
-        return prepare_batch
+        return prepare_parts
 
     def make(real: Any) -> Any:
         async def arun_episode(self: Any, engine: Any, data: Any) -> Any:
@@ -107,7 +107,7 @@ def in_rollout(step: int) -> None:
 
         return arun_episode
 
-    patch(RolloutExecutor, "prepare_batch", prepare)
+    patch(RolloutExecutor, "prepare_parts", prepare)
     patch(RLVRWorkflow, "arun_episode", make)
 
 
