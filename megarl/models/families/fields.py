@@ -8,8 +8,8 @@ from typing import Any
 
 
 def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """Returns raw[name], or `default` if absent or null. Raises ValueError unless it is an int, 1
-    or more."""
+    """Returns raw[name], or `default` if absent or null. Raises ValueError unless an int above
+    0."""
     return _integer(raw, name, source, default, least=1)
 
 

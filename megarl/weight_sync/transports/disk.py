@@ -41,7 +41,9 @@ class DirectoryTransport(Transport):
         """Has the servers load the directory. On rank 0."""
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Saves the version in `meta.path`, has servers load it, deletes others. Collective."""
+        """Saves the version in `meta.path`, has the servers load it, and deletes other versions
+        there. Collective. Raises RuntimeError where a server fails, ServersLost where some are
+        lost."""
         assert meta.path is not None, "WeightUpdateMeta checks that"
         # absolute: the servers have working directories of their own
         target = Path(meta.path).absolute() / f"v{meta.number}"
