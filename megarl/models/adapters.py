@@ -86,8 +86,7 @@ class Adapter(nn.Module):
         self._mark(rank)
 
     def _mark(self, rank: int) -> None:
-        """Sets the marks that megatron-core's data parallelism and gradient norm look for on
-        parameters."""
+        """Sets the marks that megatron-core's data parallelism and gradient norm look for."""
         cut, whole = (self.A, self.B) if self.row_parallel else (self.B, self.A)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         if not self.is_expert:
@@ -129,8 +128,7 @@ class Adapter(nn.Module):
         return low
 
     def _complete(self, param: Tensor) -> Tensor:
-        """Returns `param` so that the gradient of an expert's is summed over the ranks that hold it
-        whole."""
+        """Returns `param`; an expert's such that its gradient is summed over its ranks."""
         if not self.is_expert:
             return param
         whole: Tensor = mappings.copy_to_tensor_model_parallel_region(param, group=self.group)
@@ -169,8 +167,7 @@ class Adapter(nn.Module):
 
 
 def _slots(of: Adapted, model: ModelConfig, tp: int, rank: int) -> Tensor:
-    """Returns the place of each row of B, [rows]: row i of module k goes to i*n + k; see
-    Adapter._expanded."""
+    """Returns the place of B's rows for Adapter._expanded: i*n + k for row i of module k."""
     if not isinstance(of.b.op, FusedRows):
         return torch.empty(0, dtype=torch.long)
     n = len(of.sources)
@@ -249,8 +246,7 @@ class Adapters:
         self.reset(seed)
 
     def merged(self, params: Mapping[str, Tensor]) -> Merged:
-        """Returns the base model's weights, given all of the rank's `params`, with the adapters
-        merged in."""
+        """Returns the base model's weights among `params` with the adapters merged in."""
         return Merged(base_params(params), self._by_weight)
 
     @contextmanager

@@ -151,8 +151,7 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Splits x along its first dimension. A single part is x itself, because the backward of a
-    split copies."""
+    """Splits x along its first dimension. A single part stays x: the backward of a split copies."""
     return x.split(sizes) if len(sizes) > 1 else (x,)
 
 

@@ -91,8 +91,7 @@ def items(lengths: Sequence[int], cp: int, rank: int) -> Iterator[Item]:
 
 
 def length_class(n: int) -> int:
-    """Returns the class of sequences of n tokens: 0 up to SHORT, then one more for each factor of
-    GROWTH."""
+    """Returns the class of n tokens: 0 up to SHORT, then one more for each factor of GROWTH."""
     return 0 if n <= SHORT else math.ceil(math.log(n / SHORT) / math.log(GROWTH) - 1e-9)
 
 
@@ -131,8 +130,7 @@ def make_plan(
 def _group(
     members: Sequence[Item], masked: bool, window: int | None, device: torch.device
 ) -> tuple[Group, Tensor, Tensor]:
-    """Returns the group of `members`, and the tokens of its rows of queries and of keys (on the
-    host)."""
+    """Returns the group of `members` and, on the host, the tokens of its query and key rows."""
     q_start, q_len, k_start, k_len = (
         torch.tensor([getattr(i, f) for i in members])[:, None]
         for f in ("q_start", "q_len", "k_start", "k_len")

@@ -215,8 +215,7 @@ def _parallel(layout: Layout) -> dict[str, Any]:
 
 
 def _pipeline_layout(layout: Layout) -> list[list[str]] | None:
-    """Returns the parts of each chunk of an uneven split, in megatron-core's words; None for an
-    even one."""
+    """Returns the parts of each chunk of an uneven split by megatron-core's names, or None."""
     if layout.split is None:
         return None
     chunks = [["decoder"] * n for n in layout.split]
@@ -277,8 +276,7 @@ def _settle_routers(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 def _block_spec(
     model: ModelConfig, config: TransformerConfig, vp_stage: int | None, use_te: bool
 ) -> Any:
-    """Returns megatron-core's spec; the local one gets our norm and attention in place of its
-    own."""
+    """Returns megatron-core's spec; the local one gets our norm and attention."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,

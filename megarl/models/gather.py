@@ -29,8 +29,7 @@ from megarl.wire.buckets import Bucket, Member
 
 
 def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
-    """Returns the dtype a tensor is sent or saved in: `dtype` (one for all, or by HF name), but
-    fp32 for buffers."""
+    """Returns the dtype that a tensor is sent or saved in; buffers are fp32 in any case."""
     if tensor.buffer:
         return torch.float32
     return dtype if isinstance(dtype, torch.dtype) else dtype[tensor.name]
@@ -87,9 +86,9 @@ class BucketGatherer:
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
     staging: bytes of messages that an owner has room for; None is as much as a bucket takes.
 
-    Memory: an owner holds one bucket and `staging`, a source its own message. That for messages is
-    kept for the next bucket in host memory, where fresh pages cost more than the copy;
-    `message_bytes` is the most they have taken.
+    Memory: an owner holds one bucket and `staging`, a source its own message. The memory for
+    messages is kept for the next bucket on hosts, where fresh pages cost more than the copy;
+    `message_bytes` is the most bytes that messages have taken.
     """
 
     def __init__(
@@ -165,8 +164,7 @@ class BucketGatherer:
         return None
 
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
-        """Fills a bucket in shared memory: a byte from each source says that its parts are in
-        place."""
+        """Fills a shared bucket: a byte from each source says that its parts are in place."""
         sources = self._remote(bucket)
         said = self._take_room(len(sources)).split(1)
         works = self._post([self._receipt(byte, src) for byte, src in zip(said, sources)])

@@ -95,8 +95,7 @@ class FusedRows(Op):
 
 @dataclass(frozen=True)
 class Adapted:
-    """Names the weight `base`, its adapters `a` and `b`, and which of its HF modules they belong
-    to."""
+    """Names the weight `base`, its adapters `a` and `b`, and the HF modules they belong to."""
 
     base: Param
     layer: int
@@ -150,16 +149,14 @@ def peft_name(module: str) -> str:
 
 
 def _is_linear(param: Param, m: ModelConfig) -> bool:
-    """Returns whether ranks cut a linear layer's weight; norms, biases, routers, gates, embeddings
-    and heads are none."""
+    """Returns whether ranks cut the layer: not a norm, bias, router, gate, embedding or head."""
     op = param.op
     is_matrix = len(op.hf_shapes(m)[0]) == 2
     return is_matrix and not op.replicated and not isinstance(op, VocabParallel)
 
 
 def _module(hf: str) -> str:
-    """Returns the last part of a weight's module: model.layers.0.self_attn.q_proj.weight ->
-    q_proj."""
+    """Returns a weight's module: model.layers.0.self_attn.q_proj.weight -> q_proj."""
     return hf.split(".")[-2]
 
 
@@ -170,8 +167,7 @@ def target_names(m: ModelConfig) -> tuple[str, ...]:
 
 
 def resolve_targets(m: ModelConfig, cfg: LoRAConfig) -> tuple[str, ...]:
-    """Returns the HF modules that get adapters. Raises ValueError naming one that the model does
-    not have."""
+    """Returns the HF modules that get adapters. Raises ValueError for one that the model lacks."""
     known = target_names(m)
     if cfg.target_modules == [ALL_LINEAR]:
         return known
@@ -278,8 +274,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 
 def check_adapter_config(found: Mapping[str, object], cfg: LoRAConfig, source: str) -> None:
-    """Raises ValueError if an adapter_config.json does not mean the same as `cfg`; `source` names
-    it."""
+    """Raises ValueError if the adapter_config.json `source` does not mean the same as `cfg`."""
     if found.get("peft_type") != "LORA":
         raise ValueError(f"{source}: peft_type={found.get('peft_type')!r}; only LORA is supported")
     for name, allowed in _PLAIN.items():

@@ -1,5 +1,4 @@
-"""Puts a rank's pieces of a bucket into messages: one contiguous message, or several bounded
-ones."""
+"""Puts a rank's pieces of a bucket into one contiguous message, or several bounded ones."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def _cut(parts: Sequence[Part], limit: int | None) -> Iterator[Part]:
 
 
 def split(piece: Piece, numel: int) -> Iterator[Piece]:
-    """Yields `piece` as consecutive pieces of at most `numel` numbers, or of one row where a row
-    has more."""
+    """Yields `piece` as consecutive pieces of at most `numel` numbers, but of a row at least."""
     shape, strides = piece.view.shape, piece.view.strides
     inner = math.prod(shape[1:])
     step = max(1, numel // inner)

@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention  #
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
-# of the latents' norms: Hugging Face's do not read rms_norm_eps, and neither did DeepSeek's own
+# eps of the latents' norms: neither Hugging Face's nor DeepSeek's own read rms_norm_eps
 LATENT_NORM_EPS = 1e-6
 
 

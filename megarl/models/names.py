@@ -77,8 +77,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
-    """Returns the canonical name of the parameter that is called `name` in `model`, an unwrapped
-    chunk."""
+    """Returns the canonical name of a parameter that is called `name` in the unwrapped `model`."""
     if not name.startswith(_LAYERS):
         return name
     index, rest = name.removeprefix(_LAYERS).split(".", 1)

@@ -95,8 +95,7 @@ class Op(ABC):
 
     @abstractmethod
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns the parameter's shape on one rank of `tp`; `vocab_rows` is the padded vocabulary
-        over all ranks."""
+        """Returns the shape on one of `tp` ranks; `vocab_rows` is the whole padded vocabulary."""
 
     @abstractmethod
     def segments(self, m: ModelConfig, tp: int, vocab_rows: int) -> Iterator[Segment]:
@@ -172,8 +171,7 @@ class ColumnParallel(Op):
 
 @dataclass(frozen=True)
 class VocabParallel(Op):
-    """A matrix [V,H] cut along the vocabulary, padded with rows that are zero and never
-    exported."""
+    """A matrix [V,H] cut along the vocabulary; its padding rows are zero and never exported."""
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape, [V,H], without padding."""
@@ -232,15 +230,13 @@ class FusedQKV(Op):
     bias: bool = False
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        """Returns the shapes of q, k and v: [heads * head_dim, H], or [heads * head_dim] for
-        biases."""
+        """Returns the shapes of q, k and v: [heads * head_dim, H]; without H for biases."""
         kv = m.num_key_value_heads * m.head_dim
         rows = (query(m), kv, kv)
         return tuple((r,) if self.bias else (r, m.hidden_size) for r in rows)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
-        """Returns an even share of the rows of q, k and v: [rows / tp, H], or [rows / tp] for
-        biases."""
+        """Returns an even share of q's, k's and v's rows, [rows / tp, H]; without H for biases."""
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // tp
         return (rows,) if self.bias else (rows, m.hidden_size)
 

@@ -64,8 +64,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Says that `view` of parameter `param` at `place` equals box [start, stop) of the HF
-    tensor."""
+    """Says that `view` of `param` at `place` equals box [start, stop) of the HF tensor."""
 
     place: Place
     param: str
@@ -148,8 +147,7 @@ class PieceTable:
         return {p.name: p for p in self.params if p.place.holds(c)}
 
     def check_params(self, c: Coords, shapes: Mapping[str, Iterable[int]]) -> None:
-        """Raises AssertionError unless the real parameters of the rank at `c` have the table's
-        names and shapes."""
+        """Raises AssertionError unless the rank's parameters have the table's names and shapes."""
         want = {n: p.shape for n, p in self.local_params(c).items()}
         have = {n: tuple(s) for n, s in shapes.items()}
         wrong = {n: (have.get(n), want.get(n)) for n in want.keys() | have.keys()}
@@ -208,8 +206,7 @@ def _ranks(layout: Layout, param: Param) -> int:
 
 
 def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank: int) -> Place:
-    """Returns who holds a parameter: experts lie on expert-parallel ranks in order, equally many on
-    each."""
+    """Returns who holds a parameter: experts lie on expert-parallel ranks in order, evenly."""
     if param.expert is None:
         return Place(*chunk, tp=rank)
     assert model.moe is not None

@@ -14,8 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary scaling. Type "linear" uses `factor` only; "llama3" and "yarn" use all fields of their
-    line."""
+    """How rotary embeddings are scaled. "linear" uses `factor` only; "llama3" and "yarn" use
+    `factor`, `original_max_position_embeddings` and the fields under their names."""
 
     type: str
     factor: float

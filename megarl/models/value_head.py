@@ -42,8 +42,7 @@ class ValueHead(torch.nn.Module):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def prepare(self, job: Any) -> None:
-        """Accepts a job as the LM head does, and ignores it: values depend on neither labels nor
-        temperature."""
+        """Ignores the job, which the LM head needs: values need no labels and no temperature."""
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None,

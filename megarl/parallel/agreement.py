@@ -32,7 +32,8 @@ CONNECT_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels between ranks: its text, and what callers tell apart by its type."""
+    """An error as it travels between ranks: its text, and what tells callers its type apart.
+    `servers`: why each server of a ServersLost is lost."""
 
     text: str
     disk_full: bool = False
@@ -40,6 +41,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
+        """Returns the failure that tells other ranks of `error`."""
         servers = error.servers if isinstance(error, ServersLost) else {}
         text = str(error) if servers else f"{type(error).__name__}: {error}"
         return cls(text, isinstance(error, DiskFull), servers)
@@ -51,10 +53,10 @@ def merged(
     """Returns the error that this rank is to raise for the failures of `what` on several ranks, or
     None for no failures.
 
-    failed: by rank; own: this rank's error. It is ServersLost with the servers of all where that is
-    among them, for what follows from it is the same on every rank, and the other errors may be its
-    consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull where
-    that is among them) that names the ranks.
+    failed: by rank; own: this rank's error. The result is ServersLost with the servers of all where
+    that is among them, for what follows from it is the same on every rank, and the other errors may
+    be its consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull
+    where that is among them) that names the ranks.
     """
     if lost := [f for f in failed.values() if f.servers]:
         servers = {server: why for f in lost for server, why in f.servers.items()}
@@ -70,7 +72,7 @@ def merged(
 
 def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Returns `fn()`, called on every rank of `group` (None: of the world); if it fails on one, all
-    raise (see `merged`). Collective.
+    raise the error that `merged` returns. Collective.
 
     Collectives inside `fn` come before anything that can fail on one rank alone.
     """
@@ -96,7 +98,8 @@ def from_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 class Agreement:
-    """Small messages among the ranks of `group` through host memory (gloo, whatever `group` is).
+    """Exchanges small messages among the ranks of `group` through host memory (gloo, whatever
+    `group` is).
 
     `group` None is the default group; without torch.distributed this rank is the only one. `what`
     names the act in errors, and `<what>.timeout` bounds it.
@@ -113,7 +116,7 @@ class Agreement:
             self._group = _host_group(group)
 
     def set_timeout(self, timeout: float) -> None:
-        """Sets how many seconds a rank may take before the others give it up (plus SLACK)."""
+        """Sets how many seconds (plus SLACK) a rank may take before the others give it up."""
         bound = timeout + SLACK
         self._limit(bound, f"{self._key}.timeout + {SLACK:g} s = {bound:g} s")
 
@@ -123,9 +126,9 @@ class Agreement:
             set_group_timeout(self._group, seconds)
 
     def together(self, fn: Callable[..., T], *args: Any) -> T:
-        """Returns fn(*args), called on every rank; if it fails on one, all raise (see `merged`).
-        Then `set_timeout` comes before the next call. Collective.
-        """
+        """Returns fn(*args), called on every rank; if it fails on one, all raise the error that
+        `merged` returns. After a failure `set_timeout` comes before the next call. Collective.
+        Raises RuntimeError where a rank is not heard of within the timeout."""
         result, error = _attempt(fn, *args)
         mine = Failure.of(error) if error else None
         if mine is not None:
@@ -145,7 +148,8 @@ class Agreement:
         return cast(T, result)
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's picklable `value`, by rank. Collective."""
+        """Returns every rank's picklable `value`, by rank. Collective. Raises RuntimeError where a
+        rank is not heard of within the timeout."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -155,8 +159,8 @@ class Agreement:
 
     def gather_from(self, ranks: Collection[int], value: T) -> list[T]:
         """Returns the `value` of these ranks alone, which may be large: `gather` takes as much room
-        for each rank as for the one that has most. Collective.
-        """
+        for each rank as for the one that has most. Collective. Raises RuntimeError as `gather`
+        does."""
         if self._group is None:
             return [value]
         values = [[value if self.rank == rank else None] for rank in ranks]
@@ -176,10 +180,9 @@ class Agreement:
             ) from e
 
     def _gather_failures(self, failure: Failure | None) -> dict[int, Failure]:
-        """Returns them by rank. Almost always there are none, which takes a byte to rank 0 and one
-        from there: a sync asks after every bucket, and gloo's all_gather passes its bytes from rank
-        to rank.
-        """
+        """Returns the failures by rank. Almost always there are none, which takes a byte to rank 0
+        and one from there: a sync asks after every bucket, and gloo's all_gather passes its bytes
+        from rank to rank."""
         if self._group is None:
             return {} if failure is None else {self.rank: failure}
         any_failed = torch.tensor([failure is not None], dtype=torch.uint8)

@@ -11,9 +11,8 @@ from torch.optim.adamw import adamw
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's FusedAdam on torch ops: `step` is an int in the parameter group and the
-    state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs.
-    """
+    """Replaces Transformer Engine's FusedAdam by torch ops: `step` is an int in the parameter group
+    and the state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs."""
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
@@ -27,6 +26,8 @@ class CpuFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None, **_: Any) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient by AdamW (arXiv 1711.05101), or with
+        adam_w_mode=False by Adam (arXiv 1412.6980). `closure` is not called."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:

@@ -1,9 +1,9 @@
-"""megatron-core on CPU and gloo: every patch we need, by name, with its reason.
+"""Makes megatron-core run on CPU and gloo: every patch it needs, by name, with its reason.
 
 `install()` runs once, before megatron.core is imported, and only where the engine's device is the
 CPU (megarl.parallel.mcore decides). The patched calls raise "Torch not compiled with CUDA enabled"
-on such a machine, so no working code changes its meaning. Of them P7, P10 and P11 are needed on
-GPUs too: `install_everywhere()`. Checked against megatron-core 0.16.1 and 0.19.2 with torch 2.13.
+on such a machine, so no working code changes its meaning. P7, P10 and P11 are needed on GPUs too:
+`install_everywhere()`. Checked against megatron-core 0.16.1 and 0.19.2 with torch 2.13.
 
   P1   torch.cuda.current_device()            is the CPU device
   P2   torch.cuda streams, events, memory     are null objects: CPU work is synchronous
@@ -178,9 +178,8 @@ def p11_one_rank_collectives() -> None:
 def maybe_nothing(
     coalescing: Callable[..., contextlib.AbstractContextManager[Any]],
 ) -> Callable[..., contextlib.AbstractContextManager[Any]]:
-    """Returns torch's manager of coalesced collectives, which may then have none: older versions
-    (2.6) then read a variable that was never set.
-    """
+    """Returns torch's manager of coalesced collectives, changed so that it may have nothing to
+    coalesce: older versions (2.6) then read a variable that was never set."""
 
     @contextlib.contextmanager
     def manager(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -271,10 +270,9 @@ def p15_hybrid_optimizer() -> None:
 
 
 def p16_no_whole_weights() -> None:
-    """Of a parallel layer, megatron-core's initialisation on a CPU draws the whole weight in fp32,
+    """megatron-core's initialisation on a CPU draws the whole weight of a parallel layer in fp32,
     on every rank, and keeps a slice. Ours are filled from the piece table: to make those took
-    several times as long as to load a model, and twice its memory.
-    """
+    several times as long as to load a model, and twice its memory."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import experts
 
@@ -295,14 +293,14 @@ _installed = False
 
 
 def install_everywhere() -> None:
-    """Installs what GPUs need too, above all those without Transformer Engine and apex."""
+    """Installs the patches that GPUs need too, above all where Transformer Engine is missing."""
     p7_te_general_gemm()
     p10_adam()
     p11_one_rank_collectives()
 
 
 def install() -> None:
-    """Installs P1..P16, once."""
+    """Installs P1 to P16, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return

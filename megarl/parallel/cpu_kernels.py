@@ -1,6 +1,6 @@
-"""Rotary embedding, SwiGLU and weight gradients for CPUs, in place of the kernels that Transformer
-Engine, the compiler and apex give on GPUs. All are bound by memory: what counts is how often they
-read and write, so forward and backward are written out instead of left to autograd.
+"""Computes rotary embedding, SwiGLU and weight gradients on CPUs, in place of the kernels that
+Transformer Engine, the compiler and apex give on GPUs. All are bound by memory, so their time is
+how often they read and write: forward and backward are written out instead of left to autograd.
 
 T tokens, n heads, d head dimension, F gated width.
 """
@@ -39,14 +39,15 @@ def _rotate(t: Tensor, cos: Tensor, signed_sin: Tensor, sign: int) -> Tensor:
 
 
 def _tables(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and (-sin, sin) of angles [..., d] whose two halves are equal."""
+    """Returns cos and (-sin, sin) of angles [..., d] whose two halves are equal."""
     sin = freqs.sin()
     low, high = sin.chunk(2, -1)
     return freqs.cos().to(dtype), torch.cat((-low, high), -1).to(dtype)
 
 
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, **_: Any) -> Tensor:
-    """t [s, b, n, d] turned by the angles freqs [s, 1, 1, d]."""
+    """Rotates t [s,b,n,d] by the angles freqs [s,1,1,d]. Raises AssertionError where pairs of
+    neighbours, or a part of the head, are to be turned."""
     assert not interleaved and freqs.shape[-1] == t.shape[-1]
     rotated: Tensor = _Rotate.apply(t, *_tables(freqs, t.dtype))
     return rotated
@@ -55,9 +56,11 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, **_: Any) -> Ten
 def rotary_packed(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, **_: Any
 ) -> Tensor:
-    """t [T, n, d] of this context-parallel rank; freqs [longest, 1, 1, d]; cu_seqlens global.
+    """Rotates t [T,n,d] of this context-parallel rank by freqs [longest,1,1,d]; cu_seqlens is
+    global.
 
     All layers of a micro-batch bring the same cu_seqlens: the tables of T tokens stay with it.
+    Raises AssertionError where a part of the head is to be turned.
     """
     assert freqs.shape[-1] == t.shape[-1]
     known = getattr(cu_seqlens, "_rotary_tables", None)
@@ -71,7 +74,7 @@ def rotary_packed(
 
 
 def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Those a rank holds: all, or with context parallelism chunks r and 2*cp-1-r of 2*cp."""
+    """Returns a rank's positions: all, or with context parallelism chunks r and 2*cp-1-r."""
     if cp_size == 1:
         return torch.arange(length)
     chunks = torch.arange(length).chunk(2 * cp_size)
@@ -79,13 +82,13 @@ def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """[T, 2F] = (gate, up) -> silu(gate) * up [T, F]. https://arxiv.org/abs/2002.05202"""
+    """Returns silu(gate) * up [T,F] for y [T,2F] = (gate, up). https://arxiv.org/abs/2002.05202"""
     gate, up = y.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """The gradient [T, 2F] of swiglu's input, for the gradient g [T, F] of its output."""
+    """Returns the gradient [T,2F] of swiglu's input y, for the gradient g [T,F] of its output."""
     gate, up = y.chunk(2, -1)
     out = torch.empty_like(y)
     d_gate, d_up = out.chunk(2, -1)
@@ -95,5 +98,5 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
 
 
 def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
-    """main_grad [out, in] += g [T, out] transposed times x [T, in]."""
+    """Adds g [T,out] transposed times x [T,in] to main_grad [out,in]."""
     accumulate(main_grad, g, x)

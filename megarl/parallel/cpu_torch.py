@@ -1,6 +1,5 @@
-"""torch's CUDA calls on a machine without CUDA: those patches of megarl.parallel.cpu_backend (which
-lists them all) that are about torch itself.
-"""
+"""Replaces torch's CUDA calls on a machine without CUDA: these are the patches of
+megarl.parallel.cpu_backend (which lists them all) that are about torch itself."""
 
 from __future__ import annotations
 
@@ -17,30 +16,34 @@ _CPU = torch.device("cpu")
 
 
 def patch(target: Any, **attrs: Any) -> None:
+    """Sets these attributes of `target`, a module or a class."""
     for name, value in attrs.items():
         setattr(target, name, value)
 
 
 def nothing(*_: Any, **__: Any) -> None:
+    """Takes any arguments and returns None."""
     return None
 
 
 class NullEvent:
-    """torch.cuda.Event where everything has already happened."""
+    """Replaces torch.cuda.Event where everything has already happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     record = wait = synchronize = nothing
 
     def query(self) -> bool:
+        """Returns True: all work before the event is done."""
         return True
 
     def elapsed_time(self, _other: NullEvent) -> float:
+        """Returns 0.0 ms, whatever happened between the events."""
         return 0.0
 
 
 class NullStream:
-    """torch.cuda.Stream where ordering always holds. All of them are the same stream."""
+    """Replaces torch.cuda.Stream where ordering always holds. All of them are the same stream."""
 
     device = _CPU
     cuda_stream = 0
@@ -50,9 +53,11 @@ class NullStream:
     wait_stream = wait_event = synchronize = nothing
 
     def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        """Returns `event`, or a new one; there is nothing to record."""
         return event or NullEvent()
 
     def query(self) -> bool:
+        """Returns True: all work of the stream is done."""
         return True
 
     def __enter__(self) -> NullStream:
@@ -68,10 +73,13 @@ class NullStream:
 
 
 def p1_current_device() -> None:
+    """Makes torch.cuda.current_device() return the CPU device in place of an index."""
     patch(torch.cuda, current_device=lambda: _CPU)
 
 
 def p2_streams_and_memory() -> None:
+    """Makes torch.cuda's streams, events and ranges null objects, and its memory counters 0 bytes:
+    work on a CPU is synchronous."""
     null = NullStream()
     for name in (
         "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect",
@@ -97,6 +105,8 @@ def p2_streams_and_memory() -> None:
 
 
 def p3_tensor_placement() -> None:
+    """Keeps tensors on the CPU despite device="cuda", device indices, .cuda() and pin_memory."""
+
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

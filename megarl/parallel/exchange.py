@@ -1,9 +1,9 @@
-"""Exchange: moves the tokens of a Batch between ranks, as flat bytes through host memory.
+"""Moves the tokens of a Batch between ranks (the exchange), as flat bytes through host memory.
 
 A row goes from one rank that holds it to one rank of every data-parallel index that needs it, and
 from there along a chain through the other ranks of that index. Long flows are cut into chunks that
-follow each other down the chain. Who sends what to whom is computed alike on every rank from the
-lengths and the two homes: no message announces another.
+follow each other down the chain. Every rank computes alike, from the lengths and the two homes,
+which rank sends what to which: no message announces another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
 
 
 class WorldComm:
-    """api.batch's Comm over all ranks, by gloo, whatever the devices are."""
+    """Implements api.batch's Comm over all ranks, by gloo, whatever the devices are."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -62,8 +62,8 @@ _comm: WorldComm | None = None
 
 
 def world_comm() -> WorldComm | None:
-    """The Comm of the world of processes, None where there is one. On GPUs the first call is a
-    collective: it makes a group for host memory."""
+    """Returns the Comm of all processes, None where there is one process. On GPUs the first call is
+    a collective: it makes a group for host memory."""
     global _comm
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -80,7 +80,7 @@ register_comm(world_comm)
 
 @dataclass(frozen=True)
 class Flow:
-    """Some rows on their way: path[0] holds them, path[1:] receive them and pass them on."""
+    """Describes rows on their way: path[0] holds them, path[1:] receive them and pass them on."""
 
     path: tuple[int, ...]
     rows: Tensor
@@ -88,8 +88,8 @@ class Flow:
 
 
 def flows(before: Home, after: Home) -> list[Flow]:
-    """Every flow that takes rows from `before` to `after`. Ranks that hold a row already are left
-    out, and one of them passes it on to the others of its index."""
+    """Returns every flow that takes rows from `before` to `after`. Ranks that hold a row already
+    are left out, and one of them passes it on to the others of its index."""
     old, new = _ranks(before), _ranks(after)
     indices = max(before.of_rank + after.of_rank) + 1
     pairs, rows = (before.of_row * indices + after.of_row).sort(stable=True)
@@ -116,7 +116,7 @@ def _ranks(home: Home) -> dict[int, list[int]]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """One message: `rows` of a flow from rank `src` to rank `dst`."""
+    """Describes one message: `rows` of a flow go from rank `src` to rank `dst`."""
 
     order: tuple[int, ...]
     src: int
@@ -125,8 +125,9 @@ class _Hop:
 
 
 def hops(plan: Sequence[Flow], lengths: Tensor, row_bytes: int, rank: int) -> list[_Hop]:
-    """The messages that concern `rank`, in an order that all ranks agree on: whoever waits for the
-    first message that is not yet through finds its peer waiting for it, too."""
+    """Returns the messages that concern `rank`, in an order that all ranks agree on: a rank that
+    waits for the first message that is not yet through finds its peer waiting for it, too. lengths
+    [B] are tokens of all rows, `row_bytes` the bytes of one token."""
     mine = []
     for number, flow in enumerate(plan):
         if rank not in flow.path:
@@ -141,7 +142,7 @@ def hops(plan: Sequence[Flow], lengths: Tensor, row_bytes: int, rank: int) -> li
 
 
 def _chunks(rows: Tensor, lengths: Tensor, row_bytes: int) -> Iterator[Tensor]:
-    """Neighbouring rows of at most CHUNK bytes together."""
+    """Yields neighbouring rows of at most CHUNK bytes together."""
     ends = (lengths[rows] * row_bytes).cumsum(0)
     first = 0
     while first < len(rows):
@@ -174,8 +175,7 @@ def place(batch: Batch, home: Home) -> None:
 
 
 def placed(batch: Batch, home: Home) -> Batch:
-    """The batch itself if `home` is its own, else a copy there; `batch` stays as it is.
-    Collective."""
+    """Returns the batch itself if `home` is its own, else a copy that is there. Collective."""
     if _same(batch.home, home):
         return batch
     out = Batch(batch.lengths, batch.per_sample, batch.per_token, home=batch.home, comm=batch.comm)
@@ -191,10 +191,12 @@ def move(
     tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any,
     plan: Sequence[Flow] | None = None, buffers: list[Tensor] | None = None,
 ) -> Tokens:  # fmt: skip
-    """One field of the rows held under `before`, as the rows held under `after`. `lengths` [B] are
-    those of all rows; `plan`: flows(before, after), if they are known; `buffers`: kept from one
-    field to the next, because fresh memory takes longer to get than what is copied into it.
-    Collective."""
+    """Returns one field of the rows held under `before`, as the rows held under `after`.
+    Collective.
+
+    `lengths` [B] are those of all rows; `plan`: flows(before, after), if they are known; `buffers`:
+    kept from one field to the next, because fresh memory takes longer to get than to fill.
+    """
     if _same(before, after):
         return tokens
     rank = comm.rank if comm else 0
@@ -233,7 +235,7 @@ def _put(into: Tokens, places: Tensor, values: Tensor) -> None:
 
 
 class _Mover:
-    """Sends from what a rank had, or has received to pass on; receives into what it will have."""
+    """Sends rows that a rank had, or received to pass on, and receives rows that it will have."""
 
     def __init__(
         self, source: Tokens, had: Tensor, target: Tokens, wanted: Tensor, comm: WorldComm,
@@ -245,7 +247,7 @@ class _Mover:
         self._receives: deque[tuple[Any, tuple[Tensor, Tensor] | None]] = deque()
 
     def run(self, todo: Sequence[_Hop]) -> None:
-        """All messages, in their order; a few are under way at a time."""
+        """Sends and receives all messages, in their order; a few are under way at a time."""
         for hop in todo:
             if hop.dst == self.comm.rank:
                 self._receive(hop)
@@ -256,7 +258,7 @@ class _Mover:
             self._sent()
 
     def _receive(self, hop: _Hop) -> None:
-        """Neighbours are received in place, others in a buffer whose rows are then put there."""
+        """Receives neighbours in place, and other rows through a buffer."""
         places = torch.searchsorted(self.wanted, hop.rows)
         into = self.target.take(places).values if _neighbours(places) else None
         buffer = into
@@ -282,7 +284,7 @@ class _Mover:
             self._sends.append((work, values, buffer))
 
     def _packed(self, held: Tokens, places: Tensor) -> tuple[Tensor, Tensor | None]:
-        """These rows one after the other, and the buffer they were copied to, if they had to be."""
+        """Returns these rows one after the other, and the buffer where they had to be copied."""
         if _neighbours(places):
             return held.take(places).values.contiguous(), None
         shape = (int(held.lengths[places].sum()), *held.values.shape[1:])

@@ -1,4 +1,5 @@
-"""Process groups of a layout, and the scope in which megatron-core's globals are one engine's.
+"""Makes the process groups of a layout, and the scope in which megatron-core's globals are one
+engine's.
 
 megatron-core keeps groups, sizes and the random-state tracker in module globals. Several engines
 with different layouts live on the same ranks, so each has a ProcessGroups that remembers what those
@@ -39,7 +40,8 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     """Starts torch.distributed once: from torchrun's environment, else as a world of one.
 
     `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default 1800),
-    bounds every collective of the world and of the layouts' groups.
+    bounds every collective of the world and of the layouts' groups. Raises ValueError where
+    torchrun's environment is incomplete.
     """
     global _collective_timeout
     set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
@@ -74,7 +76,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
 
 
 def collective_timeout() -> float:
-    """Seconds that a collective may wait for its peers."""
+    """Returns the seconds that a collective may wait for its peers."""
     return _collective_timeout
 
 
@@ -91,13 +93,14 @@ def shutdown_distributed(*, failed: bool = False) -> None:
 
 
 def _barrier() -> None:
-    """All ranks of the world. On GPUs the device is named, else NCCL guesses it."""
+    """Waits for all ranks of the world. On GPUs the device is named, else NCCL guesses it."""
     on_gpu = mcore.comm_backend() == "nccl"
     dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def _is_state(name: str) -> bool:
-    """parallel_state keeps everything in _UPPERCASE names, and one list of all groups."""
+    """Returns whether the name is part of parallel_state's state, which is in _UPPERCASE names and
+    one list of all groups."""
     return (name.startswith("_") and name.isupper()) or name == "_global_process_group_list"
 
 
@@ -125,7 +128,7 @@ _BLANK_RNG = _read_rng()
 
 @dataclass
 class _Groups:
-    """The groups of one layout, shared by all engines that use it."""
+    """Holds the groups of one layout, shared by all engines that use it."""
 
     state: dict[str, Any]
     owned: list[Any]
@@ -136,7 +139,7 @@ _groups_by_layout: dict[Layout, _Groups] = {}
 
 
 def _create(layout: Layout) -> _Groups:
-    """Collective over the world: megatron-core's groups for `layout`."""
+    """Makes megatron-core's groups for `layout`. Collective over the world."""
     outer = _read_parallel_state()
     _write(ps, _BLANK_STATE)
     on_gloo = mcore.comm_backend() == "gloo"
@@ -166,10 +169,11 @@ def _create(layout: Layout) -> _Groups:
 
 
 class ProcessGroups:
-    """One engine's view: the groups of its layout and its own random-state tracker.
+    """Holds one engine's view: the groups of its layout and its own random-state tracker.
 
     Creating one is a collective over the whole world. Engines of the same layout share the groups;
-    `release()` gives them back, and the last user destroys them.
+    `release()` gives them back, and the last user destroys them. Raises ValueError for a layout of
+    another number of ranks than are running.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -195,23 +199,26 @@ class ProcessGroups:
 
     @property
     def world(self) -> dist.ProcessGroup:
+        """Returns the group of all ranks."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
     @property
     def is_first_stage(self) -> bool:
+        """Returns whether this rank is on the first pipeline stage, which has the embedding."""
         return self.coords.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Returns whether this rank is on the last pipeline stage, which has the output layer."""
         return self.coords.pp == self.layout.pp - 1
 
     def barrier(self) -> None:
-        """All ranks of the world."""
+        """Waits for all ranks of the world. Collective."""
         _barrier()
 
     def release(self) -> None:
-        """Collective over the world (the last user of a layout destroys its groups)."""
+        """Gives the groups back; a layout's last user destroys them. Collective over the world."""
         shared, self._shared = self._shared, None
         if shared is None:
             return
@@ -229,7 +236,7 @@ _in_scope: list[ProcessGroups] = []
 
 @contextmanager
 def model_scope(groups: ProcessGroups) -> Iterator[None]:
-    """Inside, megatron-core's globals are those of `groups`. Re-entrant, and scopes nest."""
+    """Makes megatron-core's globals those of `groups` inside the `with`; scopes may nest."""
     if _in_scope and _in_scope[-1] is groups:
         yield
         return
@@ -252,7 +259,8 @@ _LOST_PEER = re.compile(r"\[\S*gloo\S*\]|Application timeout caused pair closure
 
 @contextmanager
 def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
-    """Names the rank and what it was doing when a collective inside times out or loses a peer.
+    """Names the rank and what it was doing when a collective inside times out or loses a peer, in a
+    RuntimeError.
 
     gloo raises in the waiting thread. NCCL's watchdog ends the process with its own dump instead.
     """

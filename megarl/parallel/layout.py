@@ -1,8 +1,9 @@
-"""Layout: rank arithmetic as plain data, no process group needed.
+"""Computes ranks from degrees and back: plain data, no process group needed.
 
 The order is megatron-core's default, "tp-cp-ep-dp-pp" (parallel_state.RankGenerator):
-dense weights:  rank = tp + TP * (cp + CP * (dp + DP * pp))
-expert weights: rank = etp + ETP * (ep + EP * (edp + EDP * pp))
+
+    dense weights:  rank = tp + TP * (cp + CP * (dp + DP * pp))
+    expert weights: rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megarl.config.parallel import ParallelConfig
 
 @dataclass(frozen=True, order=True)
 class Coords:
-    """Where a rank stands. `dp`, `cp` for dense weights, `ep`, `etp`, `edp` for experts."""
+    """A rank's place: `tp`, `cp`, `dp` for dense weights, `ep`, `etp`, `edp` for experts, `pp`."""
 
     tp: int
     cp: int
@@ -29,6 +30,8 @@ class Coords:
 
 @dataclass(frozen=True)
 class Layout:
+    """The degrees of one engine, whose product of tp, cp, dp and pp is its number of ranks."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -41,7 +44,8 @@ class Layout:
 
     @classmethod
     def from_config(cls, cfg: ParallelConfig, world_size: int) -> Layout:
-        """Derives dp. Raises ValueError naming the degrees that do not fit `world_size`."""
+        """Returns the layout of a configuration, with dp derived. Raises ValueError naming the
+        degrees that do not fit `world_size`."""
         check_parallel(cfg, world_size)
         dense = cfg.tp * cfg.pp * cfg.cp
         return cls(
@@ -58,13 +62,16 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Returns the number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def edp(self) -> int:
+        """Returns how many replicas of the experts there are."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def coords(self, rank: int) -> Coords:
+        """Returns where `rank` stands. Raises ValueError for a rank outside the layout."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
         tp, rest = rank % self.tp, rank // self.tp
@@ -76,18 +83,19 @@ class Layout:
 
     @cached_property
     def all_coords(self) -> tuple[Coords, ...]:
+        """Returns the coordinates of every rank, by rank."""
         return tuple(self.coords(r) for r in range(self.world_size))
 
     def dense_rank(self, *, pp: int, tp: int, dp: int = 0, cp: int = 0) -> int:
-        """The rank that holds dense weights at (pp, tp), of data-parallel replica (dp, cp)."""
+        """Returns the rank of the dense weights at (pp, tp), of replica (dp, cp)."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def expert_rank(self, *, pp: int, ep: int, etp: int, edp: int = 0) -> int:
-        """The rank that holds experts at (pp, ep, etp), of data-parallel replica edp."""
+        """Returns the rank of the experts at (pp, ep, etp), of replica edp."""
         return etp + self.etp * (ep + self.ep * (edp + self.edp * pp))
 
     def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
-        """Global layer numbers of chunk (pp, vpp). Raises ValueError if they do not fit."""
+        """Returns the global layer numbers of chunk (pp, vpp). Raises ValueError for a misfit."""
         chunks = self.pp * self.vpp
         split = self.split or (num_layers // chunks,) * chunks
         if sum(split) != num_layers or len(split) != chunks:

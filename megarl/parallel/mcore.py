@@ -1,7 +1,7 @@
-"""The door to megatron-core: every module that imports `megatron` imports this one first.
+"""Opens the door to megatron-core: every module that imports `megatron` imports this one first.
 
 Importing it decides the device (CUDA where there is one, unless MEGARL_DEVICE=cpu) and installs the
-CPU backend where that is the CPU, or what of it a GPU needs too.
+CPU backend where that is the CPU, else the part of it that a GPU needs too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megarl.parallel import cpu_backend
 
 
 def on_cuda() -> bool:
-    """Whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some."""
+    """Returns whether the engine runs on GPUs. MEGARL_DEVICE=cpu says no even where there are some.
+    Raises ValueError for another value of it, or for "cuda" where torch sees no GPU."""
     choice = os.environ.get("MEGARL_DEVICE", "")
     if choice not in ("", "cpu", "cuda"):
         raise ValueError(f"MEGARL_DEVICE={choice!r}: use 'cpu' or 'cuda', or leave it unset")
@@ -30,11 +31,12 @@ if not _ON_CUDA:
 
 
 def device() -> torch.device:
-    """This rank's device: the current CUDA device (set from LOCAL_RANK), or the CPU."""
+    """Returns this rank's device: the current CUDA device (set from LOCAL_RANK), or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if _ON_CUDA else torch.device("cpu")
 
 
 def comm_backend() -> str:
+    """Returns torch.distributed's backend for the device: "nccl" on GPUs, "gloo" on the CPU."""
     return "nccl" if _ON_CUDA else "gloo"
 
 

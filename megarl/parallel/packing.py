@@ -1,4 +1,4 @@
-"""Which sequence goes where, and back: micro-batch plans and the packed layout. Pure.
+"""Plans which sequence goes into which micro-batch, and packs and unpacks the sequences. Pure.
 
 B sequences of the batch, b of a micro-batch, S positions (right-padded), T packed tokens.
 """
@@ -17,7 +17,7 @@ Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a sequence of n tokens: linear * n + quadratic * n^2 (matrices, causal attention)
+    """The work of a sequence of n tokens: linear * n + quadratic * n^2 (matrices, causal attention)
     and, for attention through a sliding window, `windowed` times twice the pairs of tokens less
     than `window` apart, which are n + n^2 in a sequence no longer than that."""
 
@@ -34,7 +34,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Every slot of a packed row is a multiple of `slot`; the row is one of `row`, itself one."""
+    """Says that every slot of a packed row is a multiple of `slot` tokens, and the row one of `row`
+    tokens, which is itself a multiple of `slot`."""
 
     slot: int = 1
     row: int = 1
@@ -44,14 +45,14 @@ TOKENS, UNALIGNED = Cost(), Alignment()
 
 
 def padded_length(length: int, align: int) -> int:
-    """Room one sequence takes in a packed row; an empty sequence still takes one unit."""
+    """Returns the tokens that a sequence takes in a packed row; an empty one takes a unit."""
     return -(-max(1, length) // align) * align
 
 
 def slot_lengths(lengths: Sequence[int], align: Alignment) -> list[int]:
-    """Room of each sequence of a packed row; the last fills up the row. Without sequences there is
-    one dummy slot, because every pipeline stage and every peer expects a forward pass.
-    """
+    """Returns the tokens of each sequence's slot in a packed row; the last slot fills up the row.
+    Without sequences there is one dummy slot, because every pipeline stage and every peer expects a
+    forward pass."""
     slots = [padded_length(n, align.slot) for n in lengths or [0]]
     slots[-1] += -sum(slots) % align.row
     return slots
@@ -76,9 +77,10 @@ def spread(costs: Sequence[int], bins: int) -> list[list[int]]:
 def _spread_within(
     items: Sequence[int], costs: Sequence[int], sizes: Sequence[int], room: Sequence[int]
 ) -> list[list[int]] | None:
-    """LPT by cost over bins of `room` tokens; one that is too long has a bin of its own.
+    """Puts items into bins of `room` tokens by LPT over their cost; a sequence that is too long has
+    a bin of its own.
 
-    None where a sequence finds no bin.
+    Returns None where a sequence finds no bin.
     """
     bins: list[list[int]] = [[] for _ in room]
     load, left = [0] * len(room), list(room)
@@ -94,7 +96,7 @@ def _spread_within(
 
 
 def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest first into the first bin with room; a sequence above the budget has its own."""
+    """Puts items into bins, longest first, into the first with room; above the budget, alone."""
     out: list[list[int]] = []
     load: list[int] = []
     for i in sorted(items, key=lambda i: (-sizes[i], i)):
@@ -114,14 +116,16 @@ def plan_micro_batches(
     multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
     index: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
-    """Every sequence once, over dp ranks and micro-batches of at most `max_tokens` padded tokens.
+    """Puts every sequence once into micro-batches of at most `max_tokens` padded tokens, over dp
+    ranks.
 
     All ranks get the same number of micro-batches, a multiple of `multiple_of`; some are empty when
     there are too few sequences. Work by `cost` is balanced over ranks and over a rank's
     micro-batches, and these run from heavy to light so that the ranks stay in step. A sequence
     longer than the budget is alone in its micro-batch. The same input gives the same plan on every
     rank. The rows of each of `groups` (a partition; None takes every row by itself) share a
-    micro-batch, and all this is said of groups in place of sequences.
+    micro-batch, and then groups take the place of sequences in all of the above. Raises ValueError
+    for `max_tokens` below 1.
 
     index: the dp rank of every sequence, where they have been placed already (a group has one).
     """
@@ -153,8 +157,9 @@ def plan_micro_batches(
 
 
 def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
-    """Positions, in the packed global order, of the tokens that context-parallel rank holds: chunks
-    r and 2*cp-1-r of every sequence cut into 2*cp, so that causal work is balanced."""
+    """Returns the positions, in the packed global order, of the tokens that context-parallel rank
+    holds: chunks r and 2*cp-1-r of every sequence cut into 2*cp, so that causal work is balanced.
+    int64 [T/cp], where 2*cp divides every length."""
     out, base = [], 0
     for n in lengths:
         c = n // (2 * cp)
@@ -166,7 +171,7 @@ def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """b sequences one after another in T tokens, T/cp of them on this context-parallel rank.
+    """Holds b sequences one after another in T tokens, T/cp of them on this context-parallel rank.
 
     `index` and `valid` speak of all T, gathered rank after rank.
     """
@@ -181,6 +186,7 @@ class Packed:
     max_slot: int
 
     def to(self, device: torch.device) -> Packed:
+        """Returns the same with its tensors on `device`; copies may still be under way."""
         moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
@@ -226,9 +232,8 @@ def pack(
 
 
 def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """[T,...] per-token values of all context-parallel ranks, made at t-1 about x_t, to padded
-    [b,S,...]; 0 at t=0 and padding. Differentiable.
-    """
+    """Returns per-token `values` [T,...] of all context-parallel ranks as padded [b,S,...]:
+    position t has the value made at t-1 about x_t, t=0 and padding have 0. Differentiable."""
     out = values[packed.index]
     mask = packed.valid.reshape(*packed.valid.shape, *[1] * (values.ndim - 1))
     return torch.where(mask, out, torch.zeros((), dtype=out.dtype, device=out.device))

@@ -1,4 +1,4 @@
-"""Placement: which data-parallel index works on which row of a step's batch. Pure.
+"""Decides which data-parallel index works on which row of a step's batch. Pure.
 
 Mini-batches come first, over all samples; within each, units go to indices by work. A unit (a pair,
 a rollout with its branches) is never split by mini-batch or index. B rows.
@@ -17,7 +17,7 @@ from megarl.parallel.packing import TOKENS, Cost, padded_length, spread
 
 
 def units_of(ids: Tensor) -> list[list[int]]:
-    """The rows of every unit, units in the order of their first row. `ids` [B]: a row's unit."""
+    """Returns the rows of every unit, in the order of their first rows. `ids` [B]: rows' units."""
     units: dict[int, list[int]] = {}
     for row, unit in enumerate(ids.tolist()):
         units.setdefault(unit, []).append(row)
@@ -25,7 +25,8 @@ def units_of(ids: Tensor) -> list[list[int]]:
 
 
 def split_minibatches(unit_ids: Tensor, n: int, *, seed: int) -> list[list[int]]:
-    """Rows 0..B-1 in n parts, shuffled by `seed`: their numbers of units differ by at most one.
+    """Splits rows 0..B-1 into n parts, shuffled by `seed`: their numbers of units differ by at most
+    one.
 
     One part keeps the order of the batch. Within a part rows stay ascending, so that neighbours of
     equal prompt stay neighbours. Raises ValueError for more parts than units.
@@ -48,7 +49,7 @@ def place_rows(
     lengths: Sequence[int], unit_ids: Tensor, minibatches: Sequence[Sequence[int]] | None, *,
     dp: int, cost: Cost = TOKENS, slot: int = 1,
 ) -> Tensor:  # fmt: skip
-    """[B] int64, the data-parallel index of every row.
+    """Returns the data-parallel index of every row, [B] int64.
 
     Within each mini-batch (None: one of all rows; rows of none make another) no index has more work
     than the mean plus one unit. `slot`: lengths count as multiples of it, as they are packed.
@@ -67,5 +68,6 @@ def place_rows(
 
 
 def engine_home(layout: Layout, of_row: Tensor) -> Home:
-    """Every rank holds the rows of its data-parallel index."""
+    """Returns the home in which every rank holds the rows of its data-parallel index. `of_row` [B]:
+    the index of every row."""
     return Home(tuple(c.dp for c in layout.all_coords), of_row)

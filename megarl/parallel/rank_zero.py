@@ -1,4 +1,4 @@
-"""RankZero: rank 0 alone does something, and every rank gets its result or its error.
+"""Lets rank 0 alone do something, and gives every rank its result or its error.
 
 Every rank runs the same script, but only rank 0 talks to the world outside: generation servers,
 files of the run, the console. The other ranks wait for it, and get its error instead of a timeout
@@ -74,6 +74,7 @@ class RankZero:
 
     @property
     def is_zero(self) -> bool:
+        """Returns whether this rank is rank 0."""
         return self.rank == 0
 
     def __call__(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
@@ -81,8 +82,8 @@ class RankZero:
 
         Where it raises, rank 0 raises its error and the others a RuntimeError with its text
         (DiskFull and StopRequested stay what they are). A call from within `fn` runs on rank 0
-        alone, since no other rank is there to join it. RuntimeError for a rank that does not come
-        within the timeout.
+        alone, since no other rank is there to join it. Raises RuntimeError for a rank that does not
+        come within the timeout.
         """
         if self._group is None or self._leading:
             return fn(*args, **kw)

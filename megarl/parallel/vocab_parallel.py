@@ -1,4 +1,5 @@
-"""Log-probabilities, entropy, greedy match and top k from hidden states over a sharded vocabulary.
+"""Computes log-probabilities, entropy, greedy match and top k from hidden states over a sharded
+vocabulary.
 
 The full logits never exist: tokens go through the vocabulary projection in chunks, and every chunk
 is reduced over the shards to a few numbers per token. With logits l (already divided by the
@@ -33,7 +34,7 @@ _LOW = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """Rows [start, start + rows) of the padded vocabulary, `vocab_size` of which are real."""
+    """This rank's rows [start, start + rows) of a vocabulary whose `vocab_size` first are real."""
 
     start: int
     rows: int
@@ -42,16 +43,19 @@ class VocabShard:
 
     @property
     def real_rows(self) -> int:
+        """Returns how many of the shard's rows are real vocabulary, without padding."""
         return max(0, min(self.rows, self.vocab_size - self.start))
 
     def all_reduce(self, x: torch.Tensor, op: Any) -> torch.Tensor:
+        """Reduces `x` over the shards in place and returns it; one shard sends nothing."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, op=op, group=self.group)
         return x
 
 
 def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[c,v] in fp32 (or fp64): the product in the model's dtype, as in inference, then widened.
+    """Returns the logits [c,v] in fp32 (or fp64): the product in the model's dtype, as in
+    inference, then widened.
 
     The result is fresh memory, so that callers may change it in place.
     """
@@ -61,7 +65,7 @@ def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.
 
 
 def _local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """This shard's row of every label (0 where it is elsewhere), and whether it is here. [c]"""
+    """Returns this shard's row of every label (else 0), and whether it is here, both [c]."""
     row = labels - shard.start
     here = (row >= 0) & (row < shard.real_rows)
     return row.masked_fill(~here, 0), here
@@ -70,7 +74,7 @@ def _local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor
 def _greedy_match(
     logits: torch.Tensor, top: torch.Tensor, labels: torch.Tensor, shard: VocabShard
 ) -> torch.Tensor:
-    """1.0 where the label is the argmax; of equal logits the lowest id wins, as in torch.argmax."""
+    """Returns 1.0 where the label is the argmax, else 0.0, [c]; of equals the lowest id wins."""
     winner = torch.full_like(labels, shard.vocab_size)
     if shard.real_rows:
         best, where = logits.max(-1)
@@ -80,17 +84,18 @@ def _greedy_match(
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """int32 bits of a float to an int32 of the same order, and back: negatives are mirrored."""
+    """Maps a float's int32 bits to an int32 of the same order, and back: negatives are mirrored."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 def _top(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of all shards' [c,v] logits, in fp32, and their ids, both [c,k]: largest first,
-    of equal ones the lowest id first. One collective, of 8 * k bytes per token and shard.
+    """Returns the k largest of all shards' [c,v] logits, in fp32, and their ids, both [c,k]:
+    largest first, of equal ones the lowest id first. One collective, of 8 * k bytes per token and
+    shard.
 
     torch.topk leaves the order of equals open. So it is given integers that differ: the logit's
-    bits above, the id's complement below. They also carry both through the collective. Made for an
-    eighth of the chunk at a time, since they take several times the logits' memory.
+    bits above, the id's complement below. They also carry both through the collective. They are
+    made for an eighth of the chunk at a time, since they take several times the logits' memory.
     """
     real = shard.real_rows
     below = _LOW - torch.arange(shard.start, shard.start + real, device=logits.device)
@@ -109,7 +114,7 @@ def _top(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor,
 
 
 def columns(outputs: Sequence[str], topk: int) -> dict[str, slice]:
-    """Where each output stands among the K numbers of a token."""
+    """Returns where each output stands among the K numbers of a token."""
     found, end = {}, 0
     for name in outputs:
         width = topk if name in (TOP_LOGPROBS, TOP_IDS) else 1
@@ -122,10 +127,10 @@ def _reduce_chunk(
     logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str],
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """[c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
+    """Reduces [c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
 
-    Two collectives, one more for greedy_match and one for the top k. Entropy is 0 where it is not
-    asked for.
+    There are two collectives, one more for greedy_match and one for the top k. Entropy is 0 where
+    it is not asked for.
     """
     if shard.real_rows:
         top = logits.amax(-1)
@@ -158,9 +163,9 @@ def _reduce_chunk(
 
 
 def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
-    """[1 or 2, c] from x [c,v]: sum_j exp(x_j), and if asked for sum_j exp(x_j) x_j.
+    """Returns [1 or 2, c] for x [c,v]: sum_j exp(x_j), and if asked for sum_j exp(x_j) x_j.
 
-    On a CPU a few rows at a time, so that the exponentials stay in its cache.
+    On a CPU it takes a few rows at a time, so that the exponentials stay in its cache.
     """
     rows = len(x) if x.is_cuda else max(1, _CACHED // max(1, x.shape[1]))
     sums = []
@@ -171,7 +176,7 @@ def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
 
 
 class _TokenOutputs(torch.autograd.Function):
-    """[T,K] from hidden [T,H] and weight [rows,H], a chunk of tokens at a time.
+    """Computes outputs [T,K] from hidden [T,H] and weight [rows,H], a chunk of tokens at a time.
 
     Backward computes each chunk's logits again, except when those of all tokens fit `keep_bytes`:
     then they are kept. The gradient of `hidden` is this shard's part only (its sum over the group
@@ -231,9 +236,8 @@ class _TokenOutputs(torch.autograd.Function):
 
 
 def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
-    """total [v,H] += g [c,v] transposed times h [c,H]: a weight's gradient. The product has the
-    dtype of its factors, the sum that of `total`.
-    """
+    """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
+    the dtype of its factors, the sum that of `total`."""
     if total.dtype == h.dtype:
         total.addmm_(g.t(), h)
     else:
@@ -244,9 +248,8 @@ def _grad_logits(
     log_p: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor,
     shard: VocabShard, at: dict[str, slice],
 ) -> torch.Tensor:  # fmt: skip
-    """[c,v]: what `grad` [c,K] of the outputs, which stand `at` columns, says about the logits.
-    Overwrites log_p.
-    """
+    """Returns the gradient [c,v] of the logits, for `grad` [c,K] of the outputs, which stand `at`
+    columns. Overwrites log_p."""
 
     def of(name: str) -> torch.Tensor:
         return grad[:, at[name].start] if name in at else torch.zeros_like(grad[:, 0])
@@ -270,12 +273,13 @@ def token_outputs(
     shard: VocabShard, outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
     chunk_tokens: int = 4096, keep_bytes: int = 0, topk: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """Per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS); `columns`
-    says where each stands. logprobs and entropy have gradients.
+    """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS);
+    `columns` says where each stands. logprobs and entropy have gradients.
 
     hidden [T,H], weight [rows,H] of this shard, labels [T]. Peak memory is one chunk of logits
     [chunk_tokens, v] in fp32 with its softmax, whatever T is, and `keep_bytes` for logits that
-    backward finds again where those of all T fit.
+    backward finds again where those of all T fit. Raises AssertionError for an unknown output, a
+    weight of another number of rows, or a `topk` beyond the vocabulary.
     """
     assert outputs and set(outputs) <= set(TOKEN_OUTPUTS), outputs
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
@@ -289,7 +293,7 @@ def token_outputs(
 def gathered_logits(
     hidden: torch.Tensor, weight: torch.Tensor, *, shard: VocabShard, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Full logits [T,V] on every rank of the group. For tests: nothing else can afford them."""
+    """Returns the full logits [T,V] on every rank. For tests: nothing else can afford them."""
     local = _logits(hidden, weight, temperature)
     if shard.group is not None and shard.group.size() > 1:
         parts = [torch.empty_like(local) for _ in range(shard.group.size())]

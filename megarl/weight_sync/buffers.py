@@ -1,4 +1,4 @@
-"""The memory buckets are gathered into and sent from."""
+"""Holds the memory that buckets are gathered into and sent from."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ class BucketBuffers:
         self.drop()
 
     def drop(self) -> None:
+        """Frees the memory as far as this rank holds it; `take` allocates anew."""
         self.pair: list[torch.Tensor] = []
         self.shared = False
         self._size = 0
 
     @property
     def nbytes(self) -> int:
-        """That this rank has allocated."""
+        """Returns the bytes that this rank has allocated."""
         return sum(b.nbytes for b in self.pair) if self._sending else 0
 
     def slot(self, turn: int) -> torch.Tensor | None:
-        """For the sender's bucket number `turn`; where it is not shared, on the sender alone."""
+        """Returns the buffer, uint8, for the sender's bucket number `turn`; where memory is not
+        shared, None on other ranks."""
         return self.pair[turn % 2] if self.pair else None
 
     def hold(self, nbytes: int) -> bool:
-        """Whether there is room for buckets of `nbytes`, as far as this rank knows."""
+        """Returns whether there is room for buckets of `nbytes`, as far as this rank knows."""
         return self._size >= nbytes
 
     def take(self, nbytes: int) -> None:
-        """Collective, wherever a rank does not `hold` as much: room for buckets of `nbytes`."""
+        """Makes room for buckets of `nbytes`. Collective, where a rank does not `hold` it."""
         self.drop()  # freed before their successors are allocated
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         flat = self._share(2 * size) if self._several_on_hosts else None
@@ -57,7 +59,7 @@ class BucketBuffers:
         self._size = size
 
     def _share(self, nbytes: int) -> torch.Tensor | None:
-        """Collective. None on all ranks where one cannot reach the sender's memory."""
+        """Returns memory that all ranks map, None where one cannot. Collective."""
         mine = self.agreement.together(self._offer, nbytes)
         offered = self.agreement.gather(mine)[self._sender]
         try:

@@ -1,4 +1,4 @@
-"""The sender's side of one group with all servers, and one bucket at a time through it."""
+"""Sends one bucket at a time through a group with all servers, from the sender's side."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ CLOSE_TIMEOUT = 30.0
 
 
 class UpdateChannel:
-    """Rank 0 of a group whose other ranks are the servers' workers. Lives on senders only.
+    """Joins a group with all servers' workers as its rank 0. It lives on senders only.
 
-    Opening joins the group while every server is asked to. A channel that failed once is closed
-    for good: its group may hold half a broadcast.
+    Opening joins the group while every server is asked to. A channel that failed once is closed for
+    good: its group may hold half a broadcast. Raises RuntimeError where a server does not join
+    before the deadline, ServersLost where some are lost.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class UpdateChannel:
         deadline: Deadline,
     ) -> BucketTransfer:
         """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
-        stay untouched until the exchange's `wait` has returned. Its `ours` is when they had left.
-        """
+        stay untouched until the transfer's `wait` has returned. Its `ours` gives the moment when
+        they had left."""
         set_group_timeout(self.group, deadline.left + MARGIN)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -116,7 +117,7 @@ def _broadcast(
 
 
 def _address_for(servers: Servers) -> str:
-    """The address every server can reach this process at: loopback only if all of them are here."""
+    """Returns this process's address for all servers: loopback only if all of them are here."""
     hosts = [split_address(a)[0] for a in servers.addresses]
     far = [h for h in hosts if not is_loopback(h)]
     return address_towards((far or hosts)[0])

@@ -1,4 +1,4 @@
-"""The form in which a gathered bucket is sent: as it is, in FP8, or as changes alone."""
+"""Encodes a gathered bucket for sending: as it is, in FP8, or as changes alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Spec = tuple[str, tuple[int, ...], torch.dtype]
 class Ready:
     """A gathered bucket, ready to be sent.
 
-    flat: its bytes. tensors: what is sent of it, none where nothing changed. changes: what a server
-    is to do with a bucket of changes. compared, changed: how many numbers were compared with the
-    version before, and how many differ.
+    flat: its bytes. tensors: what is sent of it, none where nothing changed. changes: how a server
+    applies a bucket of changes. compared, changed: how many numbers were compared with the version
+    before, and how many differ.
     """
 
     bucket: Bucket
@@ -44,11 +44,11 @@ class Ready:
 
 
 class DeltaBase:
-    """Copies of the buckets of the last sync that all servers acknowledged. On senders only.
+    """Keeps copies of the buckets of the last sync that all servers acknowledged. On senders only.
 
-    id:   the servers' name for it. None before the first, during and after one that failed.
-    plan: digest of the plan that made the buckets.
-    Memory: all weights in the dtypes they are sent in, pinned host memory or beside the parameters.
+    id: the servers' name for it; None before the first sync, and during and after one that failed.
+    plan: digest of the plan that made the buckets. Memory: all weights in the dtypes they are sent
+    in, pinned host memory or beside the parameters.
     """
 
     def __init__(self) -> None:
@@ -62,19 +62,17 @@ class DeltaBase:
         self.id = None
 
     def begin(self, plan: str) -> str | None:
-        """Returns the id changes are made against in the sync that begins, None for whole
-        buckets.
-        """
+        """Returns the id that the new sync's changes are against, None for whole buckets."""
         base, self.id, self.plan = self.id, None, plan
         return base
 
     def changes(self, bucket: Bucket, flat: torch.Tensor) -> Delta:
-        """Returns how `flat` differs from the copy."""
+        """Returns how `flat`, uint8 [nbytes], differs from its copy, which must have been kept."""
         sizes = [(m.dtype.itemsize, m.nbytes) for m in bucket.members]
         return encode(flat, self._held[bucket.index], sizes)
 
     def keep(self, bucket: Bucket, flat: torch.Tensor, *, on_host: bool) -> None:
-        """Copies `flat`."""
+        """Copies `flat`, into pinned host memory with `on_host` and else beside it."""
         held = self._held.get(bucket.index)
         if held is None:
             held = self._held[bucket.index] = _empty_like(flat, on_host=on_host)
@@ -83,10 +81,10 @@ class DeltaBase:
 
 @dataclass(frozen=True)
 class Changes:
-    """What senders remember, where all servers can apply changes to it.
+    """The copies that senders keep, where all servers can apply changes to the same weights.
 
-    base: the servers' name for what they hold, None where it is something else; id: for what they
-    will hold.
+    base: the servers' name for what they hold, None where it is something else; id: the name for
+    what they will hold.
     """
 
     remembered: DeltaBase
@@ -95,8 +93,7 @@ class Changes:
 
     def encode(self, ready: Ready, *, last: bool, on_host: bool) -> Ready:
         """Returns `ready` with its changes alone where that pays, and remembers its bytes. The last
-        bucket is sent in any case, for it carries the version.
-        """
+        bucket is sent in any case, for it carries the version."""
         bucket, flat = ready.bucket, ready.flat
         if self.base is not None:
             delta = self.remembered.changes(bucket, flat)

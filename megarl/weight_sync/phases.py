@@ -1,4 +1,4 @@
-"""Where the time of a sync went, as seen by the owner."""
+"""Measures where the time of a sync goes, as the sender sees it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ PREFIX = "weight_sync/"
 
 
 class Phases:
-    """Seconds per phase. gather, broadcast and load_wait overlap: they may exceed the total. pack,
-    which is copying, is a part of gather.
-    """
+    """Adds up seconds per phase. gather, broadcast and load_wait overlap: they may exceed the
+    total. pack, which is copying, is a part of gather."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -24,6 +23,7 @@ class Phases:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
+        """Adds the host's seconds inside the `with` to the phase, also where it fails."""
         start = time.monotonic()
         try:
             yield
@@ -32,7 +32,7 @@ class Phases:
 
     @contextmanager
     def time_on(self, device: torch.device, phase: str) -> Iterator[None]:
-        """What `device` does meanwhile, which on a GPU is later than the host asks for it."""
+        """Adds the seconds that `device` takes for the calls inside the `with`."""
         if device.type != "cuda":
             with self.time(phase):
                 yield
@@ -44,7 +44,7 @@ class Phases:
         self._on_device.append((phase, begin, end))
 
     def collect(self) -> dict[str, float]:
-        """The seconds of all phases, those on the device included."""
+        """Returns the seconds of all phases; waits for the device where some are measured there."""
         for phase, begin, end in self._on_device:
             end.synchronize()
             self.add(phase, begin.elapsed_time(end) / 1e3)
@@ -52,10 +52,12 @@ class Phases:
         return self.seconds
 
     def add(self, phase: str, seconds: float) -> None:
+        """Adds seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def stats(self) -> dict[str, float]:
-        """All metrics and phases so far, `total_s` and `gb_per_s` (bytes over the whole sync)."""
+        """Returns all metrics and phases so far under "weight_sync/", with `total_s` (s) and
+        `gb_per_s` (1e9 bytes per second of the whole sync)."""
         total = time.monotonic() - self._start
         metrics = dict(self.metrics)
         if "bytes" in metrics:

@@ -1,4 +1,4 @@
-"""What a sync will send, as plain data: buckets, request bodies, group ranks, a hash to compare.
+"""Plans what a sync sends, as data: buckets, request bodies, group ranks, a hash to compare.
 
 Pure: nothing here communicates.
 """
@@ -25,9 +25,8 @@ Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Buckets in the order they are sent, and the rank that gathers and sends each of them; the
-    same on every rank, or nothing works.
-    """
+    """Holds the buckets in the order they are sent, and the rank that gathers and sends each of
+    them. The plan must be the same on every rank; `difference` finds where it is not."""
 
     buckets: tuple[Bucket, ...]
     senders: tuple[int, ...]
@@ -35,15 +34,17 @@ class SyncPlan:
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all buckets together."""
         return sum(b.nbytes for b in self.buckets)
 
     @property
     def largest(self) -> int:
+        """Returns the bytes of the largest bucket."""
         return max(b.nbytes for b in self.buckets)
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Sender -> bytes of its largest bucket, in the order of their first."""
+        """Returns the bytes of each sender's largest bucket, in order of their first buckets."""
         sizes = dict.fromkeys(self.senders, 0)
         for sender, bucket in zip(self.senders, self.buckets, strict=True):
             sizes[sender] = max(sizes[sender], bucket.nbytes)
@@ -51,12 +52,12 @@ class SyncPlan:
 
     @property
     def names(self) -> list[str]:
-        """HF names of all tensors, in the order they are sent."""
+        """Returns the HF names of all tensors, in the order they are sent."""
         return [m.name for b in self.buckets for m in b.members]
 
     @cached_property
     def entries(self) -> list[str]:
-        """What goes where, tensor by tensor: equal exactly where every rank would do the same."""
+        """Returns what goes where, a line for each tensor, to compare between ranks."""
         return [
             f"{m.name} {list(m.shape)} {m.dtype} at byte {m.offset} of bucket {b.index + 1}, sent "
             f"by rank {sender}, cut as {_hash(repr(self.table.by_name[m.name].pieces))[:8]}"
@@ -66,12 +67,12 @@ class SyncPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal exactly where the plans are equal."""
+        """Returns a hash that is equal exactly where the plans are equal."""
         return _hash("\n".join(self.entries))
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """How many buckets the sender of each bucket has had before it."""
+        """Returns, for each bucket, how many buckets its sender has had before it."""
         seen: Counter[int] = Counter()
         turns = []
         for sender in self.senders:
@@ -81,8 +82,9 @@ class SyncPlan:
 
     @cached_property
     def gathers(self) -> tuple[tuple[int, ...], ...]:
-        """For each step k, the buckets to gather in it: while k-1 is under way, and all before it
-        have been answered for. At its end bucket k is ready, and no sender ever has more than two.
+        """Returns, for each step k, the indices of the buckets to gather in it. Bucket k-1 is under
+        way then, and the servers have answered for all before it. At the end of step k bucket k is
+        ready, and no sender ever has more than two.
 
         Where k is not ready yet, every sender gathers: senders that share no sources do so at once.
         """
@@ -110,7 +112,8 @@ def plan_sync(
     where it can.
 
     Receivers of a flattened bucket rebuild offsets by adding up sizes, so members follow each other
-    directly: tensors of larger items come first, which keeps every offset aligned.
+    directly: tensors of larger items come first, which keeps every offset aligned. Raises
+    ValueError for `bucket_bytes` below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
@@ -148,7 +151,7 @@ def _hash(text: str) -> str:
 
 
 def uniform_dtype(params: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Returns the one dtype of all parameters. ValueError where they differ."""
+    """Returns the one dtype of all parameters. Raises ValueError where they differ."""
     dtypes = {p.dtype for p in params.values()}
     if len(dtypes) != 1:
         raise ValueError(
@@ -170,8 +173,8 @@ def update_body(
 ) -> dict[str, Any]:
     """Returns the body of POST /update_weights_from_distributed (see `load_body`).
 
-    weights_id: what a server that applies changes is to call these weights; changes: what it is to
-    do with a bucket of changes.
+    weights_id: the name by which a server that applies changes is to call these weights; changes:
+    how it applies a bucket of changes.
     """
     body: dict[str, Any] = {
         "names": [m.name for m in bucket.members],
@@ -188,9 +191,8 @@ def update_body(
 
 
 def load_body(*, flattened: bool, version: int, last: bool) -> dict[str, Any]:
-    """Returns what every request to load a bucket says. Only the last bucket flushes the cache and
-    bumps the version: before it, the server's weights are no version at all.
-    """
+    """Returns the fields of every request to load a bucket. Only the last bucket flushes the cache
+    and bumps the version: before it, the server's weights are no version at all."""
     body: dict[str, Any] = {"flush_cache": last}
     if flattened:
         body["load_format"] = "flattened_bucket"
@@ -200,16 +202,14 @@ def load_body(*, flattened: bool, version: int, last: bool) -> dict[str, Any]:
 
 
 def rank_offsets(tp_sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns each server's first rank in the update group, and the group's size. Rank 0 is the
-    sender."""
+    """Returns each server's first rank in the update group (the sender is 0), and its size."""
     ends = list(accumulate(tp_sizes, initial=1))
     return ends[:-1], ends[-1]
 
 
 def difference(entries: Sequence[Sequence[str]]) -> str | None:
-    """Words the error that names the first entry in which a rank's plan is not rank 0's, None where
-    all are alike. entries: by rank.
-    """
+    """Returns the error that names the first entry in which a rank's plan is not rank 0's, None
+    where all are alike. entries: by rank."""
     for rank, theirs in enumerate(entries):
         for a, b in zip_longest(theirs, entries[0], fillvalue="nothing"):
             if a != b:

@@ -1,4 +1,4 @@
-"""Weights of one Megatron layout into another, from rank to rank: no HF names on the wire, no disk.
+"""Moves weights from one Megatron layout into another, from rank to rank: no HF names, no disk.
 
 megatron-core has a resharding of its own (megatron.core.resharding, from 0.16 on). It is not used
 here: it needs vocabularies padded alike in both layouts (they are padded to a multiple of tp), its
@@ -28,8 +28,9 @@ class Reallocator:
     0, 1, ... are; by default the same. dtype: of the messages (buffers travel in fp32); both sides
     cast. device: where messages live, that of the parameters and of the backend.
 
-    Memory: messages of at most `bucket_bytes` per rank (or one transfer, where that is larger),
-    and a copy of one transfer that stays on its rank.
+    Memory: messages of at most `bucket_bytes` per rank (or one transfer, where that is larger), and
+    a copy of one transfer that stays on its rank. Raises ValueError where ranks are missing, or the
+    ranks' arguments differ.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Reallocator:
         self._rounds = [r for r in mine if r]
 
     def _check_alike(self, digest: int) -> None:
-        """Collective over `group`, which for NCCL has to come before messages of some of it."""
+        """Raises ValueError where the ranks' plans differ. Collective over `group`, which for NCCL
+        has to come before messages of some of it."""
         extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
@@ -74,7 +76,8 @@ class Reallocator:
         layout) into `target`, whose padding rows become zero. Collective over both layouts' ranks.
 
         Returns this rank's bytes "sent" and "kept", and the largest round's "peak". The group's
-        timeout bounds every wait.
+        timeout bounds every wait. Raises ValueError where `source` or `target` is given on the
+        wrong ranks.
         """
         for name, given, ranks in (("source", source, self._from), ("target", target, self._to)):
             if (given is not None) != (self.rank in ranks):
@@ -132,7 +135,7 @@ class Reallocator:
         return torch.empty(end, dtype=torch.uint8, device=self.device)
 
     def _slots(self, transfers: Sequence[Transfer]) -> list[tuple[Transfer, int, int]]:
-        """Where each transfer stands in its message, in bytes, aligned to its items."""
+        """Returns where each transfer stands in its message, in bytes, aligned to its items."""
         slots, end = [], 0
         for t in transfers:
             itemsize = self._dtype(t).itemsize
@@ -159,7 +162,8 @@ def _ends(t: Transfer) -> tuple[int, int]:
 
 
 def copy_views(params: Mapping[str, Tensor], side: Side, flat: Tensor, *, out: bool) -> None:
-    """A side's numbers into `flat` (out), or from it, with a cast where the dtypes differ."""
+    """Copies the numbers of a side into `flat` (out), or from it, and casts where the dtypes
+    differ. Raises AssertionError unless `flat` has exactly as many numbers."""
     param = params[side.param].detach()
     assert param.is_contiguous(), f"{side.param}: parameters are contiguous"
     end = 0

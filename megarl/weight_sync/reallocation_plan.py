@@ -1,4 +1,4 @@
-"""Which rank sends which numbers to which when weights go from one Megatron layout into another.
+"""Plans which rank sends which numbers to which when weights change their Megatron layout.
 
 Pure: two piece tables of the same model give the transfers, and these their rounds. A transfer is
 the overlap of what a rank of the target holds with one owner's piece of the source, in row-major
@@ -23,7 +23,7 @@ Box = tuple[Shape, Shape]  # [start, stop)
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A rank and where in its parameter the numbers are: views one after the other."""
+    """A rank, and where in its parameter the numbers are: views one after the other."""
 
     rank: int
     param: str
@@ -32,7 +32,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`numel` numbers of an HF tensor."""
+    """Moves `numel` numbers of an HF tensor from `source` to `target`, maybe of one rank."""
 
     tensor: str
     numel: int
@@ -48,13 +48,16 @@ def plan_transfers(
     *,
     node_size: int = 8,
 ) -> Iterator[Transfer]:
-    """Fills every element that a rank of `target` holds exactly once, padding aside, in HF order.
+    """Yields transfers that fill every element a rank of `target` holds exactly once, padding
+    aside, in HF order.
 
     source_ranks, target_ranks: the ranks of one world that the layouts' ranks 0, 1, ... are; by
     default 0, 1, ... themselves. A rank takes from itself what it has, else from a rank of its node
-    of `node_size`, else from the replicas in turn.
+    of `node_size`, else from the replicas in turn. Raises AssertionError for tables of other
+    models.
 
-    One step per transfer and piece: what a box meets is found by bisection (see _Pieces).
+    One step per transfer and piece: the pieces that a box meets are found by bisection (see
+    _Pieces).
     """
     assert [t.name for t in source.tensors] == [t.name for t in target.tensors], "other models"
     choose = _chooser(_holders(source.layout, source_ranks), node_size)
@@ -80,8 +83,9 @@ def plan_transfers(
 
 
 def plan_rounds(transfers: Sequence[Transfer], itemsizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive transfers (numbers into `transfers`) that go at once: no rank sends and receives
-    more than `limit` bytes in all, unless one transfer alone is larger."""
+    """Returns rounds, each a range of `transfers` that go at once: no rank sends and receives more
+    than `limit` bytes in all, unless one transfer alone is larger. itemsizes: bytes of a number of
+    each."""
     rounds: list[range] = []
     load: dict[int, int] = {}
     start = 0
@@ -119,7 +123,7 @@ class _Pieces:
         self._reach = list(accumulate((stop for _, stop, _ in bands), max))
 
     def meeting(self, piece: Piece) -> Iterator[tuple[int, Box]]:
-        """Numbers of the owners whose boxes overlap that of `piece`, and the overlaps."""
+        """Yields numbers of the owners whose boxes overlap that of `piece`, and the overlaps."""
         (top, bottom), (left, right) = _rows(piece), _columns(piece)
         first = bisect_right(self._reach, top)
         for start, stop in self._bands[first : bisect_left(self._first_rows, bottom)]:
@@ -135,11 +139,12 @@ def _rows(piece: Piece) -> tuple[int, int]:
 
 
 def _columns(piece: Piece) -> tuple[int, int]:
-    """The columns of a box; a vector has one."""
+    """Returns the columns of a box; a vector has one."""
     return (piece.start[1], piece.stop[1]) if len(piece.start) > 1 else (0, 1)
 
 
 def intersection(a: Piece, b: Piece) -> Box | None:
+    """Returns the box in which two pieces of one HF tensor overlap, None where they do not."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
     return (start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
@@ -150,8 +155,8 @@ def _numel(box: Box) -> int:
 
 
 def _cut(piece: Piece, box: Box) -> tuple[View, ...]:
-    """The part of `piece` inside `box`, row by row: at most a part of the view's first group of
-    rows, its whole groups, and a part of its last."""
+    """Returns the part of `piece` inside `box`, row by row: at most a part of the view's first
+    group of rows, its whole groups, and a part of its last."""
     first, last = box[0][0] - piece.start[0], box[1][0] - piece.start[0]
     view = piece.view
     vector = len(box[0]) == 1
@@ -171,7 +176,7 @@ def _cut(piece: Piece, box: Box) -> tuple[View, ...]:
 
 
 def _groups(first: int, last: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rows [first, last) of groups of `rows` as (first group, groups, first row, rows of each)."""
+    """Yields [first, last) by groups of `rows`: (first group, groups, first row, rows of each)."""
     while first < last:
         group, row = divmod(first, rows)
         if row or last - first < rows:
@@ -188,7 +193,8 @@ Holders = Callable[[Place], tuple[int, ...]]
 
 
 def _holders(layout: Layout, ranks: Sequence[int] | None) -> Holders:
-    """Place -> who holds what is there, in order of the data-parallel replicas."""
+    """Returns a function from a place to the ranks that hold what is there, in order of the
+    data-parallel replicas."""
     names = range(layout.world_size) if ranks is None else ranks
 
     @cache
@@ -206,7 +212,8 @@ def _holders(layout: Layout, ranks: Sequence[int] | None) -> Holders:
 def _chooser(
     holders: Holders, node_size: int
 ) -> Callable[[Sequence[Piece], int], tuple[Piece, int]]:
-    """(pieces that are copies of each other, receiver) -> the copy and the rank to take it from."""
+    """Returns a function that chooses, from pieces that are copies of each other, the copy and the
+    rank that a receiver takes it from."""
 
     @cache
     def nearest(places: tuple[Place, ...], rank: int) -> tuple[int, int]:

@@ -20,16 +20,20 @@ from megarl.wire.process_group import bounded
 
 
 class WeightSender:
-    """Every rank of an engine constructs one, alike, and uploads at the same time.
+    """Sends an engine's weights to the servers. Every rank of the engine constructs one, alike, and
+    uploads at the same time.
 
     table, layout: where every HF tensor lives.
     rank:   this rank's number in the layout, which is its rank in `group`.
     params: canonical name -> local parameter; read at every upload.
     group:  spans the layout's ranks; None is the default group.
-    dtype:  what is sent, one for all or by HF name; None is the parameters' own.
+    dtype:  of what is sent, one for all or by HF name; None is the parameters' own.
     sender: the rank that gathers and sends, the first of them where there are several (files are
             always written by rank 0).
     adapters: of the model at base_model_path; then they can be sent alone.
+
+    Raises ValueError for a `sender` outside the layout, and for parameters of several dtypes
+    without a `dtype`.
     """
 
     def __init__(
@@ -58,13 +62,14 @@ class WeightSender:
         self._transports: dict[str, Transport] = {}  # by type and options
 
     def upload(self, meta: WeightUpdateMeta) -> dict[str, float]:
-        """Collective over the engine's ranks; returns when every server serves `meta.version`.
+        """Sends the weights as `meta` says. Collective over the engine's ranks; returns when every
+        server serves `meta.version`.
 
         The servers should be paused. Returns the leading rank's metrics on every rank: bytes,
         buckets, broadcasts, gb_per_s, seconds by phase, all under "weight_sync/". A failure of any
-        rank or server is an error on every rank, in at most `meta.timeout` plus half a minute; the
-        servers may then hold a mixture, under their old version, and the next upload starts from
-        scratch.
+        rank or server is an error on every rank, in at most `meta.timeout` seconds plus half a
+        minute; the servers may then hold a mixture, under their old version, and the next upload
+        starts from scratch.
         """
         deadline = Deadline(meta.timeout, patience=meta.server_timeout)
         phases, agreement = Phases(), self._source.agreement

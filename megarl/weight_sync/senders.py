@@ -1,4 +1,4 @@
-"""Who gathers and sends which tensors, and how much at once. Pure, and without torch."""
+"""Decides which rank gathers and sends which tensors, and how much at once. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Parts = tuple[tuple[Place, int], ...]  # where the pieces of a tensor are, and n
 
 
 def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...]:
-    """Ranks evenly apart, so that they sit on different stages and nodes."""
+    """Returns `count` ranks evenly apart, so that they sit on different stages and nodes. Raises
+    ValueError for fewer than one, or more than the layout has."""
     size = layout.world_size
     if not 1 <= count <= size:
         raise ValueError(f"weight_sync.senders={count}: use 1 to {size}, the trainer's ranks")
@@ -22,9 +23,8 @@ def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...
 def assign(
     tensors: Iterable[tuple[Parts, int]], layout: Layout, owners: Sequence[int]
 ) -> list[int]:
-    """The owner of each tensor, given as its parts and bytes: that for which least comes from other
-    stages, then from other ranks, then the one that has least to send.
-    """
+    """Returns the sender of each tensor, given as its parts and bytes: the one for which least
+    comes from other stages, then from other ranks, then the one that has least to send."""
     coords = {owner: layout.coords(owner) for owner in owners}
     load = dict.fromkeys(owners, 0)
 
@@ -44,22 +44,20 @@ def assign(
 
 
 def by_turns(counts: Mapping[int, int]) -> list[int]:
-    """Owners in the order in which they send, each as often as it has buckets, evenly spread."""
+    """Returns the senders in turn, each as often as it has buckets, evenly spread."""
     turns = [((i + 0.5) / n, owner) for owner, n in counts.items() for i in range(n)]
     return [owner for _, owner in sorted(turns)]
 
 
 def split_budget(bucket_bytes: int) -> tuple[int, int]:
-    """Bytes of a bucket, and of the messages on their way into one: an owner has two of the first
-    and one of the second, 2 * `bucket_bytes` in all.
-    """
+    """Returns the bytes of a bucket, and of the messages on their way into one: a sender has two of
+    the first and one of the second, 2 * `bucket_bytes` in all."""
     staging = bucket_bytes // 8
     return bucket_bytes - staging // 2, staging
 
 
 def first_bytes(bucket_bytes: int) -> int:
-    """Of an owner's first bucket; each of the next has twice as much as the one before, up to
-    `bucket_bytes`. Nothing is sent while the first is gathered, so it is a small one; and to gather
-    twice as much takes less than to send what was gathered before.
-    """
+    """Returns the bytes of a sender's first bucket; each of the next has twice as much as the one
+    before, up to `bucket_bytes`. Nothing is sent while the first is gathered, so it is a small one;
+    and to gather twice as much takes less than to send what was gathered before."""
     return -(-bucket_bytes // 16)

@@ -25,8 +25,10 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """tp: workers that receive; dtype: that of the weights held, None where only the server knows;
-    hf_checksums: whether checksums there are of HF tensors, as ours are (the embedded server).
+    """Holds the facts about a server that a sync depends on.
+
+    tp: workers that receive; dtype: that of the weights held, None where only the server knows;
+    hf_checksums: whether its checksums are of HF tensors, as ours are (the embedded server).
     applies_delta: whether it takes changes; then `weights_id` is the id of the update it holds,
     None where its weights are of another origin. weight_version: for messages.
     """
@@ -40,9 +42,9 @@ class ServerInfo:
 
     @classmethod
     def parse(cls, server: str, answer: Any) -> ServerInfo:
-        """From /server_info. RuntimeError for a server with several replicas or stages inside: it
-        counts its ranks within one tensor-parallel group, so theirs would collide.
-        """
+        """Reads the answer of /server_info. Raises RuntimeError for a server with several replicas
+        or stages inside: it counts its ranks within one tensor-parallel group, so theirs would
+        collide."""
         answer = as_object(server, "/server_info", answer)
         sizes = {k: answer.get(f"{k}_size") or 1 for k in ("dp", "pp", "tp")}
         if wrong := [f"{k}_size={shown(n)}" for k, n in sizes.items() if type(n) is not int]:
@@ -106,14 +108,15 @@ class Servers:
         return _finish(path, self.start(path, body, deadline.left, method=method), deadline)
 
     def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
+        """Returns what every server says of itself. Raises RuntimeError as `call` and
+        `ServerInfo.parse` do."""
         answers = self.call("/server_info", None, deadline, method="GET")
         return {server: ServerInfo.parse(server, answer) for server, answer in answers.items()}
 
     def started_again(self, deadline: Deadline) -> list[str]:
-        """Returns those that hold the weights they started with, though they have been updated:
-        they are new processes at old addresses, in no group.
-        """
-        # what SGLang's /server_info says of it is what the process was started with
+        """Returns the servers that hold the weights they started with, though they have been
+        updated: they are new processes at old addresses, in no group."""
+        # SGLang's /server_info gives the version that the process was started with
         path, key = "/model_info", "weight_version"
         answers = self.call(path, None, deadline, method="GET")
         return [s for s, a in answers.items() if as_object(s, path, a, key)[key] == INITIAL_VERSION]
@@ -134,15 +137,14 @@ class Servers:
         return self._in_session
 
     def end_update(self, deadline: Deadline) -> None:
-        """Ends the session that `begin_update` opened; nothing where it opened none."""
+        """Ends the session that `begin_update` opened, if it opened one."""
         if self._in_session:
             self._in_session = False
             _finish_session("/end_weight_update", self._end(deadline.left), deadline)
 
     def abandon_update(self, timeout: float) -> dict[str, Future[Answer]]:
         """Starts to end the session of an update that failed, if there is one, or the servers would
-        refuse the next one. The caller waits.
-        """
+        refuse the next one. The caller waits for the calls that it returns."""
         calls = self._end(timeout) if self._in_session else {}
         self._in_session = False
         return calls
@@ -153,9 +155,10 @@ class Servers:
 
 @dataclass(frozen=True)
 class BucketTransfer:
-    """Something both we and every server must do, at the same time, for either to succeed.
+    """Something that both this rank and every server must do, at the same time, for either to
+    succeed.
 
-    ours: gives the moment (time.monotonic) at which our side was done.
+    ours: gives the moment (time.monotonic, s) at which this side was done.
     """
 
     what: str
@@ -196,7 +199,7 @@ class BucketTransfer:
 
 
 def failures(calls: Calls) -> list[str]:
-    """Returns what went wrong at the servers whose call has failed so far."""
+    """Returns the errors of the servers whose call has failed so far."""
     return [str(e) for f in calls.values() if f.done() and (e := f.exception()) is not None]
 
 
@@ -208,9 +211,7 @@ def raise_if_lost(lost: Mapping[str, object], what: str) -> None:
 
 
 def _finish(path: str, calls: Calls, deadline: Deadline) -> dict[str, Any]:
-    """Returns every server's answer, or raises one RuntimeError for all that failed or kept
-    silent.
-    """
+    """Returns every server's answer. Raises one RuntimeError for all that failed or kept silent."""
     raise_if_lost(wait_for(calls, deadline), path)
     late = f"{path} gave no answer within weight_sync.timeout={deadline.timeout:g} s"
     said = [*failures(calls), *(f"server {s}: {late}" for s, f in calls.items() if not f.done())]

@@ -1,4 +1,4 @@
-"""The bucket loop: one sync, bucket by bucket, whatever carries them to the servers."""
+"""Runs the bucket loop: one sync, bucket by bucket, whatever carries them to the servers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megarl.weight_sync.servers import BucketTransfer
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
 
-# of the same phase of several senders: these follow each other, the others are at the same time
+# phases in which senders follow each other; in other phases they work at the same time
 _IN_TURN = ("broadcast", "load_wait")
 
 
 @dataclass(kw_only=True)
 class BucketStream(ABC):
-    """Every rank takes the same steps, together; all but the senders only gather.
+    """Brings all buckets of a plan to the servers. Every rank takes the same steps, together; all
+    but the senders only gather.
 
     Step k gathers what `plan.gathers` says while bucket k-1 is under way, waits until every server
     has answered for k-1, and lets k follow. A sender that has not heard of that answer itself
@@ -50,7 +51,7 @@ class BucketStream(ABC):
 
     @abstractmethod
     def deliver(self, ready: Ready, what: str) -> BucketTransfer:
-        """Starts to bring a bucket to all servers; `what` names it in errors. On its sender."""
+        """Starts to bring a bucket to all servers, on its sender; `what` names it in errors."""
 
     @abstractmethod
     def memory(self) -> int:
@@ -60,9 +61,7 @@ class BucketStream(ABC):
         """Tells other ranks what they need to know of the bucket of this step. Collective."""
 
     def run(self) -> None:
-        """Returns when all servers hold all buckets, and were compared where that was asked for.
-        Collective.
-        """
+        """Takes all steps. Returns when all servers hold all buckets. Collective."""
         together = self.source.agreement.together
         for k in range(len(self.plan.buckets)):
             together(self.step, k)
@@ -82,7 +81,7 @@ class BucketStream(ABC):
             self._send(k)
 
     def finish(self) -> None:
-        """After the last step: returns when the servers have loaded the last bucket."""
+        """Sends the last bucket, if it still has to be. Returns when servers have loaded it."""
         last = len(self.plan.buckets) - 1
         if not self._follows_at_once(last):
             self._send(last)

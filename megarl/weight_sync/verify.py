@@ -1,4 +1,4 @@
-"""Do the servers hold what was sent? Compared by checksums, tensor by tensor."""
+"""Compares what the servers hold with what was sent, by checksums, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _TOLD: dict[int, set[str]] = {}  # the servers that a line at this level has nam
 
 
 class Verifier:
-    """Collects checksums of what is sent, in the dtype the servers hold it, then asks them.
+    """Collects checksums of the tensors sent, in the dtype the servers hold them, then asks the
+    servers.
 
     names: the tensors to compare, None for all.
 
     A stock SGLang server fuses (qkv, gate/up) and shards its parameters and hashes them in its own
     way, so its checksums say nothing about HF tensors. Such servers are only compared with each
-    other, when all tensors are compared, and a warning says so.
+    other, when all tensors are compared, and a warning says so. Raises RuntimeError where the
+    dtypes that servers hold differ.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class Verifier:
     def of(
         cls, meta: WeightUpdateMeta, info: Mapping[str, ServerInfo], names: Collection[str]
     ) -> Verifier | None:
-        """Returns the verifier that `meta.verify` asks for, of these or some of these tensors."""
+        """Returns the verifier that `meta.verify` asks for, None for "off". With "sample" it
+        compares some of `names`."""
         if meta.verify == "off":
             return None
         return cls(info, sample(names, meta.number) if meta.verify == "sample" else None)
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """FP8 tensors come with their scales."""
+        """Adds the checksums of these tensors by HF name; FP8 tensors come with their scales."""
         if not self.comparable:
             return
         wanted = (
@@ -67,7 +70,7 @@ class Verifier:
         }
 
     def check(self, deadline: Deadline) -> bool:
-        """Whether every server was compared. RuntimeError naming the tensors that differ."""
+        """Returns whether all servers were compared. Raises RuntimeError naming what differs."""
         answers = self._ask(self.comparable, deadline)
         for server, sums in answers.items():
             if wrong := differences(self.sent, sums[0]):
@@ -102,7 +105,7 @@ class Verifier:
 
 
 def _once_each(level: int, servers: Collection[str]) -> int:
-    """`level` if a line at it has not yet named each of these servers, else DEBUG."""
+    """Returns `level` if a line at it has not yet named each of these servers, else DEBUG."""
     told = _TOLD.setdefault(level, set())
     if told.issuperset(servers):
         return logging.DEBUG
@@ -111,13 +114,13 @@ def _once_each(level: int, servers: Collection[str]) -> int:
 
 
 def sample(names: Collection[str], seed: int, size: int = SAMPLE) -> frozenset[str]:
-    """A few of them; others for another seed."""
+    """Returns `size` of the names at most, always the same for a seed and others for another."""
     ordered = sorted(names)
     return frozenset(random.Random(seed).sample(ordered, min(size, len(ordered))))
 
 
 def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:
-    """The first tensors that are missing, differ, or were never sent; "" if all is well.
+    """Words the first tensors that are missing, differ, or were never sent; "" if all is well.
 
     A tensor that was not sent may only be another name of one that was (a tied output layer).
     """
@@ -136,7 +139,7 @@ def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:
 
 
 def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
-    """RuntimeError where servers of one tensor-parallel degree hold different weights."""
+    """Raises RuntimeError where servers of one tensor-parallel degree hold different weights."""
     by_degree: dict[int, str] = {}
     for server, ranks in held.items():
         first = by_degree.setdefault(len(ranks), server)
@@ -145,7 +148,7 @@ def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
 
 
 def _checksums(server: str, answer: Any) -> list[Checksums]:
-    """By the server's ranks."""
+    """Returns the checksums by the server's ranks. Raises RuntimeError without any."""
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
     if not isinstance(ranks, list) or not all(
         isinstance(r, dict) and r.get("checksums") and isinstance(r["checksums"], dict)

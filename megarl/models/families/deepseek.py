@@ -29,9 +29,9 @@ from megarl.models.shapes import Attention, ModelConfig, MoEShape, RopeScaling
 class Latent(Attention):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434, section 2.1): keys and
     values of all heads come from one latent vector of `kv_rank` numbers, queries from one of
-    `q_rank` (None: from the hidden state itself). Of a head's query and key, `nope_dim` numbers
-    carry no position and `rotary_dim` are rotated, those of the key being the same in all heads.
-    """
+    `q_rank` (None: from the hidden state itself). `nope_dim` numbers of a head's query and key
+    carry no position and `rotary_dim` are rotated; the rotated part of the key is the same in all
+    heads."""
 
     q_rank: int | None
     kv_rank: int
@@ -44,15 +44,13 @@ class Latent(Attention):
 
     @property
     def kv_up(self) -> int:
-        """Returns the size of every head's key without its rotated part, and of its value,
-        together."""
+        """Returns the size of every head's value and key without its rotated part."""
         return self.heads * (self.nope_dim + self.v_head_dim)
 
     # --8<-- [end:latent]
 
     def weights(self, hidden: int) -> int:
-        """Returns how many numbers a layer's attention matrices have, projections to latents
-        included."""
+        """Returns how many numbers a layer's attention matrices have, latents' projections too."""
         queries = (self.q_rank or hidden) * self.heads * self.head_dim
         down = hidden * ((self.q_rank or 0) + self.kv_down)
         return down + queries + self.kv_rank * self.kv_up + hidden * self.heads * self.v_head_dim
@@ -66,8 +64,7 @@ class Latent(Attention):
         }
 
     def widths(self, tp: int) -> dict[str, int]:
-        """Returns, by name, the inner sizes of a layer's matrices: a rank has its heads, but whole
-        latents."""
+        """Returns, by name, a rank's inner sizes of a layer's matrices; latents are whole."""
         heads = self.heads // tp
         return {
             "query width": heads * self.head_dim,
@@ -183,8 +180,7 @@ class DeepSeek(Family):
         )
 
     def attention_params(self, m: ModelConfig) -> tuple[Param, ...]:
-        """Returns the projections to and from the latents, with their norms; queries may have no
-        latent."""
+        """Returns the projections to and from latents, with their norms."""
         assert isinstance(m.attention, Latent)
         queries = _QUERIES if m.attention.q_rank is None else _LATENT_QUERIES
         return (*queries, *_KEYS_AND_VALUES)
@@ -224,16 +220,14 @@ class DeepSeek(Family):
         from megarl.models import mla  # noqa: F401  mends megatron-core's layers
 
     def patch(self, chunk: Any, m: ModelConfig) -> None:
-        """Sets the norms and projections of the latents. The frequencies stay megatron-core's
-        own."""
+        """Sets the latents' norms and projections; the frequencies stay megatron-core's own."""
         from megarl.models.mla import settle_mla
 
         settle_mla(chunk)
 
 
 def _v2_experts(raw: Mapping[str, Any], source: str) -> MoEShape:
-    """Reads DeepSeek-V2's block, in which a group is judged by its best expert (2024, section
-    2.2.2)."""
+    """Reads DeepSeek-V2's block: a group is judged by its best expert (2024, section 2.2.2)."""
     refuse_others(  # Hugging Face's model reads none of these but topk_method
         raw,
         {

@@ -1,5 +1,4 @@
-"""Declares mixture-of-experts blocks, and reads the settings of their routers from a
-config.json."""
+"""Declares mixture-of-experts blocks, and reads their routers' settings from a config.json."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class MoE:
     read: Read
 
     def params(self, experts: int) -> tuple[Param, ...]:
-        """Returns the parameters of a block with so many `experts`: router, bias, each expert's,
-        shared ones."""
+        """Returns a block's parameters: router, bias, those of each of `experts`, shared ones."""
         each = (p.of_expert(e) for e in range(experts) for p in self.expert)
         bias = () if self.bias is None else (self.bias,)
         return (self.router, *bias, *each, *self.shared)

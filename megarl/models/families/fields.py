@@ -8,14 +8,13 @@ from typing import Any
 
 
 def positive(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """Returns raw[name], or `default` where it is absent or null. Raises ValueError unless that is
-    a positive integer."""
+    """Returns raw[name], or `default` if absent or null. Raises ValueError unless an int above
+    0."""
     return _integer(raw, name, source, default, least=1)
 
 
 def count(raw: Mapping[str, Any], name: str, source: str) -> int:
-    """Returns raw[name], or 0 where it is absent or null. Raises ValueError unless that is an
-    integer, 0 or more."""
+    """Returns raw[name], or 0 if absent or null. Raises ValueError unless it is an integer >= 0."""
     return _integer(raw, name, source, 0, least=0)
 
 
@@ -34,8 +33,8 @@ def _integer(
 
 
 def number(raw: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
-    """Returns raw[name] as a float, or `default` where it is absent or null. Raises ValueError
-    unless that is a finite number, 0 or more."""
+    """Returns raw[name] as a float, or `default` if absent or null. Raises ValueError unless it is
+    a finite number, 0 or more."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -47,8 +46,7 @@ def number(raw: Mapping[str, Any], name: str, source: str, default: float | None
 def refuse_others(
     raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str
 ) -> None:
-    """Raises ValueError for a key of `allowed` whose value in `raw` is given and none of those
-    allowed."""
+    """Raises ValueError for a key of `allowed` that `raw` gives another value than those listed."""
     for name, values in allowed.items():
         value = raw.get(name)
         if value is not None and value not in values:

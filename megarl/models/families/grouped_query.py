@@ -36,8 +36,7 @@ class GroupedQuery(Attention):
         return {"qkv rows": (self.heads + 2 * self.kv_heads) * self.head_dim}
 
     def widths(self, tp: int) -> dict[str, int]:
-        """Returns the width of q, k and v together on a rank, which has one key/value head at
-        least."""
+        """Returns the width of q, k and v on a rank, which has a key/value head at least."""
         heads, kv_heads = self.heads // tp, -(-self.kv_heads // tp)
         return {"query, key and value width": (heads + 2 * kv_heads) * self.head_dim}
 
@@ -49,13 +48,11 @@ class GroupedQuery(Attention):
         return 0, (2 * heads + 3 * kv_heads) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
-        """Returns the numbers of the keys and values that a GPU of the server keeps, of one head at
-        least."""
+        """Returns the numbers of keys and values on one of `tp` GPUs, a head's at least."""
         return max(1, self.kv_heads // tp) * (self.head_dim + self.v_head_dim)
 
     def repeated_weights(self, hidden: int, tp: int) -> int:
-        """Counts the weights of the key/value heads that servers repeat where there are fewer than
-        GPUs."""
+        """Counts the weights of key/value heads that a server repeats on its GPUs."""
         return int(2 * hidden * self.head_dim * max(0.0, 1 - self.kv_heads / tp))
 
 

@@ -43,8 +43,7 @@ class Param:
     buffer: bool = False
 
     def at_layer(self, i: int) -> Param:
-        """Returns the parameter of layer i: its names, relative to a layer until then, become
-        global."""
+        """Returns the parameter of layer i: its names become global."""
         hf = tuple(f"model.layers.{i}.{h}" for h in self.hf)
         return replace(self, name=f"decoder.layers.{i}.{self.name}", hf=hf)
 
@@ -100,7 +99,7 @@ NORMS = (
     Param("input_layernorm.weight", ("input_layernorm.weight",), Replicated(hidden)),
     Param("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(hidden)),
 )
-# of what attention and MLP add to the residual stream; HF has the same names
+# norms of the outputs of attention and MLP; HF has the same names
 POST_NORMS = tuple(
     Param(name, (name,), Replicated(hidden))
     for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")

@@ -67,8 +67,7 @@ class Transport(ABC):
     @classmethod
     def validate(cls, cfg: GRPOConfig) -> Iterable[str]:
         """Yields what is wrong with a configuration, beyond what `requirements` say. Called in the
-        launcher and in every trainer before any GPU is used.
-        """
+        launcher and in every trainer before any GPU is used."""
         return ()
 
     @abstractmethod
@@ -85,7 +84,7 @@ class Transport(ABC):
         self, bucket_bytes: int, senders: Sequence[int] | None = None, *, staging: int = 0
     ) -> tuple[SyncPlan, BucketGatherer]:
         """Returns the buckets that hold all weights, and what gathers them (see
-        `models.gather.BucketGatherer`); made anew where an argument has changed. Collective:
+        `models.gather.BucketGatherer`); made anew where an argument has changed. Collective. Raises
         RuntimeError naming the first entry in which a rank's plan is not rank 0's.
 
         senders: ranks that gather and send by turns, by default `source.sender` alone. staging:
@@ -110,6 +109,6 @@ class Transport(ABC):
 
 
 def make_transport(type_: str, source: WeightSource, options: Mapping[str, Any]) -> Transport:
-    """Returns a transport of this type (see config.transports). ValueError where there is none."""
+    """Returns a transport of this type (see config.transports). Raises ValueError for others."""
     transport: Transport = transport_class(type_)(source, **options)
     return transport

@@ -1,9 +1,9 @@
-"""The adapter transport: the adapters alone of a model trained with LoRA, a PEFT directory for each
-version on shared storage.
+"""Sends the adapters alone of a model trained with LoRA: a PEFT directory for each version on
+shared storage.
 
 Servers keep the model they started from and compute with base + adapter, as SGLang does between
 /load_lora_adapter and /unload_lora_adapter; requests name the adapter (`lora_path`). A version is
-loaded under a name of its own and those before it are unloaded, also such as an earlier run left.
+loaded under a name of its own, and earlier ones are unloaded, also those that an earlier run left.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megarl.weight_sync.transports.disk import DirectoryTransport
 
 
 class AdapterTransport(DirectoryTransport):
-    """Writes a PEFT directory."""
+    """Writes a PEFT directory for every version, which servers load beside their model."""
 
     requirements = TRANSPORTS["adapter"].requirements
 
     def save(self, target: Path) -> None:
+        """Writes the PEFT directory. Collective. Raises ValueError without adapters."""
         s = self.source
         if s.adapters is None:
             raise ValueError(
@@ -38,8 +39,11 @@ class AdapterTransport(DirectoryTransport):
     def load(
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline
     ) -> None:
+        """Has the servers load the adapter, then name its version, then unload megarl's other
+        adapters. On rank 0. Raises RuntimeError where a server fails, ServersLost where some are
+        lost."""
         name, unload = meta.adapter, "/unload_lora_adapter"
-        # of that name there may be one, from an update that was not finished or an earlier run
+        # an adapter of that name may be there, from an unfinished update or an earlier run
         again = servers.start(unload, {"lora_name": name}, deadline.left)
         raise_if_lost(wait_for(again, deadline), unload)
         body = {"lora_name": name, "lora_path": str(target)}

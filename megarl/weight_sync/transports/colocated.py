@@ -1,6 +1,6 @@
-"""The transport for servers on the trainers' own machines and GPUs: memory is shared, not sent.
+"""Shares memory with servers on the trainers' own machines and GPUs, instead of sending to them.
 
-Buckets are gathered to the sender, and from there broadcast to those ranks that share a GPU with a
+Buckets are gathered to the sender, and from there broadcast to the ranks that share a GPU with a
 worker of a server; each worker maps the memory of the rank beside it and copies what it needs. On
 hosts without GPUs all workers of a machine map the memory of one rank.
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank is. gpu: its uuid, None on hosts; near: for each server, whether it is here."""
+    """Says where a rank is. gpu: its uuid, None on hosts; near: whether each server is here."""
 
     machine: str
     gpu: str | None
@@ -51,9 +51,8 @@ class RankLocation:
 
 
 def ranks_beside(spots: Sequence[RankLocation], servers: Iterable[str]) -> dict[str, list[int]]:
-    """Returns for each server the ranks on its machine. RuntimeError where there are none, or where
-    they are on several machines, which a loopback address is on.
-    """
+    """Returns for each server the ranks on its machine. Raises RuntimeError where there are none,
+    or where they are on several machines, which a loopback address is on."""
     beside = {}
     for i, server in enumerate(servers):
         here = [rank for rank, spot in enumerate(spots) if spot.near[i]]
@@ -92,7 +91,7 @@ def read_from(
 
 
 class ColocatedTransport(Transport):
-    """The sender alone speaks to the servers."""
+    """Hands over weights in shared memory. The sender alone speaks to the servers."""
 
     requirements = TRANSPORTS["colocated"].requirements
 
@@ -102,6 +101,8 @@ class ColocatedTransport(Transport):
         self._known: dict[str, int] = {}  # tp of every server there ever was, in their order
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Shares every bucket with the servers. Collective. Raises RuntimeError where a server is
+        not on a trainer's machine or fails; the next upload then takes new buffers."""
         together, rank, sender = self.source.agreement.together, self.source.rank, self.lead
         plan, gatherer = self.plan_buckets(meta.bucket_bytes)
         with phases.time("connect"):
@@ -135,6 +136,7 @@ class ColocatedTransport(Transport):
         phases.metrics["readers"] = float(sum(len(ranks) for ranks in sources))
 
     def close(self) -> None:
+        """Drops the buffers, and on GPUs the memory that servers have unmapped since."""
         self._pair = []
         if self.source.device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -142,10 +144,9 @@ class ColocatedTransport(Transport):
     def _meet(
         self, meta: WeightUpdateMeta, deadline: Deadline
     ) -> tuple[dict[str, ServerInfo], list[tuple[int, ...]]]:
-        """Returns what the servers say of themselves, on the sender, and for each server what
-        `read_from` says. A server that is left out keeps its place, as it keeps its GPUs.
-        Collective.
-        """
+        """Returns what the servers say of themselves, on the sender, and for each server the ranks
+        that `read_from` gives. A server that is left out keeps its place, as it keeps its GPUs.
+        Collective."""
         agreement, device, sender = self.source.agreement, self.source.device, self.lead
         names = dict.fromkeys([*self._known, *meta.addresses])
         near = agreement.together(lambda: tuple(map(is_here, names)))
@@ -172,7 +173,7 @@ class ColocatedSession(BucketStream):
     """Brings buckets to the servers by telling where they lie.
 
     servers: on the sender, None elsewhere. sources: for each server, the ranks its workers read
-    from. spread: there are such ranks beside the sender. pair: the buffers of those that are read.
+    from. spread: there are such ranks beside the sender. pair: the buffers of ranks that are read.
     """
 
     exchanges: ClassVar[bool] = True
@@ -186,6 +187,7 @@ class ColocatedSession(BucketStream):
     )  # (server, worker) -> where it finds the last bucket
 
     def begin(self) -> None:
+        """Opens an update session on the servers, from the sender."""
         if self.servers is not None:
             self.servers.begin_update(self.deadline)
 
@@ -195,7 +197,7 @@ class ColocatedSession(BucketStream):
             self.servers.end_update(self.deadline)
 
     def abandon(self) -> None:
-        """Ends the session of what failed."""
+        """Ends the session of an upload that failed, and logs what the servers object."""
         if self.servers is not None:
             calls = self.servers.abandon_update(GRACE)
             cf.wait(calls.values(), GRACE)
@@ -203,6 +205,8 @@ class ColocatedSession(BucketStream):
                 log.warning("ending a failed weight update: %s", objection)
 
     def gather(self, bucket: Bucket) -> Ready | None:
+        """Gathers a bucket to the sender, broadcasts it to ranks that are read from, and notes
+        where it lies. Returns it on the sender, None elsewhere. Collective."""
         source = self.source
         device, sends = source.device, source.rank == source.sender
         flat = self.pair[bucket.index % 2][: bucket.nbytes] if self.pair else None
@@ -230,6 +234,7 @@ class ColocatedSession(BucketStream):
         self._places = {place: text for places in ranks for place, text in places.items()}
 
     def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        """Tells every server where its workers find the bucket. Called on the sender."""
         assert self.servers is not None, "the sender speaks to the servers"
         self.counts["bytes"] += ready.bucket.nbytes
         body: dict[str, Any] = load_body(
@@ -246,4 +251,5 @@ class ColocatedSession(BucketStream):
         return BucketTransfer(what, ours, calls)
 
     def memory(self) -> int:
+        """Returns the bytes of this rank's buffers and of the messages it has taken."""
         return sum(b.nbytes for b in self.pair) + self.gatherer.message_bytes

@@ -1,4 +1,4 @@
-"""The disk transport: a Hugging Face directory for each version on shared storage."""
+"""Writes weights to a Hugging Face directory for each version on shared storage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _VERSION = re.compile(r"v\d+")
 
 
 class DirectoryTransport(Transport):
-    """Writes a directory for every version, which all servers load. Rank 0 speaks to them, for
-    every save writes there last.
-    """
+    """Writes a directory for every version, which all servers load. Rank 0 speaks to the servers,
+    because every save writes there last."""
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
@@ -39,9 +38,12 @@ class DirectoryTransport(Transport):
     def load(
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline
     ) -> None:
-        """Has the servers load it. On rank 0."""
+        """Has the servers load the directory. On rank 0."""
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Saves the version in `meta.path`, has the servers load it, and deletes other versions
+        there. Collective. Raises RuntimeError where a server fails, ServersLost where some are
+        lost."""
         assert meta.path is not None, "WeightUpdateMeta checks that"
         # absolute: the servers have working directories of their own
         target = Path(meta.path).absolute() / f"v{meta.number}"
@@ -66,11 +68,13 @@ class DirectoryTransport(Transport):
 
 
 class DiskTransport(DirectoryTransport):
-    """Writes a Hugging Face directory, as `save` does."""
+    """Writes a Hugging Face directory for every version, as saving a model does."""
 
     requirements = TRANSPORTS["disk"].requirements
 
     def save(self, target: Path) -> None:
+        """Writes the model's safetensors in the source's dtype, or where that is given by HF name
+        in the first parameter's. Collective."""
         s = self.source
         dtype = s.dtype if isinstance(s.dtype, torch.dtype) else None
         save_hf(target, s.table, s.layout, s.rank, s.params, group=s.group, dtype=dtype)
@@ -78,6 +82,7 @@ class DiskTransport(DirectoryTransport):
     def load(
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline
     ) -> None:
+        """Has the servers load the directory as a whole model, under the version's number."""
         body = {"model_path": str(target), "weight_version": str(meta.number)}
         servers.call("/update_weights_from_disk", body, deadline)
 
@@ -85,7 +90,8 @@ class DiskTransport(DirectoryTransport):
 def verify_files(
     servers: Servers, directory: Path, meta: WeightUpdateMeta, deadline: Deadline
 ) -> bool:
-    """Returns whether every server was compared with the files (see `Verifier.check`)."""
+    """Returns whether every server was compared with the files (see `Verifier.check`). Raises
+    RuntimeError naming the tensors that differ."""
     with SafetensorsDir(directory) as files:
         names = list(files.names())
         verifier = Verifier.of(meta, servers.info(deadline), names)

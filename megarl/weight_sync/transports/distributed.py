@@ -1,4 +1,4 @@
-"""The streaming transport: shards -> flat HF buckets on their senders -> all servers.
+"""Streams weights: shards -> flat HF buckets on their senders -> all servers.
 
 Every bucket is gathered while the one before it is on its way and being loaded; a server gets
 bucket k+1 only after it has answered for bucket k, whoever sends it. A sender reaches all servers
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Target:
-    """Who meets in the groups."""
+    """Names the members of the groups: servers and senders."""
 
     addresses: tuple[str, ...]
     backend: str
@@ -48,7 +48,7 @@ class _Target:
 
 
 class DistributedTransport(Transport):
-    """A channel to the servers exists on senders only."""
+    """Broadcasts buckets to the servers. A channel to them exists on senders only."""
 
     requirements = TRANSPORTS["distributed"].requirements
 
@@ -60,6 +60,9 @@ class DistributedTransport(Transport):
         self._base = DeltaBase()
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Streams all buckets, or their changes, to the servers. Collective. Raises RuntimeError
+        where a rank or server fails, ServersLost where some are lost; the next upload then connects
+        anew."""
         agreement = self.source.agreement
         senders = agreement.together(self._senders, meta)
         bucket_bytes, staging = split_budget(meta.bucket_bytes)
@@ -91,6 +94,7 @@ class DistributedTransport(Transport):
             self._drop_buffers()  # training needs the memory
 
     def close(self) -> None:
+        """Drops buffers and copies, and leaves the groups. Servers may object, which is logged."""
         self._drop_buffers()
         self._base.forget()
         self._leave(abort=False)
@@ -110,9 +114,7 @@ class DistributedTransport(Transport):
             self._buffers[sender] = BucketBuffers(self.source.agreement, sender, self.source.device)
 
     def _take_buffers(self, need: Mapping[int, int], held: Sequence[Sequence[bool]]) -> None:
-        """Makes buffers as large as needed. held: by rank, whether it has each sender's so.
-        Collective.
-        """
+        """Makes buffers large enough. held: by rank, whether it has each sender's. Collective."""
         for (sender, nbytes), ranks in zip(need.items(), zip(*held), strict=True):
             if not all(ranks):
                 self._buffers[sender].take(nbytes)
@@ -126,9 +128,8 @@ class DistributedTransport(Transport):
     def _changes(
         self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline
     ) -> Changes | None:
-        """Returns what changes are made against, None where everything is to be sent and nothing
-        remembered. Collective.
-        """
+        """Returns what changes are made against; None where all weights are to be sent and none
+        remembered. Collective."""
         if not meta.delta:
             self._base.forget()
             return None
@@ -144,9 +145,8 @@ class DistributedTransport(Transport):
 
     def _is_stale(self, plan: SyncPlan, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
         """Returns whether a server does not hold what was sent last: it may be a new process at an
-        old address, in no group, so all are connected anew. What was sent by another plan is
-        forgotten here.
-        """
+        old address, in no group, so all are connected anew. Copies made by another plan are
+        forgotten here."""
         if self._base.plan != plan.digest:
             self._base.forget()
         if self._base.id is None or self.source.rank != plan.senders[0]:
@@ -168,9 +168,7 @@ class DistributedTransport(Transport):
         return _Target(meta.addresses, backend, tuple(plan.sizes))
 
     def _still_met(self, target: _Target, deadline: Deadline) -> bool:
-        """Returns whether this rank is in the groups; on the first sender, whether all servers
-        still are.
-        """
+        """Returns whether this rank, on the first sender also every server, is in the groups."""
         if self._met != target or self._channel is None or self.source.rank != target.senders[0]:
             return self._met == target
         again = self._channel.servers.started_again(deadline)
@@ -179,9 +177,9 @@ class DistributedTransport(Transport):
         return not again
 
     def _connect(self, target: _Target, deadline: Deadline) -> None:
-        """At first, after a failure, and when servers or senders have changed. One sender after the
-        other: a server joins one group at a time, and waits in it. Collective.
-        """
+        """Connects all senders: at first, after a failure, and when servers or senders have
+        changed. One sender follows the other: a server joins one group at a time, and waits in it.
+        Collective."""
         together = self.source.agreement.together
         together(partial(self._leave, abort=True))  # some in the group may be dead
         for sender in target.senders:
@@ -250,6 +248,7 @@ class GroupStream(BucketStream):
     _encoded: int = 0  # the most bytes of FP8 and changes that there were
 
     def gather(self, bucket: Bucket) -> Ready | None:
+        """Gathers and encodes a bucket: on its sender, else None. Collective."""
         index, device = bucket.index, self.gatherer.device
         buffers = self.buffers[self.plan.senders[index]]
         with self.phases.time_on(device, "gather"):
@@ -273,6 +272,7 @@ class GroupStream(BucketStream):
         return ready
 
     def deliver(self, ready: Ready, what: str) -> BucketTransfer:
+        """Broadcasts the bucket to all servers and asks them to load it. Called on its sender."""
         assert self.channel is not None, "senders have a channel"
         nbytes = sum(t.nbytes for t in ready.tensors)
         self.counts.update(bytes=nbytes, broadcasts=len(ready.tensors))
@@ -288,5 +288,6 @@ class GroupStream(BucketStream):
         return self.channel.deliver(what, ready.tensors, body, self.deadline)
 
     def memory(self) -> int:
+        """Returns the bytes of buffers, messages and (at most) encoded buckets on this rank."""
         held = sum(b.nbytes for b in self.buffers.values())
         return self._encoded + self.gatherer.message_bytes + held
