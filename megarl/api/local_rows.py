@@ -27,8 +27,8 @@ from megarl.utils.batch import is_per_token
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds all rows: lengths [B] and per-sample fields [B, ...] on every rank, tokens where they
-    are."""
+    """Holds all rows: lengths [B] and per-sample fields [B, ...] everywhere, tokens at their
+    home."""
 
     lengths: Tensor
     per_sample: dict[str, Tensor]
@@ -37,9 +37,8 @@ class Rows:
 
 
 def gather_rows(parts: Sequence[Mapping[str, Tensor]], comm: Comm | None) -> Rows:
-    """Joins the rows that the ranks bring (see Batch.from_local): the fields' names, then lengths
-    and per-sample fields, go to every rank. Collective. Raises ValueError where the rows do not
-    fit."""
+    """Joins the rows that the ranks bring (see Batch.from_local): names, lengths and per-sample
+    fields go to every rank. Collective. Raises ValueError where the rows do not fit."""
     parts = [p for p in parts if len(p.get(IDS, ()))]
     schema, lengths, error = _local_schema(parts)
     if comm is None:
@@ -95,8 +94,8 @@ def _ragged(
 def _local_schema(
     parts: Sequence[Mapping[str, Tensor]],
 ) -> tuple[dict[str, Any], Tensor, str | None]:
-    """Returns ({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], the problem or
-    None)."""
+    """Returns ({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], the
+    problem)."""
     lengths = [torch.empty(0, dtype=torch.long)]
     fields: dict[str, Any] | None = None
     for part in parts:
@@ -118,8 +117,7 @@ def _local_schema(
 
 
 def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> dict[str, Any]:
-    """Returns the schema of the ranks that bring rows. Raises ValueError, the same on every
-    rank."""
+    """Returns the schema of the ranks that bring rows. Raises ValueError on every rank."""
     for rank, error in enumerate(errors):
         if error is not None:
             raise ValueError(f"Batch.from_local, rank {rank}: {error}")
