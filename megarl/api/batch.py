@@ -109,8 +109,7 @@ class Batch:
         return self.per_sample.get("unit_ids", torch.arange(len(self)))
 
     def keys(self) -> list[str]:
-        """Returns the names of all fields; attention_mask is not among them, since `lengths` has
-        it."""
+        """Returns the names of all fields, without attention_mask: `lengths` has it."""
         return [*self.per_sample, *self.per_token]
 
     def __iter__(self) -> Iterator[str]:
@@ -140,8 +139,7 @@ class Batch:
         return value
 
     def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
-        """Sets a field. Raises ValueError for a value that is neither [B, ...] nor Tokens of the
-        held rows."""
+        """Sets a field. Raises ValueError unless it is [B, ...] or Tokens of the held rows."""
         if isinstance(value, Tokens):
             if not torch.equal(value.lengths, self.lengths[self.rows]):
                 raise ValueError(
@@ -333,8 +331,7 @@ class Batch:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Has torch use one thread inside: several threads split long sums, which changes their
-    rounding."""
+    """Has torch use one thread inside: several would split long sums and round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

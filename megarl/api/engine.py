@@ -36,8 +36,7 @@ PARTS = ("params", "optimizer", "grads")
 
 
 class PendingSave(Protocol):
-    """Stands for a save under way. Both methods are collective, and an error of one rank is raised
-    on all."""
+    """Stands for a save under way. Both methods are collective, as are their errors."""
 
     def is_done(self) -> bool:
         """Returns whether `finish` would return without waiting."""
@@ -147,8 +146,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def step_lr_scheduler(self) -> None:
-        """Moves the learning-rate schedule on by one step. Raises ValueError where there is no
-        optimizer."""
+        """Moves the learning-rate schedule on by one step. Raises ValueError where it has none."""
 
     @abstractmethod
     def set_version(self, version: int) -> None:
@@ -161,8 +159,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train(self, mode: bool = True) -> TrainEngine:
-        """Puts the model into training mode (or, with `mode` False, evaluation mode) and returns
-        the engine."""
+        """Puts the model into training mode (`mode` False: evaluation); returns the engine."""
 
     def eval(self) -> TrainEngine:
         """Puts the model into evaluation mode and returns the engine."""

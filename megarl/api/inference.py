@@ -81,8 +81,7 @@ class InferenceEngine(ABC):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        """Submits all rows and returns their samples; the staleness bound does not apply
-        (evaluation)."""
+        """Returns the samples of all rows; the staleness bound does not apply (evaluation)."""
 
     @abstractmethod
     def prepare_batch(
@@ -111,8 +110,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Pauses every server and admits no request until `resume`, so that weights can be
-        replaced."""
+        """Pauses every server until `resume`, so that weights can be replaced."""
 
     @abstractmethod
     def resume(self) -> None:

@@ -27,8 +27,8 @@ from megarl.utils.batch import is_per_token
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds all rows: lengths [B] and per-sample fields [B, ...] on every rank, tokens where they
-    are."""
+    """Holds all rows: lengths [B] and per-sample fields [B, ...] everywhere, tokens at their
+    home."""
 
     lengths: Tensor
     per_sample: dict[str, Tensor]
@@ -94,8 +94,8 @@ def _ragged(
 def _local_schema(
     parts: Sequence[Mapping[str, Tensor]],
 ) -> tuple[dict[str, Any], Tensor, str | None]:
-    """Returns ({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], the problem or
-    None)."""
+    """Returns ({rows, fields: {name: [dtype, inner shape, per token]}}, lengths [b], the
+    problem)."""
     lengths = [torch.empty(0, dtype=torch.long)]
     fields: dict[str, Any] | None = None
     for part in parts:
@@ -127,8 +127,7 @@ def _check_rows(part: Mapping[str, Any]) -> None:
 
 
 def _agreed(schemas: Sequence[dict[str, Any]], errors: Sequence[str | None]) -> dict[str, Any]:
-    """Returns the schema of the ranks that bring rows. Raises ValueError, the same on every
-    rank."""
+    """Returns the schema of the ranks that bring rows. Raises ValueError on every rank."""
     for rank, error in enumerate(errors):
         if error is not None:
             raise ValueError(f"Batch.from_local, rank {rank}: {error}")

@@ -103,8 +103,7 @@ class Tokens:
         return [self.values[a:z] for a, z in zip(starts.tolist(), ends.tolist())]
 
     def padded(self, fill: float = 0, *, width: int | None = None) -> Tensor:
-        """Returns [b, S, ...] with `fill` after the end of a row; S is the longest row's, or
-        `width`."""
+        """Returns [b, S, ...] with `fill` after the end of a row; S is the longest, or `width`."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         width = longest if width is None else width
         shape = (len(self.lengths), width, *self.values.shape[1:])

@@ -140,8 +140,7 @@ _SFT: Mapping[str, str] = {
 
 
 def aliased(keys: Mapping[str, object], name: str) -> str | None:
-    """Returns our name for the dotted `name` in a recipe of these `keys`; None where it is no
-    alias."""
+    """Returns our name for the dotted `name` in a recipe of these `keys`; None for no alias."""
     role = role_of(keys, name)
     table = ALIASES if "gconfig" in keys else {**ALIASES, **_SFT}
     parts = name.split(".")

@@ -71,8 +71,7 @@ def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
-    """Returns the HF directory of engine `name`; a reference or critic without one has the
-    actor's."""
+    """Returns the HF directory of engine `name`, for a reference or critic perhaps the actor's."""
     path = engines(cfg)[name].path
     if isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not path:
         return cfg.actor.path

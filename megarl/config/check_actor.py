@@ -13,8 +13,7 @@ from megarl.config.schema import choice_problems
 
 
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
-    """Yields a line for each contradiction in `cfg`; `key` is the section that it is, with its
-    dot."""
+    """Yields a line for each contradiction in `cfg`; `key` is its section, with a dot."""
     if cfg.use_decoupled_loss and not cfg.recompute_logprob:
         yield (
             f"{key}use_decoupled_loss=true: needs the proximal logprobs; set "

@@ -57,8 +57,7 @@ def looks_like_hub_name(path: str) -> bool:
 
 
 def model_path_problems(key: str, path: str, *, weights: bool) -> Iterator[str]:
-    """Yields the problems of a local HF directory; `weights` says whether safetensors must be
-    there."""
+    """Yields the problems of a local HF directory; `weights`: safetensors must be there."""
     folder = Path(path)
     if not path:
         yield f"{key} is empty: set it to a HF model directory"

@@ -11,8 +11,7 @@ _STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
-    """Yields settings of fp8 and CPU offload that do not go with the engine's dtype or
-    attention."""
+    """Yields settings of fp8 and CPU offload that do not go with the engine's dtype or layers."""
     if cfg.fp8 != "none":
         if cfg.dtype not in ("auto", "bfloat16"):
             yield f"{key}.fp8={cfg.fp8}: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
@@ -26,8 +25,8 @@ def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
 
 
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
-    """Yields problems of an engine's adapters. megarl.models.lora checks that the model has the
-    modules."""
+    """Yields problems of an engine's adapters, but for the module names: models.lora checks
+    these."""
     if not cfg.target_modules:
         yield f"{key}.target_modules=[]: nothing to train; use [{ALL_LINEAR}]"
     if ALL_LINEAR in cfg.target_modules and len(cfg.target_modules) > 1:

@@ -125,8 +125,7 @@ def is_address(text: str) -> bool:
 
 
 def server_problems(cfg: GRPOConfig) -> Iterator[str]:
-    """Yields the problems of the servers that the launcher starts, and of their context length in
-    tokens."""
+    """Yields the problems of the launcher's servers, and of their context length in tokens."""
     s = cfg.server
     if s.count == 0 and not cfg.rollout.addresses:
         yield (

@@ -47,8 +47,7 @@ class Checkpoint:
 
 
 def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Returns the whole checkpoints of run directory `directory`, oldest first, and the incomplete
-    ones."""
+    """Returns the whole checkpoints of a run directory, oldest first, and the incomplete ones."""
     whole, broken = [], []
     for path in (directory / RECOVER_DIR).glob("step_*"):
         if (match := _STEP.fullmatch(path.name)) is None:
@@ -66,8 +65,7 @@ def checkpoints(directory: Path) -> tuple[list[Checkpoint], list[Path]]:
 
 
 def check_run_dir(cfg: BaseConfig) -> None:
-    """Raises ConfigError where `cfg` may not use its run directory, or cannot continue the run
-    there."""
+    """Raises ConfigError where `cfg` may not use its run directory, or cannot continue its run."""
     directory = run_dir(cfg)
     if cfg.recover.mode == "disabled":
         if (directory / STATS_FILE).exists():
@@ -109,8 +107,7 @@ def _same_path(a: str, b: str) -> bool:
 
 
 def architecture(path: str | Path) -> dict[str, Any]:
-    """Returns config.json of the HF directory `path` without the keys that do not change the
-    model."""
+    """Returns config.json of an HF directory without the keys that do not change the model."""
     config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return {k: v for k, v in config.items() if k not in _VOLATILE}
 

@@ -112,8 +112,7 @@ def config_yaml(cfg: BaseConfig) -> str:
 
 
 def save_config(cfg: BaseConfig, path: str | os.PathLike[str]) -> None:
-    """Writes a file that `load_config(path)` reads back as an equal config, in the same
-    environment."""
+    """Writes a file that `load_config(path)` reads back as an equal config, in this environment."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, config_yaml(cfg))
@@ -279,8 +278,7 @@ def _hint(cls: type, name: str) -> str:
 
 
 def _to_object(node: DictConfig, problems: list[str]) -> Any:
-    """Returns the dataclass with interpolations resolved; None, with the reason noted, if it cannot
-    be."""
+    """Returns the dataclass with interpolations resolved; None, and notes why, if it cannot be."""
     try:
         if missing := sorted(OmegaConf.missing_keys(node)):
             problems += [f"{name}: required, set it" for name in missing]
@@ -303,8 +301,7 @@ def _unreadable(node: DictConfig, e: OmegaConfBaseException) -> str:
 
 
 def _as_written(node: DictConfig, name: str) -> str | None:
-    """Returns the text of the interpolation at the dotted `name`, None where there is another
-    value."""
+    """Returns the text of the interpolation at the dotted `name`, None for another value."""
     value: Any = OmegaConf.to_container(node, resolve=False)
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -127,8 +127,7 @@ class GRPOConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
-    """Configures PPO: GRPO's keys, with a critic and GAE in place of comparing a prompt's
-    samples."""
+    """Configures PPO: GRPO's keys, with a critic and GAE instead of comparing samples."""
 
     recipe: str = _recipe("ppo")
     actor: PPOActorConfig = arg(
@@ -181,8 +180,7 @@ def find_recipe(name: str) -> type[BaseConfig]:
 def _config_class_of_trainer(
     tree: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> type[BaseConfig] | None:
-    """Returns the `config_class` of the configured trainer; None where it has none or is megarl's
-    own."""
+    """Returns the `config_class` of a user's trainer; None where there is none."""
     trainer = overrides.get("trainer.type", overrides.get("trainer", tree.get("trainer")))
     name = trainer.get("type") if isinstance(trainer, Mapping) else trainer
     if not isinstance(name, str) or not is_import_path(name):

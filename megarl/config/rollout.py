@@ -13,8 +13,7 @@ from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TI
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
-    """Sets how samples are drawn: how many per prompt, their length in tokens, temperature and
-    stops."""
+    """Sets how samples are drawn: their number, length in tokens, temperature and stops."""
 
     n_samples: int = arg(
         1, bounds=Bounds(gt=0, le=65536), help="samples per prompt (the group size G)"
@@ -110,8 +109,7 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """Configures the generation client: servers, workflow, staleness bound, and timeouts in
-    seconds."""
+    """Configures the generation client: servers, workflow, staleness bound, timeouts (s)."""
 
     addresses: list[str] = arg(
         factory=list, help="host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"

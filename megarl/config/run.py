@@ -95,8 +95,7 @@ class SelfCheckConfig:
 
 @dataclass(kw_only=True)
 class ProfilerConfig:
-    """Configures traces of some steps, and the peak that hardware utilisation is measured
-    against."""
+    """Configures traces of some steps, and the peak of hardware utilisation."""
 
     start_step: int | None = arg(
         None,

@@ -85,8 +85,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
-    """Yields the keys directly in `cls`; defaults come from the instance `parent` where there is
-    one."""
+    """Yields the keys directly in `cls`; defaults come from the instance `parent`, if given."""
     assert dataclasses.is_dataclass(cls)
     for field in dataclasses.fields(cls):
         annotation = _annotations(cls)[field.name]

@@ -90,8 +90,7 @@ def masked_yaml(text: str) -> str:
 
 
 def masked_override(text: str) -> str:
-    """Returns an override key=value of a command line as the log may show it, with secrets
-    masked."""
+    """Returns an override key=value of a command line for the log, with secrets masked."""
     key, equals, value = text.partition("=")
     if not equals:
         return text
@@ -108,8 +107,7 @@ def masked_override(text: str) -> str:
 
 
 def _replaced(cfg: Any, by: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Returns every key with its value; by(interpolation, value) replaces values of the
-    environment."""
+    """Returns every key with its value, with by(interpolation, value) for the environment's."""
     tree = _values(cfg)
     for path, (text, value) in getattr(cfg, _ATTRIBUTE, {}).items():
         *parents, last = path

@@ -86,8 +86,7 @@ def built_in_transport(type_: str) -> BuiltIn | None:
 
 
 def transport_class(type_: str) -> Any:
-    """Imports the transport's class. Raises ValueError where it cannot be imported, or is no
-    Transport."""
+    """Imports the transport's class. Raises ValueError where that fails, or it is no Transport."""
     name = transport_name(type_)
     built_in = built_in_transport(name)
     found = load_object(built_in.target if built_in else name, what="transport")

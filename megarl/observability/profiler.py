@@ -32,8 +32,7 @@ class Profiler:
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
-        """Traces step n if it is wanted. A run that starts beyond start_step traces its first
-        steps."""
+        """Traces step n if it is wanted; a run begun beyond start_step traces its first steps."""
         start = self._config.start_step
         if self._wanted and self._running is None and start is not None and n >= start:
             self._start(n)
@@ -57,8 +56,7 @@ class Profiler:
         self._running.start()
 
     def close(self) -> None:
-        """Writes the trace if it has a whole step, also of a window that the run's end cut
-        short."""
+        """Writes the trace if it has a whole step, also where the run's end cut it short."""
         running, self._running = self._running, None
         if running is None:
             return

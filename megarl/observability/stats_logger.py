@@ -52,8 +52,7 @@ class StatsLogger:
         run_config: dict[str, Any],
         from_step: int | None = None,
     ) -> None:
-        """Opens the configured sinks, on rank 0. `from_step`: the step that a resumed run continues
-        from."""
+        """Opens the sinks, on rank 0. `from_step`: the step that a resumed run continues from."""
         self._run_dir = Path(run_dir)
         self._total_steps: int | None = None
         self._committed = False
@@ -149,8 +148,7 @@ class StatsLogger:
 
 
 class JsonlSink:
-    """Appends a line per step to a jsonl file. Rows beyond `from_step` (None: all rows) are moved
-    to a superseded file."""
+    """Appends a line per step to a jsonl file, whose rows beyond `from_step` it moves aside."""
 
     def __init__(self, path: Path, from_step: int | None = None) -> None:
         supersede(path, lambda row: from_step is not None and row["step"] <= from_step)

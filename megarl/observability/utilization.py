@@ -46,8 +46,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def this_device_peak(dtype: torch.dtype) -> float | None:
-    """Returns TFLOP/s of the current GPU for matrices of `dtype`; None on a CPU and for wider
-    numbers."""
+    """Returns TFLOP/s of the current GPU for `dtype`; None on a CPU and for wider numbers."""
     if dtype.itemsize != 2 or not torch.cuda.is_available():
         return None
     return peak_tflops(torch.cuda.get_device_name())

@@ -1,5 +1,4 @@
-"""Finds the layouts of a model that fit a cluster, and estimates the time of a training step in
-each."""
+"""Finds the layouts of a model that fit a cluster, and estimates a training step's time."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def best(found: list[Candidate], cluster: Cluster) -> list[Candidate]:
 
 
 def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload) -> StepEstimate:
-    """Estimates the seconds of forward, backward and the optimizer's collectives over
-    `batch_tokens`.
+    """Estimates the seconds of forward, backward and collectives over `batch_tokens`.
 
     T tokens of a micro-batch on a rank's share of the sequence, H hidden; a collective of n ranks
     over B bytes moves B (n - 1) / n through each rank's link.
@@ -159,8 +157,7 @@ def _reduce(m: ModelConfig, layout: Layout, cluster: Cluster) -> float:
 
 
 def _rate(cluster: Cluster, n: int, span: int) -> float:
-    """Returns the bytes per second of a collective over `n` ranks that lie among `span`
-    neighbours."""
+    """Returns the bytes/s of a collective over `n` ranks that lie among `span` neighbours."""
     link = cluster.nvlink if span <= cluster.gpus_per_node else cluster.nic
     return link * cluster.link_efficiency * n / (n - 1) if n > 1 else float("inf")
 

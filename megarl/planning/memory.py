@@ -63,8 +63,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Numel:
-    """Counts the parameters of a rank: `dense` are replicated over dp * cp ranks, `expert` over edp
-    ranks."""
+    """Counts a rank's parameters: `dense` are replicated over dp * cp, `expert` over edp ranks."""
 
     dense: int
     expert: int
@@ -89,8 +88,7 @@ def parameters(m: ModelConfig) -> tuple[int, int]:
 def stage_numel(
     m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
 ) -> list[Numel]:
-    """Returns the parameters of a rank of each pipeline stage. Ranks of a stage hold equally
-    many."""
+    """Returns the parameters of a rank of each pipeline stage; its ranks hold equally many."""
     vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
     stage_of = {
         i: pp
@@ -117,8 +115,7 @@ def stage_numel(
 
 @lru_cache(maxsize=8)
 def _census(m: ModelConfig) -> Counter[tuple[int | None, str, Op, bool, bool, bool]]:
-    """Returns how many parameters there are of each (layer, stage, op, of an expert?, tied?,
-    buffer?)."""
+    """Returns the number of parameters of each (layer, stage, op, expert?, tied?, buffer?)."""
     return Counter(
         (layer, p.stage, p.op, p.expert is not None, p.copy_on_last is not None, p.buffer)
         for p, layer in family_of(m).params(m)

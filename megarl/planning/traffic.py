@@ -109,8 +109,8 @@ def _cuts(m: ModelConfig, op: Op, tp: int, vocab: int) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BucketTraffic:
-    """Says that bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, itself among
-    them."""
+    """Says that bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, which is
+    among them."""
 
     index: int
     owner: int
@@ -122,8 +122,7 @@ class BucketTraffic:
 def plan_gather(
     held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, owners: Sequence[int] = (0,)
 ) -> list[BucketTraffic]:
-    """Returns the buckets that the distributed transport would send (weight_sync.plan.plan_sync),
-    in order."""
+    """Returns the buckets of the distributed transport (weight_sync.plan.plan_sync), in order."""
     chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, owners)
     mine: dict[int, list[Holding]] = {owner: [] for owner in owners}
     for h, owner in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
@@ -198,10 +197,9 @@ def estimate_sync(
     cluster: Cluster,
     buckets: Sequence[BucketTraffic],
 ) -> SyncEstimate:
-    """Estimates one sync. Gathers overlap with the sending of earlier buckets as in the transport:
-    an owner holds two buckets, and bucket k+1 goes out after the servers' answer for k.
-    gather_seconds, broadcast_seconds and load_seconds are sums over buckets (for gathers, of the
-    busiest owner)."""
+    """Estimates one sync. Gathers overlap with sending earlier buckets: an owner holds two, and
+    bucket k+1 goes out after the servers' answer for k. gather_seconds, broadcast_seconds and
+    load_seconds are sums over buckets (for gathers, of the busiest owner)."""
     owners = sorted({b.owner for b in buckets})
     gathers = [_gather(b, cluster) for b in buckets]
     rate = cluster.nic * cluster.link_efficiency

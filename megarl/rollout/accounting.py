@@ -1,5 +1,4 @@
-"""Accounts for samples: each is handed out and trained once (or its update was skipped), or it
-failed."""
+"""Accounts for samples: each is trained once (or its update is skipped), or it failed."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from torch import Tensor
 
 
 class AccountingError(AssertionError):
-    """Says that the counts do not balance: a fault in the code, whatever the settings of the
-    run."""
+    """Says that the counts do not balance, which is a fault in the code."""
 
 
 class SampleAccounting:
@@ -110,8 +108,8 @@ class FailedSamples:
         self.tokens += sum(length for _, length in failed)
 
     def stats(self) -> dict[str, float]:
-        """Returns failed_samples, and where there are any the number of each kind and their mean
-        length in tokens."""
+        """Returns failed_samples, and where there are any failed_samples/<kind> and
+        failed_samples/len_mean, in tokens."""
         count = self.samples.total()
         stats = {"failed_samples": float(count)}
         if count:

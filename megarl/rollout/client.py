@@ -1,5 +1,4 @@
-"""Defines RemoteSGLangEngine, which generates by running servers that speak SGLang's HTTP
-protocol."""
+"""Defines RemoteSGLangEngine, a client of running servers that speak SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -33,13 +32,12 @@ ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted 
 
 
 class RemoteSGLangEngine(InferenceEngine):
-    """Generates by the servers of `config.addresses`, else of the environment's
-    MEGARL_LLM_SERVER_ADDRS.
+    """Generates by the servers of `config.addresses`, else of MEGARL_LLM_SERVER_ADDRS.
 
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
     `prepare_batch`, `rollout_batch`, `update_weights` and `destroy` are called by every rank, and
-    an error of the driver is raised on every rank. `pause` and `resume` do nothing on other ranks;
-    `submit`, `wait` and `agenerate` are errors there.
+    an error of the driver is raised on every rank. `pause`, `resume` and `drop_servers` do nothing
+    on other ranks; `submit`, `wait` and `agenerate` are errors there.
 
     All asynchronous code runs in one thread with its own event loop; the synchronous methods may be
     called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
@@ -159,8 +157,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return self._zero
 
     def check_health(self) -> None:
-        """Raises RuntimeError naming every server whose /health does not answer 200. On the driver
-        only."""
+        """Raises RuntimeError naming the servers whose /health is not 200. On the driver only."""
         loop, pool = self._open()
         down = loop.run(pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
         if down:
@@ -189,10 +186,9 @@ class RemoteSGLangEngine(InferenceEngine):
         return (await self.agenerate_many([req]))[0]
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Generates samples in one request to one server, and returns them in the order of `reqs`.
-        A sample that a pause aborts is continued after it. Raises RuntimeError where
-        rollout.request_retries tries fail, and ValueError for an answer that breaks the
-        protocol."""
+        """Generates samples in one request to one server, in the order of `reqs`, and continues
+        those that a pause aborts. Raises RuntimeError where all tries fail, ValueError for a broken
+        answer."""
         loop = self._open()[0]
         samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
         responses = await loop.here(self._generate(samples))
@@ -270,12 +266,11 @@ class RemoteSGLangEngine(InferenceEngine):
     # weights
 
     def pause(self) -> None:
-        """Stops admitting requests here, then pauses every server. Does nothing on other ranks than
-        the driver.
+        """Stops admitting requests here, then pauses every server; nothing on other ranks.
 
-        A server that gives no answer is lost: `addresses` and the next update do without it, unless
-        no other is left, which is a RuntimeError. A server lost earlier that answers again is back
-        in `addresses`, and gets requests after an update.
+        A server that gives no answer is lost: `addresses` and the next update do without it. Raises
+        RuntimeError where no other is left. A server lost earlier that answers again is back in
+        `addresses`, and gets requests after an update.
         """
         if not self.drives:
             return
@@ -291,8 +286,7 @@ class RemoteSGLangEngine(InferenceEngine):
         loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
 
     def resume(self) -> None:
-        """Has the servers go on and admits requests again; does nothing on other ranks than the
-        driver."""
+        """Has the servers go on and admits requests again; does nothing on other ranks."""
         if not self.drives:
             return
         loop, pool = self._open()
@@ -305,8 +299,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self.executor.pipeline.release()
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
-        """Goes on without the servers `lost` (address -> reason). Raises RuntimeError where no
-        other is left. Does nothing on other ranks than the driver."""
+        """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
         if not self.drives:
             return
         loop, pool = self._open()
@@ -340,8 +333,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updated = meta.number
 
     def set_version(self, version: int) -> None:
-        """Sets the client's version, which decides admission and staleness; a lower one than the
-        last update's restarts the counting of updates."""
+        """Sets the version of the weights; after a lower one than the last, updates count anew."""
         self._version = version
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
@@ -372,8 +364,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
     def wait(self, count: int, timeout: float | None = None) -> Padded:
-        """Returns the next `count` accepted episodes; see RolloutExecutor.wait. On the driver
-        only."""
+        """Returns the next `count` accepted episodes. On the driver only; see RolloutExecutor."""
         return self.executor.wait(count, timeout)
 
     def rollout_batch(
@@ -383,8 +374,7 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: Callable[[Padded], bool] | None = None,
     ) -> Batch:
-        """Returns the samples of all rows, whatever the staleness bound; see
-        RolloutExecutor.rollout_batch. Collective."""
+        """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective."""
         return self.share(
             lambda: [self.executor.rollout_batch(data, workflow, workflow_builder, should_accept)]
         )

@@ -47,8 +47,7 @@ class Episode:
         return f"row {self.row.get('row_id', '?')}"
 
     def oldest_version(self) -> int | None:
-        """Returns the smallest version that wrote a trained token; None where there is no such
-        token."""
+        """Returns the smallest version that wrote a trained token; None for no such token."""
         if self.batch is None:
             return None
         trained = self.batch["versions"][self.batch["loss_mask"].bool()]

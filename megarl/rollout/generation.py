@@ -22,8 +22,7 @@ _FIX = "start a server that speaks SGLang's protocol, or correct rollout.address
 
 
 def stable_seed(*key: object) -> int:
-    """Returns a 31-bit seed that depends on the key's values only: it is the same in every process
-    and run."""
+    """Returns a 31-bit seed of the key's values, the same in every process and run."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 33
 
@@ -50,8 +49,7 @@ class Sample:
         return self.response.input_tokens + self.response.output_tokens
 
     def sampling_params(self) -> dict[str, Any]:
-        """Returns SGLang's sampling parameters for the next request, with the token budget that is
-        left."""
+        """Returns SGLang's sampling parameters for the next request, with the budget left."""
         config, written = self.request.gconfig, self.response.output_len
         params = _sampling_params(config)
         params["max_new_tokens"] = config.max_new_tokens - written
@@ -92,8 +90,7 @@ class Sample:
         self.response.latency = time.monotonic() - self._begun
 
     def _check_abort(self, finish: dict[str, Any]) -> None:
-        """Raises RuntimeError for an abort with a status, the server's refusal; a pause's abort has
-        none."""
+        """Raises RuntimeError for an abort with a status, a refusal; a pause's abort has none."""
         if finish.get("status_code") is not None:
             raise RuntimeError(
                 f"request {self.request.rid}: server aborted it with status "
@@ -159,8 +156,7 @@ def _tokens_and_logprobs(item: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _versions(meta: dict[str, Any], count: int, initial_version: int) -> list[int]:
-    """Returns the weight version of each of `count` output tokens, from spans [{version, start,
-    end}]."""
+    """Returns the weight version of each of `count` tokens, from spans [{version, start, end}]."""
     spans = meta.get("weight_versions") or [
         {"version": meta.get("weight_version", INITIAL_VERSION), "start": 0, "end": count}
     ]

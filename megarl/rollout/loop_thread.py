@@ -87,8 +87,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(fn, *args)
 
     def blocked(self) -> str:
-        """Says what holds the loop up, if it has not turned for BLOCKED_AFTER seconds; else
-        empty."""
+        """Says what holds the loop up if it has not turned for BLOCKED_AFTER s; else empty."""
         silent = time.monotonic() - self._last_beat
         frame = sys._current_frames().get(self._thread.ident or 0)
         if silent < BLOCKED_AFTER or frame is None:

@@ -164,8 +164,7 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the counters of `state_dict`, before the first episode; the caller submits its
-        `rows`."""
+        """Restores the counters of `state_dict`; its `rows` are for the caller to submit."""
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]

@@ -175,8 +175,7 @@ class ServerPool:
         return best
 
     async def _check_version(self, server: _Server) -> None:
-        """Asks a server that was silent for its version: another process may be at its address
-        now."""
+        """Asks a silent server for its version: another process may be at its address now."""
         info = await self.call(
             server.address, "GET", "/model_info", timeout=min(self._server_timeout, self._timeout)
         )
@@ -294,8 +293,7 @@ class ServerPool:
         *,
         timeout: float,
     ) -> Any:
-        """Returns the decoded answer of one call. Every failure is an HttpError naming the
-        server."""
+        """Returns the decoded answer. Every failure is an HttpError naming the server."""
         assert self._session is not None, "ServerPool.open() was not awaited"
         limit = aiohttp.ClientTimeout(total=timeout)
         url = f"http://{address}{path}"
@@ -311,14 +309,12 @@ class ServerPool:
 
 
 def silent(answers: Mapping[str, Any]) -> dict[str, HttpError]:
-    """Returns the servers that gave no answer at all, with the errors of their calls; `answers` are
-    those of `everywhere`."""
+    """Returns the servers, of everywhere's `answers`, that gave none, with their errors."""
     return {a: e for a, e in answers.items() if isinstance(e, HttpError) and e.status is None}
 
 
 def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
-    """Returns the silent servers that are there no more, with their errors; those that are only
-    slow are left out."""
+    """Returns the servers that are there no more, without slow ones, with their errors."""
     unheard = silent(answers)
     return {a: e for a, e in unheard.items() if not isinstance(e.__cause__, TimeoutError)}
 

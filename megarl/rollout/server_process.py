@@ -37,8 +37,7 @@ _SGLANG_WITH_KEY = (
 
 
 class ServerProcess:
-    """Runs a server in a process group of its own. It is ended at interpreter exit at the
-    latest."""
+    """Runs a server in a process group of its own, at most until the interpreter exits."""
 
     def __init__(
         self,
@@ -218,8 +217,8 @@ def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
 
 
 def _environment(server: ServerConfig) -> dict[str, str]:
-    """Returns the server's share of this host's cores; the embedded server must also find this very
-    package, installed or not."""
+    """Returns variables for the server: its share of this host's cores and, for the embedded one,
+    the path of this very package, installed or not."""
     env = {k: v for k, v in os.environ.items() if k == "OMP_NUM_THREADS"}
     if server.threads:
         env["OMP_NUM_THREADS"] = str(server.threads)

@@ -54,8 +54,7 @@ class StalenessManager:
             )
 
     def begin(self, version: int) -> None:
-        """Has admission count from here: nothing is in flight, `version` is the first to
-        generate."""
+        """Has admission count from here: nothing is in flight, `version` generates first."""
         self.start_version, self.start_accepted = version, self.accepted
 
     def room(self, version: int) -> int:
@@ -69,8 +68,7 @@ class StalenessManager:
         return room if needed is None else min(room, needed)
 
     def needed(self) -> int | None:
-        """Returns how many episodes must begin for all batches that are left; None where there is
-        no end to them."""
+        """Returns how many episodes the batches left still need; None for no end of batches."""
         if self.consumer_batch is None or self.batches_left is None:
             return None
         in_flight = self.running + self.accepted - self.handed_out
@@ -141,8 +139,8 @@ class StalenessManager:
             )
 
     def state_dict(self, *, untold: int) -> dict[str, int]:
-        """Returns the counters as if the episodes in flight, and `untold` failures, had not been
-        submitted."""
+        """Returns the counters as if episodes in flight and `untold` failures were still to
+        come."""
         in_flight = self.running + self.accepted - self.handed_out
         return self.counters() | {
             "submitted": self.submitted - in_flight - untold,

@@ -210,8 +210,7 @@ def _turn(sample: Trajectory) -> tuple[int, ...]:
 
 
 async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Awaits all coroutines and returns their results in order; the first error cancels the rest
-    and is raised."""
+    """Returns the results of all coroutines; the first error cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(c) for c in coros]
     try:
         return await asyncio.gather(*tasks)

@@ -14,8 +14,7 @@ PAD = {"versions": -1}
 
 
 def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether `value` is per token: its first two dimensions are those of input_ids
-    [B,S]."""
+    """Returns whether the first two dimensions of `value` are those of input_ids [B,S]."""
     ids = batch["input_ids"]
     return value.ndim >= 2 and value.shape[:2] == ids.shape[:2]
 

@@ -69,8 +69,7 @@ def call_json(
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header that says we belong to the job whose servers we call; none without a
-    token."""
+    """Returns the header that shows we belong to the servers' job; none without a token."""
     token = job_token()
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 

@@ -68,16 +68,14 @@ def dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an FP8 tensor as its bytes, since gloo knows no FP8; other tensors stay as they
-    are."""
+    """Returns an FP8 tensor as its bytes, since gloo knows no FP8; others stay as they are."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def dequantized(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields named tensors with every pair of Q and s as its product; other tensors stay as they
-    are."""
+    """Yields named tensors with every pair of Q and s as its product, others as they are."""
     by_name = dict(tensors)
     for name, t in by_name.items():
         if t.dtype == torch.float8_e4m3fn:

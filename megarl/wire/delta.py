@@ -80,8 +80,7 @@ def parse(body: Any, nbytes: int) -> tuple[Chunk, ...]:
 
 
 def payload_bytes(chunks: Sequence[Chunk]) -> int:
-    """Returns the bytes of the chunks' payload; at least 1, as some backends cannot broadcast
-    nothing."""
+    """Returns the bytes of the payload, at least 1: some backends cannot broadcast nothing."""
     return max(1, sum(c.sent * c.itemsize + c.where for c in chunks))
 
 
@@ -163,8 +162,7 @@ def _encode_chunk(
 def _decode(
     chunks: Sequence[Chunk], payload: torch.Tensor
 ) -> Iterator[tuple[int, Chunk, torch.Tensor, torch.Tensor]]:
-    """Yields (first byte in the bucket, chunk, positions in it, new values) of the changed
-    elements."""
+    """Yields (first byte in the bucket, chunk, positions in it, new values) of changed elements."""
     start, value = 0, 0
     where = sum(c.sent * c.itemsize for c in chunks)
     for c in chunks:
@@ -190,8 +188,8 @@ def _unpack_gaps(where: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _pack_bits(differs: torch.Tensor) -> torch.Tensor:
-    """Packs eight bools, a little-endian word, into a byte: the product has the i-th at bit 56 +
-    i."""
+    """Packs eight bools, a little-endian word, into a byte: bit 56 + i of the product is the i-th
+    bool, and the shift brings it to bit i."""
     words = torch.nn.functional.pad(differs, (0, -differs.numel() % 8)).view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
@@ -206,8 +204,7 @@ def _unpack_all(where: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """Returns where `mask` [N] is true. On hosts numpy finds sparse ones ten times as fast as
-    torch."""
+    """Returns where `mask` [N] is true. On hosts numpy finds sparse ones faster than torch."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)
