@@ -199,10 +199,6 @@ class ProcessGroups:
         return dist.group.WORLD
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coords.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.coords.pp == self.layout.pp - 1
 
