@@ -204,11 +204,6 @@ class ProcessGroups:
         return dist.group.WORLD
 
     @property
-    def is_first_stage(self) -> bool:
-        """Returns whether this rank is on the first pipeline stage, which has the embedding."""
-        return self.coords.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Returns whether this rank is on the last pipeline stage, which has the output layer."""
         return self.coords.pp == self.layout.pp - 1

@@ -12,6 +12,7 @@ import torch
 from megarl.algos import SFT, Actor, Ref, sequence_weight, worst_logp_gaps
 from megarl.algos.metrics import logp_gap_stats
 from megarl.algos.minibatches import mean_metrics
+from megarl.api.batch import Batch
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MoEConfig, TrainEngineConfig
@@ -181,6 +182,9 @@ def test_kl_in_the_reward_is_summed_over_the_samples_trained_tokens():
         kl = sum(float(batch["prox_logp"][i, t] - batch["ref_logp"][i, t]) for t in mask.nonzero())
         want = 2.0 * float(batch["rewards"][i]) - 0.5 * kl
         assert batch["advantages"][i][mask].tolist() == pytest.approx([want] * int(mask.sum()))
+    named = actor.compute_advantages_and_returns(batch, kl_ctl=0.5)
+    assert torch.equal(named["advantages"], batch["advantages"])
+    assert named["returns"] is named["advantages"]
 
 
 def test_missing_prox_logp_says_what_to_call():
@@ -191,6 +195,9 @@ def test_missing_prox_logp_says_what_to_call():
     actor = Actor(PPOActorConfig(recompute_logprob=False), BigramEngine(), temperature=1.0)
     actor.compute_prox_logp(batch)
     assert "prox_logp" not in batch
+    whole = Batch.from_padded(batch)  # no pass, but the ranks that will train on it get it
+    actor.compute_prox_logp(whole)
+    assert whole.minibatches == [list(range(16))]
 
 
 @pytest.fixture
