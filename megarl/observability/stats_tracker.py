@@ -50,8 +50,10 @@ class _Entry:
     def reduced(self, how: str) -> float:
         if how == "sum":
             return self.sum
+        if not self.count:
+            return math.nan
         if how == "avg":
-            return self.sum / self.count if self.count else math.nan
+            return self.sum / self.count
         return self.low if how == "min" else self.high
 
 

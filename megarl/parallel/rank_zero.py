@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -104,6 +105,7 @@ class RankZero:
         self._leading = True
         try:
             result = fn(*args, **kw)
+            packed = pickle.dumps(result)  # here, for what cannot be is an error of every rank
         except BaseException as e:
             kind = type(e).__name__ if type(e) in _KEPT.values() else "error"
             text = str(e) if kind in _KEPT else f"{type(e).__name__}: {e}"
@@ -113,7 +115,7 @@ class RankZero:
         finally:
             self._leading = False
         try:
-            self._tell("ok", result)
+            self._tell("ok", packed)
         except RuntimeError as e:
             raise RuntimeError(
                 f"rank 0 finished {name}, but another rank ended, hangs or did not call it within "
@@ -147,4 +149,4 @@ class RankZero:
             raise _KEPT[status](value)
         if status == "error":
             raise RuntimeError(f"rank 0 failed in {name}: {value}")
-        return value
+        return pickle.loads(value)  # of our own rank 0, over the group

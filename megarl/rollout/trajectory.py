@@ -20,7 +20,8 @@ from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
 _NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
-_MARK = "<<answer>>"  # stands for an answer in a rendered chat
+# stands for an answer in a rendered chat, and for nothing that a chat may hold
+_MARK = f"<<answer {uuid.uuid4().hex}>>"
 
 
 @dataclass(kw_only=True)
@@ -160,7 +161,7 @@ class ChatWorkflow(RolloutWorkflow):
         text = self._template(chat)
         rest = self._encode(text.partition(_MARK)[2])
         # the end of its turn stands there already, unless max_new_tokens cut the answer short
-        sample.read(rest[1:] if rest[0] == sample.tokens[-1] else rest)
+        sample.read(rest[1:] if rest[:1] == sample.tokens[-1:] else rest)
         answer = self.text(sample.answers[-1]) if sample.answers else ""
         sample.messages += [{"role": "assistant", "content": answer}, told]
 

@@ -71,11 +71,12 @@ class Saver:
     @classmethod
     def for_run(cls, cfg: BaseConfig, model: Saves, name: str = "actor") -> Saver:
         """Makes a script's saver of one model, whose section of the configuration is `name`."""
+        roles, run = engines(cfg), run_dir(cfg)
         saved = Saved(
             model=model,
             base_model_path=model_path(cfg, name),
-            home=run_dir(cfg),
-            lora=engines(cfg)[name].lora,
+            home=run if name == next(iter(roles)) else run / name,  # as the recipes have it
+            lora=roles[name].lora,
         )
         clock = partial(on_rank_zero, time.monotonic)
         return cls(cfg.saver, models=[saved], clock=clock, is_zero=env_rank() == 0)

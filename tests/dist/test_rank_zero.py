@@ -61,6 +61,19 @@ def test_failure_reaches_every_rank_as_rank_zeros_error(world):
     assert "ValueError: servers are gone" in second[1]
 
 
+def cannot_travel() -> str:
+    try:
+        RankZero(60.0)(lambda: (lambda: 0))
+    except Exception as e:
+        return str(e)
+    return ""
+
+
+def test_a_result_that_cannot_travel_is_an_error_on_every_rank(world):
+    first, second = world.run(cannot_travel)
+    assert "pickle" in first and "rank 0 failed in" in second and first in second
+
+
 def who_runs_inside() -> list[int]:
     zero = RankZero(60.0)
     return zero(lambda: [zero(lambda: zero.rank), zero.highest(7)])

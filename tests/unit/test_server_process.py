@@ -129,14 +129,7 @@ def test_commands():
         "j": {"k": 3},
     }
     flags = [
-        "--attention-backend",
-        "triton",
-        "--enable-x",
-        "--n",
-        "1",
-        "2",
-        "--j",
-        '{"k": 3}',
+        *("--attention-backend", "triton", "--enable-x", "--n", "1", "2", "--j", '{"k": 3}'),
         "--last",
     ]
     assert command(options=options, extra_args=["--last"])[-len(flags) :] == flags

@@ -32,8 +32,9 @@ def test_tensors_are_reduced_where_their_denominator_holds() -> None:
     for how in ("sum", "avg", "min", "max"):
         tracker.stat(denominator="wrong", reduce_type=how, **{f"wrong_{how}": seqlens})
     tracker.stat(nothing=seqlens, denominator="never", reduce_type="avg")
+    tracker.stat(least=seqlens, denominator="never", reduce_type="min")
     stats = tracker.export()
-    assert math.isnan(stats.pop("nothing"))
+    assert math.isnan(stats.pop("nothing")) and math.isnan(stats.pop("least"))
     assert stats == {
         "right": 2.0, "wrong": 2.0, "never": 0.0,
         "right_len/avg": 25.0, "right_len/min": 10.0, "right_len/max": 40.0,
