@@ -1,11 +1,11 @@
-"""Files that a thread of this process writes while training goes on.
+"""Writes files in a thread of this process while training goes on.
 
-What shall be written is copied to host memory first (`to_host`); that copy is all a step waits for.
-The threads of all ranks then write together, over process groups of their own on gloo, and the next
-call of the main threads that asks (`Background.is_done`, `wait`) hears what became of it. Jobs run
-one after the other, in the order they came in, which is the same on every rank.
+Data to write is copied to host memory first (`to_host`); a step waits for that copy alone. Then the
+threads of all ranks write together, over gloo process groups of their own; the main threads learn
+the outcome when they call `Background.is_done` or `wait`. Jobs run one after the other, in the
+order they came in, which is the same on every rank.
 
-megarl/ckpt/dist.py says why it is a thread and not megatron-core's forked process.
+megarl/ckpt/dist.py says why this is a thread and not megatron-core's forked process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _newest: threading.Thread | None = None
 
 
 def writers_group() -> dist.ProcessGroup:
-    """All ranks over gloo, for the writing threads alone. Collective when first asked for."""
+    """Returns the group of all ranks over gloo, for the writing threads alone. The first call is
+    collective."""
     global _group
     if _group is None or _group[0] is not dist.group.WORLD:
         bound = timedelta(seconds=collective_timeout())
@@ -36,7 +37,7 @@ def writers_group() -> dist.ProcessGroup:
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies in host memory, pinned where the device is a GPU; there when it returns."""
+    """Returns copies in host memory, pinned where the device is a GPU. The copying has ended."""
     copies = []
     for t in tensors:
         t = t.detach()
@@ -48,7 +49,7 @@ def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Background:
-    """A job that a thread does; every rank starts the same jobs in the same order.
+    """Runs a job in a thread; every rank starts the same jobs in the same order.
 
     The thread does not keep the process alive: after an error elsewhere nobody waits for it, and
     what it has written is what a killed process leaves behind.
@@ -72,13 +73,15 @@ class Background:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not, on every rank. Collective; does not wait for it."""
+        """Tells whether the job has ended, well or not, on every rank. Collective; does not
+        wait."""
         running = torch.tensor([int(self._thread.is_alive())], device=mcore.device())
         dist.all_reduce(running)
         return not running.item()
 
     def wait(self) -> None:
-        """Until it has ended on every rank. Collective: an error on one rank is one on all."""
+        """Waits until the job has ended on every rank. Collective: an error on one rank is raised
+        on all."""
         together(self.what, self._result)
 
     def _result(self) -> None:
@@ -88,7 +91,8 @@ class Background:
 
 
 def _join(thread: threading.Thread) -> None:
-    """TimeoutError where it still writes. Before the other ranks give up waiting for our word."""
+    """Waits for `thread`. Raises TimeoutError if it takes too long, before the collectives of the
+    ranks that wait for this one time out."""
     patience = 0.9 * collective_timeout()
     thread.join(patience)
     if thread.is_alive():

@@ -70,8 +70,8 @@ def hf2dist(
 ) -> None:
     """Writes the dist checkpoint `out` of the model directory `hf`, without optimizer state.
 
-    dtype: that of the weights; None keeps each tensor's own. workers: threads. max_memory: bytes of
-    the whole process. part_bytes: size of a file, at least one parameter each. Tokenizer and chat
+    dtype: the weights'; None keeps each tensor's own. workers: threads. max_memory: bytes of the
+    whole process. part_bytes: size of a file, at least one parameter each. Tokenizer and chat
     template go along. Raises ValueError if `hf` is not whole or does not fit its config, if `out`
     is there already, or if max_memory is too little.
     """

@@ -23,11 +23,11 @@ from megarl.utils.transformers_config import transformers_config
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 
-TOLERANCE = 1e-3  # of the largest logit; fp32 rounding is 100 times less
+TOLERANCE = 1e-3  # relative to the largest logit; fp32 rounding is 100 times less
 
 
 def check_logits(hf: str | Path, checkpoint: str | Path, prompt: str | None = None) -> float:
-    """Returns the largest difference of the logits, as a part of the largest logit.
+    """Returns the largest difference of the logits, relative to the largest logit.
 
     prompt: text, or None for 32 random tokens. It makes a process group of its own. Raises
     ValueError if the difference is more than TOLERANCE, or for a value model.
@@ -45,7 +45,7 @@ def check_logits(hf: str | Path, checkpoint: str | Path, prompt: str | None = No
     del reference
     got = _megatron_logits(model, Path(checkpoint), ids)[:, : want.shape[1]]
     worst = float((got - want).abs().max() / want.abs().max())
-    if not worst <= TOLERANCE:  # nor for nan
+    if not worst <= TOLERANCE:  # nan fails, too
         raise ValueError(
             f"{hf} and {checkpoint} differ in their logits by {worst:.2g} of the largest; run "
             "verify on them to find the tensor"

@@ -1,8 +1,8 @@
 """Makes a directory file by file: in parallel, in bounded memory, resumed after a kill.
 
 While it is made, a directory NAME is `.NAME.converting/`: the files are in `files/`, and `notes/`
-has a note for every file that is on disk whole. The next run on the same input keeps those and
-makes the others; `files/` becomes NAME by one rename when all are there.
+has a note for every file that is on disk whole. The next run on the same input keeps the noted
+files and makes the others; `files/` becomes NAME by one rename when all are there.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def make_directory(
 ) -> None:
     """Makes the files of `jobs` (by name), calls `finish(directory, results)`, then renames.
 
-    input_: JSON of all that the files follow from; work done from another input starts anew.
+    input_: JSON of everything that determines the files; work from another input starts anew.
     max_memory: bytes of this process, libraries included.
     A failed or killed run leaves its work for the next; `target` is there whole or not at all.
     Raises ValueError if `target` is there already, if another process works on it, or if

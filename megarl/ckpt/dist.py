@@ -66,7 +66,7 @@ _NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """What a checkpoint is made of.
+    """Holds the state that a checkpoint is made of.
 
     shared: nested dicts whose leaves are ShardedTensor, ShardedObject or plain objects of rank 0.
             `replicas` are the ranks that hold the same tensors and share writing and reading.
@@ -93,7 +93,8 @@ def save_sharded(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> N
 
 
 class PendingSave:
-    """`begin_save`'s: the files are being written, and `finish` puts them in place."""
+    """Stands for a save that `begin_save` began: a thread writes the files, `finish` puts them in
+    place."""
 
     def __init__(
         self,
@@ -102,13 +103,13 @@ class PendingSave:
         info: Mapping[str, Any],
         write: Callable[[], dict[str, str]],
     ) -> None:
-        """`write` is done in a thread; it answers `_finish`'s checksums."""
+        """A thread runs `write`, which returns the checksums for `_finish`."""
         self.path, self._staging, self._info = Path(path), staging, info
         self._checksums: dict[str, str] = {}
         self._job = Background(f"saving {path}", lambda: self._checksums.update(write()))
 
     def is_done(self) -> bool:
-        """Whether `finish` would not have to wait. Collective."""
+        """Tells whether the files are written, so that `finish` need not wait. Collective."""
         return self._job.is_done()
 
     def finish(self) -> None:
@@ -121,8 +122,8 @@ class PendingSave:
 
 
 def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> PendingSave:
-    """`save_sharded` whose files a thread writes. Collective; returns when `state` is copied to
-    host memory, where the copy stays until the files are written. Nothing is at `path` before
+    """Saves as `save_sharded`, but in a thread. Collective; returns when `state` is copied to host
+    memory, where the copy stays until the files are written. Nothing is at `path` before
     `PendingSave.finish`."""
     with staged(Path(path), _check_target) as staging:
         mine = _share_out(path, state, staging, copy=True)
@@ -131,7 +132,7 @@ def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> Pen
 
 
 def _check_target(target: Path) -> None:
-    """ValueError if `target` is something a save must not replace."""
+    """Raises ValueError if `target` is something a save must not replace."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"cannot save to {target}: a file is there; choose another directory")
     if target.exists() and any(target.iterdir()) and not (target / MARKER).is_file():
@@ -150,8 +151,8 @@ class _Share:
 
 
 def _share_out(path: str | Path, state: Sharded, staging: Path, *, copy: bool = False) -> _Share:
-    """What this rank shall write of the tensors, as copies in host memory if `copy`; rank 0 has
-    written what is not sharded (common.pt), and found room for all."""
+    """Returns the tensors that this rank is to write, as copies in host memory if `copy`. Rank 0
+    writes what is not sharded (common.pt) and checks that the disk has room for everything."""
     what = f"saving {path}"
     shared, common = together(
         what, lambda: save_preprocess(state.shared, validate_access_integrity=False)
@@ -190,15 +191,15 @@ def _share_out(path: str | Path, state: Sharded, staging: Path, *, copy: bool = 
 def _write(
     path: str | Path, staging: Path, mine: _Share, group: dist.ProcessGroup | None = None
 ) -> dict[str, str]:
-    """This rank's files, synced to disk; rank 0 also says which there are. The checksums of all
-    ranks' files. Collective over `group`, which is that of the writing threads where what is
-    written is in host memory.
+    """Writes this rank's files, synced to disk, and on rank 0 the list of all. Returns the
+    checksums of all ranks' files. Collective over `group`: the writing threads' where the tensors
+    are in host memory.
 
-    torch's part: a rank that fails makes all of them raise.
+    If one rank fails, torch raises on all of them.
     """
     # a writer that looks ahead on the device's stream would wait there for the training's kernels,
     # and in a thread the current device is the first one
-    ahead = 0 if group is not None else 10_000_000  # bytes; the latter is torch's
+    ahead = 0 if group is not None else 10_000_000  # bytes; 10 MB is torch's default
     writer = Writer(staging, copy_ahead=ahead)
     what = f"saving {path}"
     with full_disk_named(what, staging, mine.nbytes), failures_named(what):
@@ -218,7 +219,7 @@ def _write(
 def _finish(
     staging: Path, info: Mapping[str, Any], checksums: Mapping[str, str], target: Path
 ) -> None:
-    """Rank 0 completes the directory and puts it in place."""
+    """Completes the directory and puts it in place, on rank 0."""
     if dist.get_rank() != 0:
         return
     with full_disk_named(f"saving {target}", staging):
@@ -229,26 +230,26 @@ def _finish(
 def complete(
     staging: Path, info: Mapping[str, Any], checksums: Mapping[str, str] | None = None
 ) -> None:
-    """Writes what says that the directory's files are a whole checkpoint, and which. `checksums`:
-    by name, those that are known already."""
+    """Writes the metadata that makes the directory's files a whole checkpoint. `checksums`: those
+    that are known already, by the file's name."""
     save_config(CheckpointingConfig("torch_dist", 1), str(staging))
     write_marker(staging, info, checksums)
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
-    """What `info` says of the model: "model", by which an engine tells whether the checkpoint is
-    its own, and "hf_config", from which the model directory can be made again."""
+    """Returns the model's part of `info`: "model", by which an engine tells whether the checkpoint
+    is its own, and "hf_config", from which the model directory can be made again."""
     fields = {k: v for k, v in asdict(model).items() if k not in _NOT_THE_MODEL}
     found: dict[str, Any] = json.loads(json.dumps({"model": fields}))  # lists for tuples
     return found | {"hf_config": dict(model.raw)}
 
 
 def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """`read_info`, the same on every rank; `check(info)` may refuse it, and a file whose content
-    is damaged is a ValueError. Collective.
+    """Returns `read_info(path)` on every rank. Collective. Raises what `check(info)` raises, and
+    ValueError for a file whose content is damaged.
 
-    Every rank looks itself: one without access to the storage would fail later, where the others
-    wait for it. The files to check are divided over the ranks.
+    Every rank reads the marker itself: one without access to the storage would fail later, where
+    the others wait for it. The files to check are divided over the ranks.
     """
     what, first = f"loading {path}", dist.get_rank() == 0
 
@@ -274,7 +275,7 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
     return info
 
 
-# of checkpoints that `find_damage` has read and nobody has opened since; alike on every rank
+# ids of checkpoints that `find_damage` found sound and that are not opened yet; alike on every rank
 _sound: set[str] = set()
 
 
@@ -300,10 +301,10 @@ def find_damage(path: str | Path) -> str | None:
 
 
 def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """`state.shared` and `state.own` with their leaves replaced by what `path` holds for them.
-    Collective.
+    """Returns `state.shared` and `state.own`, their leaves replaced by what `path` holds for them.
+    Collective. Call `open_checkpoint` first.
 
-    `open_checkpoint` comes first. Each shared part is read once per group of `replicas` and
+    Each shared part is read once per group of `replicas` and
     exchanged. Tensors are filled in place: after a failure (a disk error, say) they hold nothing
     useful.
     """
@@ -312,7 +313,7 @@ def load_sharded(path: str | Path, state: Sharded) -> tuple[dict[str, Any], dict
     with restricted_reading(), failures_named(f"loading {path}"):
         reader = FullyParallelLoadStrategyWrapper(plain, state.replicas)
         shared: dict[str, Any] = mcore_ckpt.load(state.shared, str(path), reader)
-        # a rank may have nothing of its own where others have: reading is collective all the same
+        # reading is collective: a rank with nothing of its own takes part if any rank has something
         some = torch.tensor([len(state.own)], device=mcore.device())
         dist.all_reduce(some)
         own: dict[Any, Any] = plain.load(state.own, Path(path)) if some.item() else {}

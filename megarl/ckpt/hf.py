@@ -49,10 +49,10 @@ def load_hf(
     """Fills this rank's `params` (canonical name -> tensor) from the safetensors of `path`.
 
     Values are cast to the parameters' dtype, vocabulary padding becomes zero. No communication.
-    ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, is one the
-    model does not have, or is an output head unlike the embedding it is tied to. A value head that
-    the directory's model does not have (new_head) starts at zero, or, with `head_seed`, random by
-    it.
+    Raises ValueError, naming file, tensor and fix, if a tensor is missing, has another shape, is
+    unknown to the model, or is an output head that differs from the embedding it is tied to. A
+    value head that the directory's model does not have (new_head) starts at zero, or at random
+    numbers from `head_seed`.
     """
     with SafetensorsDir(path) as files:
         check_tensors(files, table)
@@ -71,8 +71,8 @@ def load_hf(
 
 
 def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
-    """ValueError unless the files hold the table's tensors in their shapes, and no others; a copy
-    of a tied embedding must equal it, for which both are read."""
+    """Raises ValueError unless the files hold the table's tensors in their shapes, and no others. A
+    copy of a tied embedding is read and must equal the embedding."""
     _check_layers(files, table)
     for t in table.tensors:
         if t.name not in files:
@@ -106,10 +106,10 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
 
 
 def _check_layers(files: SafetensorsDir, table: PieceTable) -> None:
-    """ValueError if the files are of a model of more or fewer layers than the config.json says."""
+    """Raises ValueError if the files have more or fewer layers than config.json says."""
     m = table.model
     held = {int(found[1]) for n in files.names() if (found := _LAYER.match(n))}
-    held -= {i for i in held if f"model.layers.{i}.eh_proj.weight" in files}  # predict further
+    held -= {i for i in held if f"model.layers.{i}.eh_proj.weight" in files}  # predicts further
     if held and held == set(range(len(held))) and len(held) != m.num_layers:
         raise ValueError(
             f"{files.path}: config.json says num_hidden_layers={m.num_layers}, the weights are of "
@@ -135,16 +135,17 @@ def _check_tied(files: SafetensorsDir) -> None:
 
 
 def _ignorable(name: str, table: PieceTable) -> bool:
-    """Tensors that may be in the files without being read: rotary frequencies, which old
-    checkpoints stored and the config determines, and the copy of a tied embedding. A value model
-    made from a language model has no use for its head. Layers that predict further tokens."""
+    """Tells whether a tensor in the files is left unread: rotary frequencies, which old checkpoints
+    stored and the config determines; the copy of a tied embedding; the language model's head where
+    a value model is made; layers that predict further tokens."""
     if name.endswith("rotary_emb.inv_freq") or _predicts_further(name, table):
         return True
     return name == _HEAD and (table.model.tie_word_embeddings or table.model.new_head)
 
 
 def _predicts_further(name: str, table: PieceTable) -> bool:
-    """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): layers behind the last."""
+    """Tells whether a tensor belongs to multi-token prediction (DeepSeek-V3, 2024, section 2.2),
+    whose layers follow the model's last."""
     m = table.model
     layers = range(m.num_layers, m.num_layers + m.mtp_layers)
     return name.startswith(tuple(f"model.layers.{i}." for i in layers))
@@ -210,7 +211,7 @@ def save_hf(
 
 
 def _writers(staging: Path, group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of `group` that see the directory."""
+    """Returns the ranks of `group` that see the directory."""
     sees: list[bool] = [False] * dist.get_world_size(group)
     dist.all_gather_object(sees, staging.is_dir(), group=group)
     return [rank for rank, there in enumerate(sees) if there]

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face directory, written by many ranks at once."""
+"""Writes the weight files of a Hugging Face directory from many ranks at once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.wire.buckets import Bucket, Member
 
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """Says who writes what. files: the tensors of each file, by its name. owner_of: the rank that
-    writes it. buckets: in the order they are gathered in, each within one file, for the rank in
-    `owners`."""
+    """Says which rank writes which file. files: the tensors of each file, by the file's name.
+    owner_of: the rank that writes each file. buckets: in the order of gathering, each within one
+    file and gathered to the rank at its index in `owners`."""
 
     files: dict[str, list[Member]]
     owner_of: dict[str, int]
@@ -42,10 +42,9 @@ def plan_files(
 ) -> FilePlan:
     """Shares the files out to `writers`.
 
-    A file goes to the writer with the least to write so far among those of the pipeline stage that
-    holds most of it; of equals to one of another data-parallel replica, which is often another
-    node. Writers take turns in gathering, so that all of them write at the same time. Sizes are in
-    bytes.
+    A file goes to a writer of the pipeline stage that holds most of it, to the one with the least
+    to write so far; among equals, data-parallel replicas come last. Writers take turns in
+    gathering, so that all of them write at the same time. Sizes are in bytes.
     """
     whole = (m for bucket in plan_buckets(table, dtype, bucket_bytes) for m in bucket.members)
     files = plan_shards(list(whole), max_shard_bytes)

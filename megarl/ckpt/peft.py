@@ -1,4 +1,5 @@
-"""Adapters as PEFT directories: adapter_config.json and adapter_model.safetensors."""
+"""Reads and writes adapters as PEFT directories: adapter_config.json and
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def save_peft(
 def load_peft(path: str | Path, adapters: Adapters) -> None:
     """Fills this rank's adapters from a PEFT directory. No communication.
 
-    ValueError, naming file and fix, if it is not of this engine's `lora` and model.
+    Raises ValueError, naming file and fix, unless it fits this engine's `lora` and model.
     """
     check_adapter_config(_read_config(Path(path)), adapters.config, str(Path(path) / CONFIG))
     file = Path(path) / WEIGHTS

@@ -2,7 +2,8 @@
 
 A torch_dist checkpoint has three kinds: `.metadata`, common.pt, and objects between the tensors of
 the .distcp files (random states). torch and megatron-core read the first and the last with the full
-unpickler, which calls whatever a file names. Here only what a checkpoint is made of has a name.
+unpickler, which calls whatever a file names. The unpickler here knows only the names that a
+checkpoint is made of.
 """
 
 from __future__ import annotations

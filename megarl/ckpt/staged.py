@@ -1,4 +1,4 @@
-"""Directories that all ranks write into, and that are gone where any of them fails."""
+"""Makes directories that all ranks write into, and removes them where any rank fails."""
 
 from __future__ import annotations
 

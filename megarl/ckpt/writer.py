@@ -1,4 +1,4 @@
-"""torch's writer of distributed checkpoints, with the checksum of each file as it is written."""
+"""Extends torch's writer of distributed checkpoints by the checksum of each file it writes."""
 
 from __future__ import annotations
 

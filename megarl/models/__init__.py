@@ -1,4 +1,4 @@
-"""HF <-> Megatron: one declaration per family, the piece table, and the models built from them.
+"""Maps HF models to Megatron's: one declaration per family, the piece table, and the built models.
 
 Reading configs, checking layouts and building piece tables import neither torch nor megatron; names
 are loaded on first use so that it stays so.

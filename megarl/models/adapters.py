@@ -1,4 +1,4 @@
-"""Low-rank adapters on a built model: modules, hooks, merged weights. See models/lora.py.
+"""Puts low-rank adapters on a built model: modules, hooks, merged weights. See models/lora.py.
 
 T tokens of this rank, n adapted HF modules in a layer, r rank of the adapters.
 """
@@ -50,12 +50,11 @@ class Adapter(nn.Module):
     """Holds the adapters A and B of one linear layer, beside that layer; `add_to` is the layer's
     forward hook. megarl.models.lora gives their shapes.
 
-    The tensors that ranks exchange are r wide. Column-parallel layers see whole tokens (with
-    sequence parallelism: this rank's) and give their rows of the output; A x is computed by every
-    rank, so its gradient must be summed over ranks. Row-parallel layers see their columns of the
-    input, so A x must be summed. Under sequence parallelism the matrix that every rank holds has
-    seen only this rank's tokens: finalize_model_grads sums its gradient, by the same mark as the
-    norms'.
+    Ranks exchange tensors of width r. Column-parallel layers see whole tokens (with sequence
+    parallelism: this rank's) and give their rows of the output; A x is computed by every rank, so
+    its gradient must be summed over ranks. Row-parallel layers see their columns of the input, so A
+    x must be summed. Under sequence parallelism the matrix that every rank holds has seen only this
+    rank's tokens: finalize_model_grads sums its gradient, by the same mark as the norms'.
 
     Experts are cut over their own group, and the token dispatcher hands every rank of it the same
     tokens and sums the ranks' outputs, forward and backward. So ranks exchange only the gradient of
@@ -128,7 +127,7 @@ class Adapter(nn.Module):
         return low
 
     def _complete(self, param: Tensor) -> Tensor:
-        """Returns `param`; an expert's such that its gradient is summed over its ranks."""
+        """Returns `param`; the gradient of an expert's is then summed over the expert's ranks."""
         if not self.is_expert:
             return param
         whole: Tensor = mappings.copy_to_tensor_model_parallel_region(param, group=self.group)
@@ -188,7 +187,7 @@ def _normed(linear: nn.Module, x: Tensor) -> Tensor:
 
 class Merged(Mapping[str, Tensor]):
     """Maps names to a rank's base weights with their adapters merged in: W + scale * B A, in fp32,
-    rounded to the weight's dtype. Each is computed when it is asked for; nothing is kept."""
+    rounded to the weight's dtype. A lookup computes the weight; nothing is kept."""
 
     def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
         self._params, self._adapters = params, adapters
@@ -293,7 +292,7 @@ def _linears(chunk: nn.Module, wanted: Mapping[str, Any]) -> list[tuple[str, nn.
 
 
 def _require_grad(_module: nn.Module, _args: Any, hidden: Tensor) -> None:
-    """The embedding is frozen, but activation recomputing and pipeline stages pass gradients on
-    only where a layer's input asks for some."""
+    """Makes hidden states require gradients: the embedding is frozen, but activation recomputation
+    and pipeline stages pass gradients on only where a layer's input requires them."""
     if torch.is_grad_enabled() and not hidden.requires_grad:
         hidden.requires_grad_()

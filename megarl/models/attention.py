@@ -4,9 +4,9 @@ sequences, context parallelism, sliding windows. The contract is that of TEDotPr
 sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
 thd:  query [T, nq, d], key [T, nk, d], value [T, nk, v]           ->  [T, nq * v]
 
-T packed tokens of this rank, nq query and nk key heads of this rank, d head dimension, v that of
-values (another in latent attention). Attention is causal always; attention masks are ignored, as
-padding comes after every real token.
+T packed tokens of this rank, nq query and nk key heads of this rank, d dimension of a key's head, v
+of a value's (another in latent attention). Attention is always causal; attention masks are ignored,
+as padding comes after every real token.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class SDPACoreAttention(MegatronModule):
         return make_plan(lengths, cp.size(), cp.rank(), device, self.window)
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """q [T, nq, d], k [T, nk, d], v [T, nk, v] -> [T, nq * v]."""
+        """Computes attention group by group: q [T, nq, d], k [T, nk, d], v [T, nk, v] -> [T, nq *
+        v]."""
         assert plan.tokens == len(q), "cu_seqlens must span all tokens"
         k, v = self._gather_kv(k, v, plan)
         outs = []
@@ -115,11 +116,12 @@ class SDPACoreAttention(MegatronModule):
         return _take(outs[0] if len(outs) == 1 else torch.cat(outs), plan.take)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q [n, nq, Lq, d], k [n, nk, Lk, d], v [n, nk, Lk, v] -> [n, nq, Lq, v]."""
+        """Computes one group: q [n, nq, Lq, d], k [n, nk, Lk, d], v [n, nk, Lk, v] -> [n, nq, Lq,
+        v]."""
         grouped = q.shape[1] != k.shape[1]
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # of the CUDA kernels only flash takes grouped heads, and it takes neither masks nor
-            # fp32: without repeating, scores of all Lq * Lk would be materialised
+            # the only CUDA kernel that takes grouped heads, flash, takes neither masks nor fp32:
+            # without repeated heads another would materialise all Lq * Lk scores
             repeats = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
             grouped = False
@@ -134,7 +136,8 @@ class SDPACoreAttention(MegatronModule):
         )
 
     def _gather_kv(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """k [T, nk, d], v [T, nk, v] -> [T * cp, nk, d], [T * cp, nk, v], in global order."""
+        """Gathers k [T, nk, d], v [T, nk, v] as [T * cp, nk, d], [T * cp, nk, v], in global
+        order."""
         if plan.kv_order is None:
             return k, v
         kv = _AllGather.apply(torch.cat((k, v), dim=-1), self.cp_group)
@@ -156,7 +159,7 @@ def _split(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 class _AllGather(torch.autograd.Function):
-    """[n, ...] -> [n * cp, ...], rank after rank; backward sums over ranks and scatters."""
+    """Gathers [n, ...] to [n * cp, ...], rank after rank; backward sums over ranks and scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

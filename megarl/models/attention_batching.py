@@ -1,4 +1,4 @@
-"""Batches many packed sequences into a few padded SDPA calls. Pure but for index tensors.
+"""Batches many packed sequences into a few padded SDPA calls. Pure, except for index tensors.
 
 A Python loop over the sequences of a micro-batch costs more than their attention when they are
 short and many, and padding all to the longest costs quadratically when they are not alike. So
@@ -39,10 +39,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Group:
-    """n items padded to q_len queries and k_len keys; padding repeats an item's last token.
+    """Holds n items padded to q_len queries and k_len keys; padding repeats an item's last token.
 
-    `mask` [n, 1, q_len, k_len] is None where plain causal attention is right: padding comes after
-    every real query, so causality hides it, and no sequence is longer than a sliding window.
+    `mask` [n, 1, q_len, k_len] is None where plain causal attention is right: no sequence is longer
+    than a sliding window, and causality hides the padding, which comes after every real query.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""ModelConfig -> megatron-core's TransformerConfig and GPTModel chunks, in one place."""
+"""Turns a ModelConfig into megatron-core's TransformerConfig and GPTModel chunks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def resolve_attention(attention: str, device: torch.device) -> str:
     Transformer Engine is asked for where it cannot run."""
     have_te = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if have_te and attention != "sdpa":
-        # megatron-core takes a broken installation for none; better its own error here
+        # megatron-core takes a broken installation for none; here its own error shows
         importlib.import_module("transformer_engine.pytorch")
     if attention == "auto":
         return "te" if have_te else "sdpa"

@@ -17,7 +17,7 @@ _RECIPES = {
     "blockwise": ("e4m3", (9, 0), 16),
     "mxfp8": ("e4m3", (10, 0), 32),
 }
-_NO_MXFP8_FROM = (12, 0)  # Transformer Engine: not all layouts of its products
+_NO_MXFP8_FROM = (12, 0)  # Transformer Engine has not all layouts of its products there
 
 
 def fp8_fields(

@@ -6,8 +6,8 @@ where the memory for them is bounded; the owner copies received and own pieces s
 places in the flat bucket. Ranks that share the bucket's memory copy their pieces there themselves.
 Fused matrices are never un-fused into temporaries, and the vocabulary padding is never sent.
 
-Messages go from one rank to another, so nobody else takes part: not the other pipeline stages, and
-not the other expert-parallel ranks for experts that the owner holds itself (all of it with ETP=1).
+Messages go from one rank to another, so no other rank takes part: neither the other pipeline stages
+nor, for experts that the owner holds whole (ETP=1), the other expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BucketGatherer:
         coords = self.layout.coords(owner)
         for m in bucket.members:
             for piece in table.by_name[m.name].pieces:
-                held = piece.place.holds(coords)  # in whichever data-parallel replica
+                held = piece.place.holds(coords)  # in any data-parallel replica
                 src = owner if held else piece.place.rank(self.layout)
                 part = Part(m.name, piece, m.dtype, 0, piece.numel * m.dtype.itemsize)
                 parts.setdefault(src, []).append(part)
@@ -164,7 +164,7 @@ class BucketGatherer:
         return None
 
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
-        """Fills a shared bucket: a byte from each source says that its parts are in place."""
+        """Fills a shared bucket; each source sends a byte when its parts are in place."""
         sources = self._remote(bucket)
         said = self._take_room(len(sources)).split(1)
         works = self._post([self._receipt(byte, src) for byte, src in zip(said, sources)])
@@ -208,15 +208,15 @@ class BucketGatherer:
         self._wait(work)
 
     def _post(self, ops: list[dist.P2POp]) -> list[dist.Work]:
-        """Starts these messages and returns the work to wait for of each. Only in a batch do
-        messages go over the group's own NCCL communicator: alone, each pair of ranks makes one of
+        """Starts these messages and returns the work to wait for of each. Messages of a batch go
+        over the group's own NCCL communicator; a single message would make a communicator for its
         two ranks, which lives as long as the group."""
         works = dist.batch_isend_irecv(ops) if ops else []
         return works if len(works) == len(ops) else works * len(ops)  # NCCL: one for the batch
 
     def _wait(self, work: dist.Work) -> None:
-        """Waits as long as the group's timeout is now. Left to itself, gloo waits as long as the
-        timeout that the group was made with."""
+        """Waits as long as the group's timeout is now. By default gloo waits for the timeout that
+        the group was made with."""
         if self.device.type != "cpu":
             work.wait()
             return

@@ -20,7 +20,7 @@ from megarl.models.value_model import language_model, value_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# transformers' values of absent keys, in every family whose own `defaults` say nothing else
+# transformers' values of absent keys, unless a family's own `defaults` say otherwise
 DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 2048, "initializer_range": 0.02, "norm_topk_prob": False,
@@ -53,7 +53,7 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
 
 
 def adapter_given(path: str | Path) -> str:
-    """Words the error for an adapter's directory `path` in place of a model's, with the fix."""
+    """Words the error for a `path` that holds an adapter and no model, with the fix."""
     return (
         f"{path} holds a PEFT adapter, not a model: name the model it was trained on, and the "
         "adapter in lora.adapter_path"

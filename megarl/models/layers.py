@@ -38,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class _RMSNorm(torch.autograd.Function):
     """w * x * r with r = 1 / sqrt(mean(x^2) + eps), x [..., H], r [..., 1].
 
-    On a CPU autograd's way through F.rms_norm takes four times as long: it is all memory traffic.
+    On a CPU autograd through F.rms_norm takes four times as long, all of it memory traffic.
 
         d/dw = sum over rows of g * x * r        d/dx = r * (g * w - x * r * mean(g * w * x * r))
     """

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
 from megatron.core.transformer import multi_latent_attention  # isort: skip
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
 
-# megatron-core 0.16 looks whether it could import its wrappers of Transformer Engine, which it can
-# without Transformer Engine: they are mocks then
+# megatron-core 0.16 checks that its wrappers of Transformer Engine import, which they also do, as
+# mocks, without Transformer Engine
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 

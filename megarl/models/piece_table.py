@@ -7,8 +7,8 @@ same row-major order.
 `pieces` are owners: together they cover every element of the HF tensor exactly once. `replicas`
 repeat an owner's numbers elsewhere (norms on the other tensor-parallel ranks, the tied embedding on
 the last pipeline stage). Loading fills both; saving and streaming read owners. Data- and
-context-parallel replicas hold everything their peer, (pp, tp) or for experts (pp, ep, etp), holds
-and are not listed.
+context-parallel replicas hold what their peer at (pp, tp), or for experts (pp, ep, etp), holds;
+they are not listed.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """A tensor of the HF model, and the pieces that make it up. `buffer`: not trained, and fp32 in
-    every model, file and message."""
+    """Describes a tensor of the HF model, and the pieces that make it up. `buffer`: not trained,
+    and fp32 in every model, file and message."""
 
     name: str
     shape: Shape
@@ -106,8 +106,8 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """A parameter of the ranks at `place`. `padding`: rows [start, stop) that no HF tensor fills.
-    `replicated`: the ranks it could be cut over all hold the same whole parameter."""
+    """Describes a parameter of the ranks at `place`. `padding`: rows [start, stop) that no HF
+    tensor fills. `replicated`: the ranks it could be cut over all hold the same whole parameter."""
 
     place: Place
     name: str
@@ -118,7 +118,7 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class PieceTable:
-    """All pieces of a model in a layout. `tensors` are in HF order; `params` are those of all
+    """Holds all pieces of a model in a layout. `tensors` are in HF order; `params` are those of all
     ranks; `padded_vocab_size` is in rows over all tensor-parallel ranks."""
 
     model: ModelConfig
@@ -206,7 +206,8 @@ def _ranks(layout: Layout, param: Param) -> int:
 
 
 def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank: int) -> Place:
-    """Returns who holds a parameter: experts lie on expert-parallel ranks in order, evenly."""
+    """Returns the ranks that hold a parameter: experts lie on expert-parallel ranks in order,
+    evenly."""
     if param.expert is None:
         return Place(*chunk, tp=rank)
     assert model.moe is not None
@@ -239,7 +240,7 @@ def check_coverage(table: PieceTable) -> None:
     """Raises AssertionError unless owners cover every HF element exactly once, and owners and
     replicas every element of every local parameter exactly once, vocabulary padding aside.
 
-    A cover that was right once is not looked at again, since layers and experts are alike.
+    A cover that was found right is not checked again: layers and experts are alike.
     """
     views: dict[tuple[Place, str], list[View]] = {}
     right: set[object] = set()

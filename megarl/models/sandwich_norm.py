@@ -1,5 +1,5 @@
-"""Layers that also normalise what attention and MLP add to the residual stream, as GLM-4's do:
-x + norm(attention(norm(x))), then the same with the MLP. megatron-core has none."""
+"""Defines layers that also normalise what attention and MLP add to the residual stream, as GLM-4's
+do: x + norm(attention(norm(x))), then the same with the MLP. megatron-core has no such layer."""
 
 from __future__ import annotations
 

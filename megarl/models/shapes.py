@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary embeddings are scaled. "linear" uses `factor` only; "llama3" and "yarn" use
+    """Says how rotary embeddings are scaled. "linear" uses `factor` only; "llama3" and "yarn" use
     `factor`, `original_max_position_embeddings` and the fields under their names."""
 
     type: str
@@ -32,7 +32,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape:
-    """The sizes of mixture-of-experts layers: a router sends each token to `top_k` of
+    """Holds the sizes of mixture-of-experts layers: a router sends each token to `top_k` of
     `num_experts`.
 
     norm_topk_prob: the weights of a token's experts sum to 1, before `scale` multiplies them.
@@ -61,7 +61,7 @@ class MoEShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(ABC):
-    """A kind of attention, by the numbers that generic code needs of it.
+    """Describes a kind of attention by the numbers that generic code needs.
 
     head_dim: the size of a head's query and key; its value has `v_head_dim`. rotary_dim: how many
     numbers of a head are rotated. window: a token of the layers `window_layers` attends to itself
@@ -104,7 +104,7 @@ class Attention(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer as its config.json describes it (H hidden, V vocabulary).
+    """Describes a decoder-only transformer, as its config.json does (H hidden, V vocabulary).
 
     mtp_layers: layers behind the last that predict further tokens; left out, as HF leaves them.
     head: "lm", or "value": one score per token in place of the vocabulary, with or without a bias;

@@ -25,8 +25,8 @@ class ValueHead(torch.nn.Module):
 
     Under sequence parallelism a rank scores its own tokens and the scores are gathered (H times
     less than gathering hidden states); the head's gradients are then parts, which
-    finalize_model_grads adds up by the same mark as the norms'. Otherwise all ranks compute alike.
-    Memory: an fp32 copy of the rank's hidden states.
+    finalize_model_grads adds up because of the same mark as the norms'. Otherwise all ranks compute
+    the same. Memory: an fp32 copy of the rank's hidden states.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns `raw` under the name of the language model that the value model is built on."""
     names = raw.get("architectures") or []
     if not isinstance(names, list):
-        return raw  # parse_hf_config says what is wrong with it
+        return raw  # parse_hf_config raises the error
     return {**raw, "architectures": [n.replace(TOKEN, LM).replace(SEQUENCE, LM) for n in names]}
 
 

@@ -1,8 +1,8 @@
 """Decides who may call the server, and how.
 
 A page in a browser on the server's machine can send requests to it, directly or under a name of its
-own that resolves to this machine. Both show in headers that pages cannot choose: Origin, and Host.
-Who knows the job's token is no such page.
+own that resolves to this machine. Both show in headers that pages cannot choose: Origin and Host. A
+caller that knows the job's token is no such page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 class Access:
     """Checks who calls. host: the address the server is bound to. token: the job's; with None every
-    program, but no browser's page, may call everything."""
+    program may call everything, but a browser's page may not."""
 
     def __init__(self, host: str, token: str | None) -> None:
         self._token, self._everywhere = token, host in _WILDCARDS
@@ -84,9 +84,9 @@ class Access:
             return True
         try:
             address = ipaddress.ip_address(name)
-        except ValueError:  # the machine's name, with any domain where others are to call it
+        except ValueError:  # the machine's name; with any domain, unless the server is local
             return _label(name) == self._machine and (name == self._machine or not self._local)
-        # no page has a number for its name but one that is served at it
+        # only a page served at this address has the address for its name
         return address.is_loopback or self._everywhere
 
 

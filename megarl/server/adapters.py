@@ -20,7 +20,7 @@ from megarl.server.errors import ControlError, ServerError
 from megarl.server.weights import WeightStore
 
 _PREFIX = "base_model.model."
-# what must be off, for there is no counterpart of it here
+# settings that must be off, because this server does not implement them
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
@@ -36,7 +36,7 @@ class Adapters:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._base: dict[str, torch.Tensor] = {}  # of what is merged
+        self._base: dict[str, torch.Tensor] = {}  # below the merged adapter
         self.paths: dict[str, str] = {}
         self.merged: str | None = None
 

@@ -40,7 +40,7 @@ _METHODS = {
     **dict.fromkeys(("health", "ready", "model_info", "server_info"), ("GET",)),
     **dict.fromkeys(("flush_cache", "weights_checker"), ("GET", "POST")),
 }
-# what shows no weights and changes nothing but by computing
+# endpoints that neither show nor change anything of the server but its requests
 _OPEN = {"health", "ready", "model_info", "server_info", "generate"}
 
 
@@ -116,7 +116,7 @@ def serve(args: ServerArgs) -> int:
     http.run()
     status = 0 if http.started and not http.core.scheduler.error else 1
     if http.started and (http.core.updates.joins or not http.thread_ended):
-        # somebody waits for other members of a group, who are gone; nothing ends that wait
+        # a thread waits for members of a group that are gone; nothing ends that wait
         logging.shutdown()
         os._exit(status)
     return status

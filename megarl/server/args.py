@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Reads a command line; what is not given keeps the dataclass's default. Exits with 2 and a
-    message where a flag is wrong."""
+    """Reads a command line; a flag that is not given keeps the dataclass's default. Exits with 2
+    and a message where a flag is wrong."""
     parser = _parser()
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     try:

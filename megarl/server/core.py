@@ -25,8 +25,8 @@ class ServerCore:
 
     def __init__(self, args: ServerArgs, *, on_death: Callable[[], None]) -> None:
         self.args = args
-        # OpenMP gives each thread that computes workers of its own, and lets them sleep between
-        # operations once there are more than cores. So the scheduler's thread alone has any.
+        # OpenMP gives workers to each thread that computes; with more workers than cores they sleep
+        # between operations. So only the scheduler's thread has workers.
         threads = args.threads or torch.get_num_threads()
         torch.set_num_threads(1)
         self.runner = ModelRunner(args)

@@ -38,7 +38,7 @@ class Endpoints:
         return Response(status_code=200 if self.core.scheduler.alive else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Answers 200 while requests would be generated, 503 while paused or dead."""
+        """Answers 200 while the server generates, 503 while it is paused or dead."""
         up = self.core.scheduler.alive and not self.core.scheduler.paused
         return Response(status_code=200 if up else 503)
 
@@ -106,7 +106,7 @@ class Endpoints:
         gone.cancel()
         if not call.done.done():
             self.core.scheduler.abort_sequences(call.sequences)
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)

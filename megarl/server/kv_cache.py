@@ -2,8 +2,7 @@
 
 Every running sequence owns one row; rows 0..n-1 are always the running ones, so that a decode step
 attends over a view of the cache instead of a gathered copy. The model calls `attend` through
-transformers' attention registry; what to do in this forward stands in a plan that travels with
-the forward's keyword arguments.
+transformers' attention registry; a plan among the forward's keyword arguments says what to do.
 
 Shapes: R rows, C capacity in positions, K key/value heads, G query heads per key/value head, D head
 dimension, of values E (equal but for latent attention, whose keys and values are cached as each
@@ -44,7 +43,7 @@ class Plan(Protocol):
 
 
 def kv_shape(config: Any) -> tuple[int, int, int, int]:
-    """(layers, key/value heads, dimension of a key, of a value) of an HF model."""
+    """Returns an HF model's (layers, key/value heads, dimension of a key, dimension of a value)."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) is not None:  # latent attention
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -93,7 +92,8 @@ class KVCache:
         )
 
     def reserve(self, rows: int, positions: int, *, used: int) -> None:
-        """Room for `rows` sequences of `positions`; the first `used` rows keep their content."""
+        """Makes room for `rows` sequences of `positions`; the first `used` rows keep their
+        content."""
         if rows <= self.rows and positions <= self.positions:
             return
         assert used <= rows <= self._max_rows and positions <= self._max_positions
@@ -104,7 +104,7 @@ class KVCache:
             more_positions = max(positions, self.positions * 3 // 2)
             more_positions = -(-more_positions // _POSITIONS_STEP) * _POSITIONS_STEP
             more_positions = min(self._max_positions, more_positions)
-        if more_rows * more_positions > self._max_tokens:  # no room to be generous with both
+        if more_rows * more_positions > self._max_tokens:  # no room to spare in both
             more_rows = rows
             more_positions = min(self._max_positions, max(positions, self._max_tokens // rows))
         # both or none: memory may run out between them
@@ -135,7 +135,7 @@ class KVCache:
 
 
 class Prefill:
-    """B right-padded prompts [B,S] into the rows from `row` on.
+    """Plans the prefill of B right-padded prompts [B,S] into the rows from `row` on.
 
     Causality alone keeps real positions from seeing the padding behind them.
     """
@@ -145,7 +145,7 @@ class Prefill:
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def _mask(self, width: int, window: int | None) -> torch.Tensor | None:
-        """[width,width] bool of a window; None where causality says all."""
+        """Returns the mask [width,width] bool of a window; None where causality suffices."""
         if window is None or width <= window:
             return None
         if (width, window) not in self._masks:
@@ -180,7 +180,8 @@ class Prefill:
 
 
 class Decode:
-    """One new position for each row first..first+B-1; `lengths` [B] positions are there already."""
+    """Plans one new position for each row first..first+B-1; `lengths` [B] positions are there
+    already."""
 
     def __init__(self, cache: KVCache, first: int, lengths: Sequence[int], *, exact: bool) -> None:
         device = cache.keys.device
@@ -193,9 +194,9 @@ class Decode:
         self._parts: dict[int | None, list[_Part]] = {}
 
     def _parts_of(self, window: int | None) -> list[_Part]:
-        """The batch's parts, made once for all layers of a window."""
+        """Returns the batch's parts, made once for all layers of a window."""
         if window not in self._parts:
-            # what no row's window reaches is not read
+            # keys before every row's window are not read
             first = 0 if window is None else max(0, self._shortest + 1 - window)
             self._parts[window] = [
                 (index, slice(first, width), self._mask(index, first, width, window))
@@ -206,8 +207,8 @@ class Decode:
     def _mask(
         self, index: torch.Tensor | None, first: int, width: int, window: int | None
     ) -> torch.Tensor | None:
-        """[b,1,1,width - first]: 0 where a row has a key in its window, its new one included, -inf
-        elsewhere. None where all rows have all of them.
+        """Returns the mask [b,1,1,width - first]: 0 for keys in a row's window, its new key
+        included, -inf elsewhere. None where all rows have all keys.
         """
         if self.exact or (index is None and self._equal):
             return None
@@ -261,8 +262,8 @@ class Decode:
 def _attend_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of q [B,K,G,D] over k [B,K,W,D], v [B,K,W,E] under mask [B,1,1,W]. For few queries
-    two batched products beat torch's flash kernel for CPUs, which goes head by head.
+    """Computes the attention of q [B,K,G,D] over k [B,K,W,D], v [B,K,W,E] under mask [B,1,1,W]. For
+    few queries two batched products beat torch's flash kernel for CPUs, which goes head by head.
     """
     shape = (*q.shape[:3], k.shape[2])
     q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
@@ -274,7 +275,8 @@ def _attend_cpu(
 
 
 def _split(lengths: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor | None, int]]:
-    """[(rows of the batch, keys to read)]: one part for all (None), or parts of like lengths."""
+    """Returns [(rows of the batch, keys to read)]: one part for all (None), or parts of similar
+    lengths."""
     width = max(lengths) + 1
     padded, real = width * len(lengths), sum(lengths) + len(lengths)
     if padded <= _WASTE * real or padded < _SPLIT_FROM:
@@ -300,7 +302,7 @@ def _attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature -> the forward's plan."""
+    """Has transformers' attention signature, and calls the forward's plan."""
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
             raise ValueError(f"the embedded server does not support attention with {name}")

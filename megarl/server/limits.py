@@ -1,5 +1,5 @@
-"""Limits what one request may ask for. Every bound is far above what a trainer needs; each keeps a
-single request from holding up the event loop, the scheduler or the machine's memory.
+"""Limits one request. Every bound is far above what a trainer needs; each keeps a single request
+from holding up the event loop, the scheduler or the machine's memory.
 """
 
 from __future__ import annotations

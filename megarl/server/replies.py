@@ -52,7 +52,7 @@ async def _body(request: Request) -> bytearray:
 
 def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
     """Makes a handler that calls `check` first. It answers refusals with their status and body, and
-    every other error with 500, so that one request's failure is no other's.
+    every other error with 500, so that a failure ends only its own request.
     """
 
     @functools.wraps(handler)
@@ -63,7 +63,7 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
         except ServerError as e:
             return answer(e.body(), e.status)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         except Exception as e:
             logger.exception("%s failed", request.url.path)
             return answer(unexpected(e).body(), 500)

@@ -23,7 +23,7 @@ from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
 _HEAD_CHUNK = 512  # prompt positions whose logits exist at once
-_LONGEST_PROMPT_RATIO = 2  # prompts in one prefill batch differ at most so much in length
+_LONGEST_PROMPT_RATIO = 2  # the most that prompts in one prefill batch differ in length
 
 
 class ModelRunner:
@@ -154,7 +154,7 @@ class ModelRunner:
         groups: dict[tuple[int, ...], list[ServedSequence]],
         row: int,
     ) -> tuple[list[ServedSequence], list[int]]:
-        """Gives the other sequences of each group copies of its first one's row.
+        """Copies the row of each group's first sequence to the rows of its other sequences.
 
         Returns all sequences in the order of their rows and the prompt each has.
         """

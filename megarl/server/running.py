@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class RunningSequences:
     """Owns rows 0..n-1 of the KV cache, one for each of `sequences`, in their order.
 
-    `deliveries` collects what their calls are to be told. Only the scheduler's thread comes here.
+    `deliveries` collects the news for their calls. Only the scheduler's thread comes here.
     """
 
     def __init__(self, runner: ModelRunner, text: TextTools) -> None:
@@ -30,7 +30,7 @@ class RunningSequences:
         self._batch: SamplingBatch | None = None  # of `sequences`, while they are the same
 
     def prefill(self, new: list[ServedSequence]) -> None:
-        """Adds `new`, each with its first token. Where that raises, they have left again."""
+        """Adds `new`, each with its first token. Where that raises, none of them is added."""
         first = len(self.sequences)
         try:
             self.sequences, self._batch = [*self.sequences, *new], None
@@ -48,7 +48,9 @@ class RunningSequences:
     def decode(self) -> None:
         """Writes one more token to every sequence."""
         self.runner.make_room(self.sequences, used=len(self.sequences))
-        if self.runner.deterministic:  # row by row: no bit may depend on the company
+        if (
+            self.runner.deterministic
+        ):  # row by row: no bit may depend on the other sequences of the batch
             for row, s in enumerate(self.sequences):
                 self._append([s], self.runner.decode([s], row), self._sampling([s]))
         else:

@@ -8,9 +8,8 @@ model, so a control call sees no forward half done.
 runs when everything before it is done; what came after it waits behind it. While generation is
 paused sequences stay where they are and exclusive jobs run at once.
 
-A failure ends what it belongs to: a job its call, a prompt's prefill that prompt, a decode step the
-sequences that were in it, for nobody can say which of them is at fault. The thread goes on while
-the model can still compute.
+A failed job ends its call, a failed prefill its prompt, and a failed decode step all sequences in
+it, for nobody can say which of them is at fault. The thread goes on while the model can compute.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megarl.server.text import TextTools
 
 logger = logging.getLogger(__name__)
 PAUSE_MODES = ("abort", "retract", "in_place")
-# an idle server starts once no request came for _BURST_GAP seconds, at the latest after _BURST
+# an idle server starts when no request has come for _BURST_GAP seconds, after _BURST at the latest
 _BURST_GAP, _BURST = 0.001, 0.02
 
 
@@ -48,7 +47,7 @@ class Exclusive:
     future: Future[Any] = field(default_factory=Future)
 
     def finish(self) -> None:
-        """Runs it, unless its caller is gone; whatever goes wrong is its caller's error alone."""
+        """Runs the job, unless its caller is gone; an error goes to the caller alone."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -61,7 +60,7 @@ class Exclusive:
             self.future.set_result(result)
 
     def refuse(self, message: str, *, status: int) -> None:
-        """Answers its caller, who may be gone, with an error."""
+        """Answers the caller, who may be gone, with an error."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(ServerError(message, status=status))
 
@@ -69,8 +68,8 @@ class Exclusive:
 class Scheduler:
     """Runs the generation loop in a thread of its own.
 
-    `notify`, `on_death` and `unfit` are called in that thread. `unfit` says why nothing may be
-    generated with the weights; it returns "" where they are whole.
+    `notify`, `on_death` and `unfit` are called in that thread. `unfit` returns why nothing may be
+    generated with the weights, or "" where they are whole.
     """
 
     def __init__(
@@ -291,7 +290,8 @@ class Scheduler:
         return admitted
 
     def _prefill(self, admitted: list[ServedSequence]) -> None:
-        """Prefills them together; where that fails one by one, so that only those at fault fail."""
+        """Prefills sequences together, or, if that fails, one by one, so that only those at fault
+        fail."""
         try:
             self._rows.prefill(admitted)
         except Exception as e:
@@ -307,7 +307,7 @@ class Scheduler:
                 self._prefill([s])
 
     def _recover(self, e: Exception) -> None:
-        """Ends what was running. Raises where the model can compute nothing any more."""
+        """Ends the running sequences. Raises where the model can compute nothing any more."""
         self._rows.fail(self._rows.clear(), f"the generation step failed: {described(e)}")
         self.runner.cache.clear()
         self.runner.probe()

@@ -31,7 +31,7 @@ class GenerateCall:
         self.updates: asyncio.Queue[Delivery] = asyncio.Queue()
 
     def deliver(self, seq: ServedSequence, length: int, finished: bool) -> None:
-        """Takes in, in the event loop, that `seq` has `length` output tokens."""
+        """Notes that `seq` has `length` output tokens. Called in the event loop."""
         if self.stream:
             self.updates.put_nowait((seq, length, finished))
         self.pending -= finished
@@ -41,8 +41,8 @@ class GenerateCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Chooses what an answer tells about logprobs: whether it has any, those of prompt tokens from
-    `start` on (none if negative), and the `top` likeliest tokens at each position."""
+    """Says which logprobs an answer has: any at all, those of prompt tokens from `start` on (none
+    if negative), and those of the `top` likeliest tokens at each position."""
 
     logprobs: bool = False
     start: int = -1
@@ -83,7 +83,7 @@ class ServedSequence:
 
     @property
     def length(self) -> int:
-        """Returns how many tokens it has, prompt included."""
+        """Returns the number of its tokens, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
@@ -113,6 +113,6 @@ class ServedSequence:
         self.spans.append((version, len(self.output)))
 
     def finish(self, reason: dict[str, Any] | None, *, error: str | None = None) -> None:
-        """Ends it, with SGLang's finish reason or with what went wrong."""
+        """Ends the sequence, with SGLang's finish reason or with the error."""
         self.finish_reason, self.error = reason, error
         self.finished_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the body of a weight update says about the tensors that follow it."""
+"""Reads from the body of a weight update which tensors follow it, and receives them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Weight updates: sessions, process groups, and what arrives through them.
+"""Receives weight updates: sessions, process groups, and the tensors that arrive through them.
 
 Everything here runs in the scheduler's thread except joining a group, which waits for its other
 members and must not stop generation meanwhile.
 
-A broadcast that is refused is received all the same wherever that is possible: a tensor left in the
-pipe would be taken for the next one. One that is accepted is received straight into the parameters
-where their layout allows it: that saves a copy, and fresh memory, which a host takes longer to
-provide than to fill. If its sender is lost half way, those parameters are torn, and the server
-generates nothing until a load of them, or of everything, has made them whole again.
+A refused broadcast is received all the same where possible: a tensor left in the pipe would be
+taken for the next one. An accepted broadcast is received straight into the parameters where their
+layout allows it, which saves a copy and fresh memory (a host takes longer to provide that than to
+fill it). If its sender is lost half way, those parameters are torn, and the server generates
+nothing until they are loaded again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEFAULT_GROUP = "weight_update_group"
 class WeightUpdates:
     """Receives weights and loads them.
 
-    `weights_id` is the sender's id of the update whose weights these are; it is None where they
-    came another way, or are torn. `_base` is its value when the session began.
+    `weights_id` is the sender's id of the update whose weights these are; None where they came
+    another way, or are torn. `_base` is its value when the session began.
     """
 
     def __init__(self, store: WeightStore, device: torch.device, *, timeout: float) -> None:
@@ -155,7 +155,7 @@ class WeightUpdates:
         changes = Changes.parse(body.get("delta"), tensors) if load_format == "delta" else None
         refusal = self._refusal(tensors, changes, check)
         if refusal is None:
-            self.weights_id = None  # of no version until the last bucket is in
+            self.weights_id = None  # the weights have no version until the last bucket is in
         with self._failures(tensors, group):
             if changes is not None:
                 self._patch(tensors, changes, group, accepted=refusal is None)
@@ -188,7 +188,7 @@ class WeightUpdates:
             self.store.check({name: (tuple(t.shape), t.dtype) for name, t in tensors})
         except ControlError:
             raise
-        except Exception as e:  # what a text that is no such pickle may come to, nobody can list
+        except Exception as e:  # a text that is no such pickle may raise anything
             raise ControlError(f"serialized_named_tensors: {e}") from e
         self.weights_id = None
         with self.store.writing([name for name, _ in tensors]):
@@ -289,8 +289,7 @@ class WeightUpdates:
 
     @contextlib.contextmanager
     def _failures(self, tensors: TensorList, group: dist.ProcessGroup) -> Iterator[None]:
-        """Turns the loss of a sender into a ControlError: that is the trainer's trouble, and no end
-        of this server."""
+        """Turns the loss of a sender into a ControlError, so that the server goes on."""
         self._receiving = group
         try:
             yield

@@ -69,8 +69,8 @@ class WeightStore:
 
     @contextmanager
     def writing(self, names: Collection[str]) -> Iterator[None]:
-        """Marks the tensors of `names` as torn while the block writes them. They stay torn where it
-        fails, and are whole, whatever they were before, where it does not."""
+        """Marks the tensors of `names` as torn while the block writes them. They stay torn if the
+        block fails, else they are whole, even if they were torn before."""
         own = {self.tied.get(name, name) for name in names}
         self.torn |= own
         yield
@@ -189,7 +189,7 @@ def _hf_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF checkpoint name, tensor of the model or a view of it).
 
     transformers holds the experts of a layer fused, [E,2I,H] and [E,H,I]; checkpoints hold each
-    alone, and those of Mixtral under names of its own.
+    expert alone, Mixtral's under names of their own.
     """
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")

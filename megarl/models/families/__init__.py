@@ -4,7 +4,7 @@ To add a family put a file here (or call `register` from a package of your own) 
 FAMILIES: a Family whose fields say what differs from Llama, or a subclass of it. Loading, saving,
 streaming, coverage checks, random weights, costs and the planner follow. See docs/add-a-model.md.
 
-Nothing here imports torch or megatron, but inside of functions that megatron-core's side calls.
+Only functions that the megatron-core side calls import torch or megatron.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def family_of(m: ModelConfig) -> Family:
 
 def find_family(raw: Mapping[str, Any], source: str) -> Family:
     """Returns the family of a config.json by its architectures, or without them by its model_type.
-    Raises ValueError, listing those there are, if there is none. `source` names the file."""
+    Raises ValueError, listing the known ones, if there is none. `source` names the file."""
     names, kind = raw.get("architectures") or [], raw.get("model_type")
     if not isinstance(names, list):
         raise ValueError(f"{source}: architectures={names!r}; expected a list of names")

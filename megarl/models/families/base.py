@@ -30,9 +30,11 @@ from megarl.models.shapes import Attention, ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A decoder whose layers are an attention and an MLP. Subclasses override what is their own.
+    """Describes a decoder whose layers are an attention and an MLP. Subclasses override what
+    differs.
 
-    `model_type`: config.json's, where another family has the same architecture and none.
+    `model_type`: config.json's, needed where another family has the same architecture and no
+    model_type.
     `mlp`, `norms`: parameters of a dense layer's MLP and of a layer's norms. `moe`: its
     mixture-of-experts block.
     `qkv_bias`, `qk_norm`: see GroupedQuery. `slides`: which layers HF's implementation gives a
@@ -41,8 +43,8 @@ class Family:
     it has, each with its reader.
     `config_class`: the name of megatron-core's class of TransformerConfig.
     `defaults`: what HF's config class takes for a key that config.json leaves out; those of all
-    families are megarl.models.hf_config.DEFAULTS. Sizes without which no weight has a shape are
-    not among them: a config.json that lacks one is refused.
+    families are megarl.models.hf_config.DEFAULTS. They leave out the sizes that weights' shapes
+    need: a config.json that lacks one is refused.
     `ignored_fields`: config fields that HF's own implementation of the family does not read, or
     that this family reads itself.
     """
@@ -110,8 +112,8 @@ class Family:
             add_qkv_bias=a.qkv_bias, qk_layernorm=a.qk_norm, rotary_interleaved=a.interleaved
         )
         if a.interleaved or a.rotary_dim < a.head_dim:
-            # for packed sequences megatron-core does not tell the kernel to turn pairs of
-            # neighbours, and the one for CPUs turns whole heads
+            # for packed sequences megatron-core does not tell the kernel to rotate pairs of
+            # neighbours, and the CPU kernel rotates whole heads
             fields["apply_rope_fusion"] = False
         if a.window is not None:
             # megatron-core and Transformer Engine count the tokens before the token itself
@@ -138,8 +140,8 @@ def _grouped(m: ModelConfig) -> GroupedQuery:
 
 
 def _rotary_dim(raw: Mapping[str, Any], head_dim: int, source: str) -> int:
-    """Returns how many numbers of a head are rotated. A factor among the rotary settings counts for
-    more than one beside them, as in Hugging Face's configs."""
+    """Returns how many numbers of a head are rotated. A factor among the rotary settings overrides
+    one beside them, as in Hugging Face's configs."""
     settings = rope_settings(raw, source)
     factor = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     dim = int(head_dim * factor) if isinstance(factor, int | float) else 0

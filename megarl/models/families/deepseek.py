@@ -56,8 +56,8 @@ class Latent(Attention):
         return down + queries + self.kv_rank * self.kv_up + hidden * self.heads * self.v_head_dim
 
     def sizes_to_cut(self) -> dict[str, int]:
-        """Returns the sizes of the latents: megatron-core cuts the projections to them, if only to
-        put them together again."""
+        """Returns the sizes of the latents: megatron-core cuts the projections to the latents, and
+        puts the results together again."""
         return {
             "q_lora_rank": self.q_rank or 0,
             "kv_lora_rank + qk_rope_head_dim": self.kv_down,

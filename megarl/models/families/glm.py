@@ -45,8 +45,8 @@ class Glm4Moe(Glm):
     """GLM-4.5, which turns pairs of halves, and may normalise queries and keys."""
 
     def read_attention(self, raw: Mapping[str, Any], source: str) -> Attention:
-        """Reads attention as GLM-4 does, with halves for neighbours and the norms that
-        `use_qk_norm` asks for."""
+        """Reads attention as GLM-4 does, but rotates halves, and has norms where `use_qk_norm` says
+        so."""
         found = super().read_attention(raw, source)
         assert isinstance(found, GroupedQuery)
         return replace(found, qk_norm=bool(raw.get("use_qk_norm")), interleaved=False)

@@ -10,8 +10,8 @@ from typing import Any
 from megarl.models.families.fields import count, positive
 from megarl.models.shapes import Attention
 
-# Rules for which layers slide, by what transformers' config classes and models read. With BEHIND
-# and EVEN `layer_types` says it, where it is given; with the others it may only agree.
+# Rules for which layers slide, as transformers' config classes and models have them. With BEHIND
+# and EVEN a given `layer_types` decides; with the other rules it must agree.
 BEHIND, EVEN = "from max_window_layers", "even layers below max_window_layers"
 EVERY, UNASKED = "every layer", "every layer, unasked"
 

@@ -63,7 +63,8 @@ FINAL_NORM = Param(
     "decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden), "last"
 )
 OUTPUT = Param("output_layer.weight", ("lm_head.weight",), VocabParallel(), "last")
-# in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence ones do not
+# in place of OUTPUT in a value model; HF's token classifiers have the bias, sequence classifiers do
+# not
 VALUE_HEAD = Param("output_layer.weight", ("score.weight",), Replicated(one, hidden), "last")
 VALUE_HEAD_BIAS = Param("output_layer.bias", ("score.bias",), Replicated(one), "last")
 

@@ -15,10 +15,10 @@ def rope_settings(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Returns the one set of rotary settings that counts, completed from the keys beside it.
 
     Two keys may hold one: `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
-    As in transformers, `rope_scaling` takes the place of the other as a whole, and with it of its
-    `rope_theta`. A `rope_theta` beside them fills a gap; an `original_max_position_embeddings`
-    beside them counts for more than one within. Raises ValueError for settings that are no object,
-    or that differ by layer type.
+    As in transformers, `rope_scaling` replaces `rope_parameters` as a whole, its `rope_theta`
+    included. A `rope_theta` beside them fills a gap; an `original_max_position_embeddings` beside
+    them overrides one within. Raises ValueError for settings that are no object, or that differ by
+    layer type.
     """
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
