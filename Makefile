@@ -1,5 +1,5 @@
 # `make help` lists the targets. CPU and CI live in .venv with pinned versions; GPU targets use the
-# python they are given (PYTHON=...), with its own torch.
+# python given by PYTHON=..., with its own torch.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # the real SGLang server lives in a venv of its own: it pins other versions than the trainer
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
-# Transformer Engine's Python, two versions of it, for tests that compute nothing
+# two versions of Transformer Engine's Python code, for tests that compute nothing
 TE_HOME ?= .venv-te
 TE_STAMPS := $(TE_HOME)/oldest/.installed $(TE_HOME)/newest/.installed
 CPU := MEGARL_DEVICE=cpu
@@ -91,7 +91,8 @@ dist: install  ## tests over several gloo processes
 e2e: install  ## recipes with real servers and launchers
 	$(PYTEST) tests/e2e
 
-# The tiers of CI. A test is in the first whose budget it fits; a slow one is marked, never thinned.
+# The tiers of CI. A test is in the first tier whose budget it fits; a slow test is marked, not
+# thinned.
 
 test: install  ## 12 minutes: lint, docs, units, layouts over processes, recipes
 	TIER="make test: 12" $(MAKE) --jobs=2 --output-sync lint docs unit

@@ -39,7 +39,7 @@ print(time.monotonic() - start, status["VmHWM"].split()[0])
 
 
 def make_model(path: Path, mib: int) -> None:
-    """A random Qwen3 of about `mib` MiB in bf16."""
+    """Saves a random Qwen3 of about `mib` MiB in bf16."""
     hidden = 128
     while VOCAB * hidden * 2 + LAYERS * 15 * hidden * hidden < mib * 2**19:
         hidden += 128
@@ -63,7 +63,7 @@ def forget(directory: Path) -> None:
 
 
 def copy(source: Path, out: Path) -> float:
-    """Seconds to read, write and fsync every file of a directory."""
+    """Returns the seconds it takes to read, write and fsync every file of a directory."""
     start = time.monotonic()
     out.mkdir()
     for file in (f for f in source.rglob("*") if f.is_file()):
@@ -76,7 +76,7 @@ def copy(source: Path, out: Path) -> float:
 
 
 def convert(way: str, source: Path, out: Path, workers: int, memory: int) -> tuple[float, float]:
-    """(seconds, peak RSS in MiB), libraries' loading aside."""
+    """Returns (seconds without the import of libraries, peak RSS in MiB) of one conversion."""
     args = [sys.executable, "-c", CONVERT, way, str(source), str(out), str(workers), str(memory)]
     env = os.environ | {"MEGARL_DEVICE": "cpu"}
     ran = subprocess.run(args, env=env, capture_output=True, text=True, check=True)

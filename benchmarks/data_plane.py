@@ -1,5 +1,5 @@
-"""The batch of a step on its way to the ranks that work on it, beside one plain gloo send of the
-same bytes, and beside what it replaces: a broadcast of pickled padded tensors to every rank.
+"""Measures how a step's batch reaches the ranks that work on it, beside one plain gloo send of the
+same bytes, and beside a broadcast of pickled padded tensors to every rank ("old").
 
     python benchmarks/data_plane.py [--samples 8192] [--mean 2000] [--longest 32000] [--reps 3]
                                     [--old-samples 1024] [--old-longest 8192]
@@ -41,7 +41,7 @@ Figures = dict[str, float]
 
 
 def draw_lengths(samples: int, mean: int, longest: int) -> list[int]:
-    """Long-tailed: the median is a third of the mean, and some are cut at the longest."""
+    """Draws long-tailed lengths; the median is a third of the mean, and `longest` cuts some."""
     rng = random.Random(0)
     drawn = [rng.lognormvariate(0.0, 1.5) for _ in range(samples)]
     scale = mean * samples / sum(drawn)
@@ -52,7 +52,7 @@ def draw_lengths(samples: int, mean: int, longest: int) -> list[int]:
 
 
 def episodes(lengths: list[int]) -> list[Padded]:
-    """What rollouts leave behind: padded tensors of each prompt's samples."""
+    """Returns episodes as rollouts return them: padded tensors of each prompt's samples."""
     out = []
     for first in range(0, len(lengths), GROUP):
         part = torch.tensor(lengths[first : first + GROUP])
@@ -75,7 +75,7 @@ def token_bytes(batch: Batch) -> int:
 
 
 class Peak:
-    """Resident memory above what it was, in bytes."""
+    """Measures the peak of resident memory above what it was on entry, in bytes."""
 
     def __enter__(self) -> Peak:
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
@@ -92,7 +92,7 @@ class Peak:
 
 
 class Sent:
-    """Bytes this rank gives to others while it is open."""
+    """Counts the bytes this rank sends to others while the context is open."""
 
     def __enter__(self) -> Sent:
         self.bytes, self._isend = 0, dist.isend
@@ -108,7 +108,7 @@ class Sent:
 
 
 def plain_send(count: int) -> float:
-    """Seconds of one send of `count` bytes from rank 0 to rank 1, into fresh memory there."""
+    """Times one send of `count` bytes from rank 0 into fresh memory of rank 1, in seconds."""
     data = torch.ones(count if dist.get_rank() == 0 else 0, dtype=torch.uint8)
     dist.barrier()
     start = time.perf_counter()
@@ -121,7 +121,7 @@ def plain_send(count: int) -> float:
 
 
 def one_round(layout: Layout, lengths: list[int]) -> Figures:
-    """This rank's figures of one placement, from the origin to its home."""
+    """Returns this rank's measurements of one placement, from a row's origin to its home."""
     rank = dist.get_rank()
     batch = Batch.from_local(episodes(lengths) if rank == 0 else None)
     each = token_bytes(batch)
@@ -146,7 +146,7 @@ def one_round(layout: Layout, lengths: list[int]) -> Figures:
 
 
 def old_round(lengths: list[int]) -> Figures:
-    """Every padded tensor, pickled, to every rank."""
+    """Measures the broadcast of every padded tensor, pickled, to every rank."""
     box = [concat_padded(episodes(lengths)) if dist.get_rank() == 0 else None]
     dist.barrier()
     with Peak() as peak:

@@ -1,4 +1,4 @@
-"""How much of a model a GRPO step in bf16 changes, and what a sync then sends.
+"""Measures how much of a model a GRPO step in bf16 changes, and how much a sync then sends.
 
     python benchmarks/delta.py [--model DIR] [--lr 1e-6 1e-5] [--steps 6] [a.b=c ...]
 
@@ -27,7 +27,7 @@ COLUMNS = ("lr", "step", "changed", "MB sent", "of all", "encode s", "sync s")
 
 
 def run(model: Path, root: Path, lr: float, steps: int, overrides: list[str]) -> list[Any]:
-    """The figures of every step; a failed run's log is shown."""
+    """Returns the metrics of every step; shows the log of a failed run."""
     command = [
         sys.executable, "-m", "megarl.launcher.local", "--nproc", "1",
         "--config", str(ROOT / "configs" / "smollm2_grpo.yaml"), f"actor.path={model}",

@@ -1,19 +1,19 @@
-"""How much of a GPU train_batch uses, and what the chunked LM head saves.
+"""Measures how much of a GPU train_batch uses, and what the chunked LM head saves.
 
     python benchmarks/gpu_train.py [--shapes 0.5b 7b] [--tokens 32768] [--longest 4096] [--smoke]
 
 MFU is the model's arithmetic (megarl.models.flops.train_flops: matrix products, causal attention by
-half, nothing for recomputation or padding) over the time of a step, and that over the rate of the
-largest matrix product measured on the same device just before. bfloat16, one process, random
-weights, sequences of lognormal lengths, the policy gradient of GRPO's first update.
+half, nothing for recomputation or padding) per second of a step, divided by the rate of the fastest
+matrix product measured on the same device just before. The benchmark runs in bfloat16, in one
+process, on random weights and lognormal lengths, with the policy gradient of GRPO's first update.
 
-A shape's weights, gradients and AdamW state take 18 bytes a parameter. Where that, with what a
-micro-batch keeps for backward and all of its logits, does not fit (7B on one GPU), layers are left
-out until it does; those that stay, and the embedding, have the shape's sizes. `--recompute full`
-fits more of them. Memory is the allocator's peak; the head's rows are the same step with logits of
---chunk tokens at a time, and with those of a whole micro-batch kept for backward.
+A shape's weights, gradients and AdamW state take 18 bytes a parameter. Where these, a micro-batch's
+activations and all of its logits do not fit (7B on one GPU), layers are left out until they do; the
+remaining layers and the embedding have the shape's sizes. `--recompute full` fits more layers.
+Memory is the allocator's peak; the head's rows are the same step with logits of --chunk tokens at a
+time, and with the logits of a whole micro-batch kept for backward.
 
-`--smoke` runs the same code with a tiny shape on the CPU; its figures mean nothing.
+`--smoke` runs the same code with a tiny shape on the CPU; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of a step: `tokens` in sequences of up to `longest`, micro-batches of `budget`."""
+    """A step's work: `tokens` in sequences of up to `longest`, micro-batches of `budget` tokens."""
 
     tokens: int
     longest: int
@@ -96,8 +96,8 @@ def write_config(
 
 
 def activation_bytes(config: dict[str, Any], tokens: int, recompute: str) -> tuple[float, float]:
-    """Bytes of bf16 activations of `tokens`: of one layer at work beside those that wait, and of
-    each that waits for its backward.
+    """Returns the bytes of bf16 activations of `tokens`: of the layer at work, and of each layer
+    that waits for its backward.
 
     A layer keeps the inputs of its norms and linear maps, q and k before and after rope, v, the
     attention's output, and of the MLP both halves and their product.
@@ -109,12 +109,12 @@ def activation_bytes(config: dict[str, Any], tokens: int, recompute: str) -> tup
 
 
 def logit_bytes(config: dict[str, Any], tokens: int) -> float:
-    """Bytes of the fp32 logits of `tokens`, and of as many exponentials: the row "logits kept"."""
+    """Returns the bytes of fp32 logits of `tokens` and of their exponentials ("logits kept")."""
     return 2 * 4.0 * tokens * config["vocab_size"]
 
 
 def batch(work: Work, vocab: int, seed: int) -> Batch:
-    """Lognormal lengths, of which the mean is a third of the longest."""
+    """Returns sequences of lognormal lengths, whose mean is a third of the longest."""
     g = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while sum(lengths) < work.tokens:
@@ -140,7 +140,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 def matmul_ceiling(sizes: tuple[int, ...]) -> float:
-    """FLOP/s of the fastest square bf16 product of `sizes`."""
+    """Measures the FLOP/s of the fastest square bf16 product of `sizes`."""
     best = 0.0
     for n in sizes:
         a, b = (torch.randn(n, n, device=mcore.device(), dtype=torch.bfloat16) for _ in range(2))
@@ -162,14 +162,14 @@ def reset_peak() -> None:
 
 
 def peak_gib() -> float:
-    """Of the GPU's allocator since `reset_peak`; on the CPU of the process since it began."""
+    """Returns the allocator's peak since `reset_peak`; on the CPU, the process's peak so far."""
     if mcore.on_cuda():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def measure(path: Path, work: Work, *, chunked: bool, recompute: str) -> dict[str, float]:
-    """Seconds, tokens and FLOPs of a step (median over ROUNDS), and the peak memory."""
+    """Measures a step: seconds (median over ROUNDS), tokens, FLOPs and peak memory."""
     head: dict[str, Any] = dict(lm_head_chunk_tokens=work.chunk, lm_head_keep_mb=0)
     if not chunked:
         head = dict(lm_head_chunk_tokens=2 * work.budget, lm_head_keep_mb=1 << 20)

@@ -1,4 +1,4 @@
-"""The task both sides of grpo_vs_trl.py train on: model, prompts, reward, hyperparameters."""
+"""Defines the task of both sides of grpo_vs_trl.py: model, prompts, reward, hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EOS_PROBABILITY = {"equal": 0.0, "ragged": 1 / 20}
 
 
 def make_model(path: Path, *, lengths: str, seed: int = 1) -> int:
-    """A random Qwen3 of 4.9M parameters over bytes, digit by digit; returns their number.
+    """Saves a random Qwen3 of 4.9M parameters over bytes; returns the number of parameters.
 
-    Its answers are noise. How long they get is set by the probability of EOS after any token: the
-    embedding's first dimension is constant, and only that dimension speaks in the row of EOS.
+    Its answers are noise. The probability of EOS after any token sets their length: the embedding's
+    first dimension is constant, and the head's row of EOS reads only that dimension.
     """
     import torch
     from tiny_model import make_tokenizer
@@ -50,12 +50,12 @@ def make_model(path: Path, *, lengths: str, seed: int = 1) -> int:
 
 
 def score(completion: str) -> float:
-    """The share of digits."""
+    """Returns the share of characters that are digits."""
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
 
 
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any
 ) -> float:
-    """`score`, as megarl calls it."""
+    """Wraps `score` in the signature of a megarl reward."""
     return score(completion)

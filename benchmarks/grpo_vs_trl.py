@@ -1,10 +1,10 @@
-"""A whole GRPO step beside TRL's GRPOTrainer: same model, prompts, rewards, optimizer, cores.
+"""Compares a GRPO step with TRL's GRPOTrainer: same model, prompts, rewards, optimizer, cores.
 
     python benchmarks/grpo_vs_trl.py [--rounds 2] [--steps 10] [--lengths equal ragged]
                                      [--only SUBSTRING ...] [--root runs/grpo_vs_trl]
 
-64 samples (8 prompts x 8) of up to 64 tokens a step, float32, CPU. Every contender gets all cores:
-as threads of one process, or as processes of one thread. Contenders take turns, `--rounds` times;
+A step has 64 samples (8 prompts x 8) of up to 64 tokens, float32, on the CPU. Every contender gets
+all cores: one process of many threads, or many processes of one. They take turns `--rounds` times;
 seconds are medians over all steps after the warm-up. Prints Markdown tables: seconds per step and
 the ratio to TRL's fastest, tokens per step (the same work on both sides), and where our step's time
 goes. Needs trl (`pip install trl==1.16.0`).
@@ -49,13 +49,13 @@ RUN_TIMEOUT = 900.0
 TRL_VERSION = "1.16.0"
 Row = dict[str, Any]
 
-# what TRL does: no pass for the old logprobs, those of the update itself stand in
+# TRL makes no pass for the old logprobs: it uses the update's own
 SAME_WORK = "actor.recompute_logprob=false"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`overrides` None is TRL. One process with all threads, or (`split`) several of one."""
+    """One side; `overrides` None is TRL. `split`: processes of one thread, else one process."""
 
     name: str
     overrides: tuple[str, ...] | None
@@ -73,8 +73,8 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """In an asynchronous run trainers and servers compute at the same time and divide the cores:
-    one thread for each process, half of the processes servers.
+    """Returns all contenders. In an asynchronous run trainers and servers compute at the same time:
+    every process has one thread, and half of the processes are servers.
     """
     server = f"server.threads={CORES}"
     asynchronous = ("rollout.max_head_offpolicyness=1", "actor.use_decoupled_loss=true")
@@ -137,7 +137,7 @@ def run_megarl(contender: Contender, model: Path, root: Path, steps: int) -> lis
 
 
 def execute(command: list[str], log: Path, **env: str) -> None:
-    """Runs python in a process group of its own, which ends with it; a failure shows the log."""
+    """Runs python in its own process group and ends the group with it; shows the log on failure."""
     path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"MEGARL_DEVICE": "cpu", "PYTHONPATH": path} | env
     env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -164,7 +164,7 @@ def read(path: Path) -> list[Row]:
 
 
 def steady(rows: list[Row], warmup: int) -> list[Row]:
-    """The rows after the warm-up, each with the seconds since the one before it."""
+    """Returns the rows after the warm-up, each with the seconds since the row before it."""
     pairs = zip(rows[warmup - 1 :], rows[warmup:], strict=False)
     return [row | {"seconds": row["time"] - before["time"]} for before, row in pairs]
 
@@ -193,7 +193,7 @@ def summary(done: list[Contender]) -> None:
 
 
 def breakdown(c: Contender) -> None:
-    """Means, since medians do not add up. What no phase claims is logging and the like."""
+    """Prints mean times by phase (medians do not add up); "everything else" is in no phase."""
     whole = mean(c.rows, "seconds")
     phases = [k for k in c.rows[-1] if k.startswith("timing/") and k != "timing/step_s"]
     parts = {k.removeprefix("timing/").removesuffix("_s"): mean(c.rows, k) for k in phases}
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one")
     parser.add_argument("--root", type=Path, default=Path("runs/grpo_vs_trl"))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends child processes, too
     if version("trl") != TRL_VERSION:
         print(f"note: trl {version('trl')}; written for {TRL_VERSION}")
     print(f"{CORES} cores, trl {version('trl')}, transformers {version('transformers')}, "

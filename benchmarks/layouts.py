@@ -1,4 +1,4 @@
-"""Trained tokens/s and memory of every parallel layout, beside transformers + torch AdamW.
+"""Measures trained tokens/s and memory of every parallel layout, beside transformers + torch AdamW.
 
     python benchmarks/layouts.py [--quick] [--models dense moe] [--only tp2 pp2] [--rounds 5]
 
@@ -44,7 +44,7 @@ from train_batch import (
 )
 
 SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
-# name -> (processes, parallel); the rest of the processes is data parallelism under ZeRO-1
+# name -> (processes, parallel); the remaining degree is data parallelism under ZeRO-1
 Layouts = dict[str, tuple[int, dict[str, Any]]]
 DENSE: Layouts = {
     "1": (1, {}),
@@ -96,8 +96,8 @@ SIZES |= dict(
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: seconds, of CPU time too, and peak memory in MiB of the largest process and of
-    all."""
+    """One step's measurements: seconds of wall clock and of CPU, and peak memory in MiB of the
+    largest process and of all together."""
 
     wall: float
     cpu: float
@@ -171,7 +171,7 @@ def ranks(case: Case, processes: int, parallel: dict[str, Any]) -> Iterator[Rank
 def compare(
     case: Case, hf: Connection, layout: tuple[int, dict[str, Any]], rounds: int
 ) -> tuple[list[Figures], list[Figures], float]:
-    """(the layout's figures of each round after the first, HF's, trained tokens of a round)."""
+    """Returns (Figures of the layout and of HF for each round but the first, tokens per round)."""
     ours, theirs, tokens = [], [], 0.0
     with ranks(case, *layout) as side:
         for number in range(rounds + 1):

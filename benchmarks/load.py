@@ -1,4 +1,4 @@
-"""The engine's load of a model directory beside transformers' from_pretrained.
+"""Times the engine's load of a model directory beside transformers' from_pretrained.
 
     python benchmarks/load.py [MODEL_DIR ...] [--dtype float32] [--gib 3] [--reps 5] [--dir DIR]
 
@@ -57,7 +57,7 @@ print("figures", seconds, int(status["VmHWM"].split()[0]) / 1024)
 
 
 def run(code: str, path: Path, dtype: str) -> tuple[float, float]:
-    """(seconds, peak RSS in MiB)."""
+    """Loads once in a new process; returns (seconds, peak RSS in MiB)."""
     env = os.environ | {"MEGARL_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", TOUCH + code + FIGURES, str(path), dtype],

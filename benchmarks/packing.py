@@ -1,9 +1,9 @@
-"""How full and how balanced micro-batches are, for lengths as they come: useful tokens by computed
-tokens, and the heaviest data-parallel rank by the mean, in work (matrices and causal attention).
+"""Measures how full and how balanced micro-batches are: useful tokens / computed tokens, and the
+work of the heaviest data-parallel rank / the mean (matrices and causal attention).
 
     python benchmarks/packing.py
 
-Balanced by length stands beside it: what the same plan costs if only tokens are counted.
+"Balanced by length" is the same plan where only tokens are counted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LAYOUTS = {
 
 
 def gsm8k_like(rng: random.Random) -> int:
-    """A question of about 100 tokens and a worked answer of about 150."""
+    """Draws lengths of a question of about 100 tokens and a worked answer of about 150."""
     return round(rng.lognormvariate(4.6, 0.35)) + round(rng.lognormvariate(5.0, 0.45))
 
 
 def long_tail(rng: random.Random) -> int:
-    """Reasoning: a median of 1500 tokens, a tail that ends at a limit of 32k."""
+    """Draws lengths of reasoning: a median of 1500 tokens, a tail cut at 32k."""
     return 100 + min(32_000, round(rng.lognormvariate(7.3, 1.1)))
 
 
@@ -65,13 +65,13 @@ def make_plan(lengths: Sequence[int], layout: Layout, budget: int, by: Cost) -> 
 
 
 def efficiency(lengths: Sequence[int], layout: Layout, plan: Plan) -> float:
-    """Useful tokens by computed tokens, dummies of empty micro-batches included."""
+    """Returns useful tokens / computed tokens; dummies of empty micro-batches count as computed."""
     rows = [slot_lengths([lengths[i] for i in mb], alignment(layout)) for mbs in plan for mb in mbs]
     return sum(lengths) / sum(map(sum, rows))
 
 
 def imbalance(lengths: Sequence[int], plan: Plan, work: Cost) -> float:
-    """The heaviest rank by the mean: what the others wait for at the end of a step."""
+    """Returns the heaviest rank's work / the mean: the others wait for it at the end of a step."""
     loads = [sum(work(lengths[i]) for mb in mbs for i in mb) for mbs in plan]
     return max(loads) * len(loads) / sum(loads)
 

@@ -1,4 +1,4 @@
-"""The quickstart over several seeds, beside a control that spends GRPO's wall time on more SFT.
+"""Runs the quickstart over several seeds, beside controls that spend GRPO's wall time on more SFT.
 
     python benchmarks/quickstart_study.py [--seeds 1 2 3] [--root runs/study]
 
@@ -24,7 +24,7 @@ HELD_OUT = 512
 
 
 def control(root: Path, seed: int, name: str, seconds: float, careless: float) -> float:
-    """Accuracy after `seconds` more of SFT from where GRPO started."""
+    """Returns the accuracy after `seconds` more of SFT from where GRPO started."""
     launch(
         "quickstart_sft.yaml",
         f"model.path={root / 'sft' / 'final'}",

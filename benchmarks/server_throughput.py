@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded server beside HF's batched `model.generate`, on CPU.
+"""Measures tokens/s of the embedded server beside HF's batched `model.generate`, on CPU.
 
     python benchmarks/server_throughput.py [--big] [--reps 5] [--threads N]
 
@@ -128,7 +128,7 @@ def tokens_per_second(side: Server | Generate, requests: list[Request], repeats:
 
 
 def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: int) -> list[str]:
-    """Cells: server tok/s, generate tok/s, their ratio, that of deterministic to server."""
+    """Returns cells: tok/s of server and generate, server / generate, deterministic / server."""
     for name, side in sides.items():
         if name != "deterministic":
             side.seconds(requests)  # warm-up
@@ -138,7 +138,7 @@ def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: 
         for name, side in sides.items():
             if name != "deterministic":
                 rates[name].append(tokens_per_second(side, requests, repeats))
-            elif rep == 0:  # many times slower, by far more than turns differ
+            elif rep == 0:  # once: it is many times slower, which no noise hides
                 rates[name].append(tokens_per_second(side, requests, 1))
     middle = {name: statistics.median(r) for name, r in rates.items()}
 
@@ -153,7 +153,7 @@ def measure(sides: dict[str, Server | Generate], requests: list[Request], reps: 
 
 @contextlib.contextmanager
 def servers(path: Path, threads: int) -> Iterator[dict[str, Server]]:
-    """A normal and a deterministic one."""
+    """Yields a normal server and a deterministic one."""
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         running = {}
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers, too
     torch.set_num_threads(args.threads)
     os.environ |= {"MEGARL_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     head = ["parameters", "requests", "lengths", "server tok/s", "generate tok/s", "ratio",

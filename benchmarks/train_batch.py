@@ -1,14 +1,14 @@
-"""Trained tokens/s of MegatronEngine.train_batch, beside Hugging Face transformers + torch AdamW.
+"""Measures trained tokens/s of MegatronEngine.train_batch beside transformers + torch AdamW.
 
     python benchmarks/train_batch.py [--quick] [--sizes 5m 20m 135m] [--threads 2] [--rounds 5]
 
-Both train the same random model on the same batches, in fp32 on the CPU, with the same loss (the
-policy gradient of GRPO's first update), token budget per micro-batch, clipping and AdamW, each in a
-process of its own. They take turns, step by step, so that their ratio means something where their
-rates do not; every round compares their losses and gradient norms, so that it is the same work.
+Both sides train the same random model on the same batches, in fp32 on the CPU, with the same loss
+(the policy gradient of GRPO's first update), token budget per micro-batch, clipping and AdamW, each
+side in its own process. They take turns, step by step, so that the ratio holds where other load
+changes the rates; every round compares losses and gradient norms, so that the work is the same.
 
 The HF loop pads to the longest sequence of each micro-batch. "sorted" takes the sequences by
-length, which is the best such a loop can do; "unsorted" takes them as they come.
+length, the best order for such a loop; "unsorted" takes them in the order of the batch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Case:
     quick: bool
 
     def batch(self, step: int) -> Batch:
-        """Sequences of max/2 tokens each, or of lognormal lengths between 16 and max."""
+        """Returns sequences of max/2 tokens each, or of lognormal lengths between 16 and max."""
         size = SIZES[self.size]
         rows = size.sequences // 4 if self.quick else size.sequences
         g = torch.Generator().manual_seed(step)
@@ -117,7 +117,7 @@ def loss_weight(batch: Batch) -> float:
 
 
 def policy_gradient(outputs: Batch, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """-sum advantage * log p: what GRPO's loss differentiates to while the ratio is one."""
+    """Returns -sum advantage * log p, whose gradient is GRPO's while the ratio is one."""
     logp = outputs["logprobs"] * batch["loss_mask"]
     return -(batch["advantages"][:, None] * logp).sum(), {}
 
@@ -189,7 +189,7 @@ def hf_side(case: Case, *, by_length: bool) -> Any:
 
 
 def padded_micro_batches(batch: Batch, budget: int, *, by_length: bool) -> Iterator[Batch]:
-    """Consecutive sequences, cut where rows * longest would exceed the budget, and trimmed."""
+    """Yields consecutive sequences, trimmed, cut before rows * longest exceeds the budget."""
     lens = batch["attention_mask"].sum(1).tolist()
     order = sorted(range(len(lens)), key=lambda i: -lens[i]) if by_length else range(len(lens))
     rows: list[int] = []
@@ -210,7 +210,7 @@ SIDES = {
 
 
 def serve(side: str, case: Case, pipe: Connection) -> None:
-    """A side's process: a step number in, its figures out, until None ends it."""
+    """Runs a side's process: receives step numbers, sends measurements, ends at None."""
     torch.set_num_threads(case.threads)
     serve_steps(SIDES[side](case), case, pipe)
 
@@ -256,7 +256,7 @@ def ask(pipe: Connection, side: str, *message: Any) -> Any:
 
 
 def compare(case: Case, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Figures of every round after the warm-up one, by side."""
+    """Returns by side the measurements of every round after the warm-up."""
     sides = [s for s in SIDES if case.lengths == "ragged" or s != "HF unsorted"]
     figures: dict[str, list[dict[str, float]]] = {s: [] for s in sides}
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""TRL's side of grpo_vs_trl.py: one run of GRPOTrainer, a JSON line for every step.
+"""Runs TRL's side of grpo_vs_trl.py: GRPOTrainer once, a JSON line for every step.
 
     python benchmarks/trl_grpo.py MODEL --steps 12 --out DIR
 
-Every rank writes <DIR>/<rank>.jsonl: {"time", "tokens", "samples"}, when the step ended and what
-this rank trained on in it.
+Every rank writes <DIR>/<rank>.jsonl with {"time", "tokens", "samples"}: when the step ended, and
+how many tokens and samples this rank trained on in it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Steps(TrainerCallback):
 
 
 def config(out: Path, steps: int) -> GRPOConfig:
-    """What costs least on a CPU among TRL's own options."""
+    """Returns the cheapest of TRL's own options on a CPU."""
     return GRPOConfig(
         output_dir=str(out), use_cpu=True, bf16=False, report_to="none",
         max_steps=steps, save_strategy="no", logging_strategy="no", disable_tqdm=True,

@@ -1,12 +1,12 @@
-"""Streaming weights to a server, beside one plain gloo broadcast of the same bytes.
+"""Times streaming weights to a server beside one plain gloo broadcast of the same bytes.
 
     python benchmarks/weight_sync.py [--mib 400] [--servers 1] [--bucket-mib 64] [--reps 5]
                                      [--only tp1 tp2pp2]
 
-Both run in turn, in the same processes and on the same machine, so their ratio means something
-where their rates do not: 1.0 would be a sync that costs nothing beyond the broadcast. It also pays
-for gathering the shards, for the servers' loading, and for their control calls. Processor time per
-GB, of trainer and server together, says what a sync costs where the processors are busy anyway.
+Both run in turn, in the same processes, so that the ratio holds where other load changes the rates:
+1.0 would be a sync that costs nothing beyond the broadcast. A sync also gathers the shards, and the
+servers load the weights and answer control calls. Processor time per GB, of trainer and server
+together, is the cost of a sync where the processors are busy anyway.
 
 Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
 buckets, and with checksums of a few tensors and of all. Seconds are medians over the rounds; the
@@ -68,7 +68,7 @@ CASES = {
 
 @dataclass
 class Sample:
-    """One round: seconds of wall clock and of processor, and the sender's figures."""
+    """One round: seconds of wall clock and of processor, and the sender's metrics."""
 
     plain: tuple[float, float]
     sync: tuple[float, float]
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 
 def make_model(path: Path, mib: int) -> None:
-    """A random Qwen3 of about `mib` MiB in bf16."""
+    """Saves a random Qwen3 of about `mib` MiB in bf16."""
     numel = mib * 2**19
     hidden = 128
     while VOCAB * hidden * 2 + LAYERS * 15 * hidden * hidden < numel:
@@ -98,7 +98,7 @@ def make_model(path: Path, mib: int) -> None:
 
 @contextlib.contextmanager
 def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
-    """Embedded servers, healthy. Their weights are loaded in bf16."""
+    """Yields healthy embedded servers, which load their weights in bf16."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     addresses, processes = [], []
     try:
@@ -130,7 +130,7 @@ def wait_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def processor_seconds() -> float:
-    """Used so far by this process's siblings and itself: ranks, receivers and servers."""
+    """Returns the processor seconds used so far by this process and its siblings."""
     parent, ticks = os.getppid(), 0
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -140,7 +140,7 @@ def processor_seconds() -> float:
 
 
 def timed(fn: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of wall clock and of processor that `fn` takes."""
+    """Returns the seconds of wall clock and of processor that `fn` takes."""
     used, start = processor_seconds(), time.monotonic()
     fn()
     return time.monotonic() - start, processor_seconds() - used
@@ -153,7 +153,7 @@ def plain_broadcast(data: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def receive(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> None:
-    """The other end of the plain broadcast."""
+    """Runs the receiving end of the plain broadcast."""
     torch.set_num_threads(1)
     data = torch.ones(nbytes, dtype=torch.uint8)
     group = init_update_group(
@@ -167,7 +167,7 @@ def receive(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> 
 
 def train(rank: int, args: argparse.Namespace, model: Path, port: int, plain_port: int,
           addresses: tuple[str, ...]) -> None:  # fmt: skip
-    """A trainer rank. Those beyond a case's layout wait."""
+    """Runs a trainer rank; ranks beyond a case's layout wait."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -199,7 +199,7 @@ def measure(
     case: Case, rank: int, group: dist.ProcessGroup, args: argparse.Namespace, model: Path,
     addresses: tuple[str, ...], plain: Callable[[], None] | None,
 ) -> list[Sample]:  # fmt: skip
-    """Uploads 1 + `reps` times, rank 0 broadcasting plainly before each; the samples on rank 0."""
+    """Uploads 1 + `reps` times, after a plain broadcast each; returns the samples on rank 0."""
     table = build_piece_table(read_hf_config(model), case.layout)
     shapes = table.local_params(case.layout.coords(rank))
     params = {n: torch.full(p.shape, 0.01, dtype=torch.bfloat16) for n, p in shapes.items()}
@@ -224,7 +224,7 @@ def measure(
 
 
 def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, float]:
-    """As the training loop does it, and how long the servers generated nothing meanwhile."""
+    """Uploads between pause and continue, as a training loop does; adds the pause in seconds."""
     start = time.monotonic()
     for address in meta.addresses:
         call_json("POST", address, "/pause_generation", {"mode": "abort"}, timeout=60)

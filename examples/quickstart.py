@@ -9,9 +9,9 @@
 4. a report (one HTML file) and the final model as a normal HF directory.
 
 It always starts afresh: an earlier run at --root is moved aside, not continued.
-Overrides go to configs/quickstart_grpo.yaml, e.g. actor.parallel.tp=1 actor.parallel.pp=2
-`--recipe ppo` (`make quickstart-ppo`) runs configs/quickstart_ppo.yaml in its place, where a critic
-learns what every token is worth.
+Overrides go to configs/quickstart_grpo.yaml, e.g. actor.parallel.tp=1 actor.parallel.pp=2.
+`--recipe ppo` (`make quickstart-ppo`) runs configs/quickstart_ppo.yaml instead, where a critic
+learns the value of every token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSES = 2
 
 
 def launch(config: str, *overrides: str) -> float:
-    """Runs one config under the local launcher; its wall time in seconds."""
+    """Runs one config under the local launcher; returns its wall time in seconds."""
     command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", str(PROCESSES)]
     command += ["--config", str(ROOT / "configs" / config), *overrides]
     print("$ python", " ".join(command[1:]), flush=True)
@@ -47,7 +47,7 @@ def in_root(root: Path, seed: int) -> list[str]:
 
 
 def fresh(root: Path) -> None:
-    """Moves an earlier run out of the way; nothing is deleted."""
+    """Moves an earlier run aside; deletes nothing."""
     if not root.exists():
         return
     n = 1
@@ -58,13 +58,13 @@ def fresh(root: Path) -> None:
 
 
 def warm_up(root: Path, seed: int) -> None:
-    """The random model at <root>/model, the warmed-up one at <root>/sft/final."""
+    """Writes the random model to <root>/model and the warmed-up one to <root>/sft/final."""
     make_model(root / "model", seed=seed)
     launch("quickstart_sft.yaml", f"model.path={root / 'model'}", *in_root(root, seed))
 
 
 def reinforce(root: Path, seed: int, *overrides: str, recipe: str = "grpo") -> float:
-    """The run at <root>/<recipe>; its wall time in seconds."""
+    """Runs `recipe` in <root>/<recipe>; returns its wall time in seconds."""
     path = f"actor.path={root / 'sft' / 'final'}"
     return launch(f"quickstart_{recipe}.yaml", path, *in_root(root, seed), *overrides)
 

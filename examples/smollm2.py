@@ -2,8 +2,8 @@
 
 python examples/smollm2.py [a.b=c ...]        overrides go to configs/smollm2_grpo.yaml
 
-Interrupted and started again, it continues from its last checkpoint, and once ended it has nothing
-left to do; trial_name=NAME begins another run.
+Started again after an interruption, the run continues from its last checkpoint; started again after
+its end, it does nothing. trial_name=NAME begins another run.
 """
 
 from __future__ import annotations

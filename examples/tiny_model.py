@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus(seed: int, n: int = 2000) -> Iterator[str]:
-    """Sums as text; single digits stay single tokens, as in Qwen's and Llama's tokenizers."""
+    """Yields sums as text; digits stay single tokens, as in Qwen's and Llama's tokenizers."""
     rng = random.Random(seed)
     for _ in range(n):
         a, b = rng.randrange(1000), rng.randrange(1000)

@@ -1,10 +1,10 @@
-"""A workflow of two turns with a tool between them.
+"""A workflow that has two turns, with a tool between them.
 
     python -m megarl.launcher.local --config configs/quickstart_grpo.yaml \\
         rollout.workflow=examples.two_turn:TwoTurnWorkflow rollout.workflow.options.second_try=0.5
 
-The model answers. A tool looks at the answer; where it objects, its words are the user's second
-message, and the model answers again, for part of the reward.
+The model answers and a tool checks the answer. Where the tool objects, its words become the user's
+second message, and the model answers again, for a part of the reward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOOL_TIMEOUT = 10.0  # seconds
 
 # --8<-- [start:tool]
 def look_at(answer: str, truth: str) -> str | None:
-    """The tool: what it says about a wrong answer, None for a right one."""
+    """Runs the tool: returns what it says about a wrong answer, None for a right one."""
     try:
         number = int(answer)
     except ValueError:
@@ -37,12 +37,12 @@ def look_at(answer: str, truth: str) -> str | None:
 # --8<-- [start:workflow]
 class TwoTurnWorkflow(ChatWorkflow):
     def __init__(self, *args: Any, second_try: float = 0.5, **kwargs: Any) -> None:
-        """second_try: what a second answer is worth, as a part of its reward."""
+        """second_try: the part of its reward that a second answer gets."""
         super().__init__(*args, **kwargs)
         self.second_try = second_try
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
-        """A padded batch [n,S], n = gconfig.n_samples."""
+        """Returns a padded batch [n,S], n = gconfig.n_samples."""
         samples = self.begin(data)
         answers = await self.generate(engine, samples, data)
         again = []

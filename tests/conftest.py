@@ -1,4 +1,4 @@
-"""Prints what a tier of tests took beside what it may take; a slow machine fails nothing."""
+"""Prints a tier's time beside its budget; a slow machine fails nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STARTED = time.monotonic()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """TIER, as the Makefile sets it: a target and its budget in minutes, "make test-te: 3"."""
+    """Prints the time beside TIER, set by the Makefile: target and minutes, "make test-te: 3"."""
     name, colon, budget = os.environ.get("TIER", "").partition(":")
     if colon:
         took = (time.monotonic() - STARTED) / 60

@@ -5,8 +5,8 @@
     python tools/convert_ckpt.py inspect DIR
     python tools/convert_ckpt.py verify A B
 
-One process, bounded memory, no GPU. A conversion that was killed goes on where it was when it is
-run again. docs/checkpoints.md has more.
+It needs one process, bounded memory and no GPU. A conversion that was killed continues where it
+stopped when it is run again. docs/checkpoints.md has more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def size(text: str) -> int:
-    """Bytes of "4GiB", "500M", "123"; units are powers of 1024."""
+    """Returns the bytes of "4GiB", "500M" or "123"; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB or 500M")

@@ -1,9 +1,9 @@
-"""How large the house is and how it reads: lines, files, functions, docstrings, by package.
+"""Counts lines, files, functions and docstrings of megarl by package.
 
     python tools/house.py [--rev REV] [--markdown]
 
-It counts the files of megarl/ as they are here, or as they were at a git revision. The core is what
-one must know to change training or rollouts; satellites stand apart; the rest carries both.
+It counts the files of megarl/ in the working tree or at a git revision. To change training or
+rollouts, one must know the core; satellites stand apart; the rest carries both.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ of `is not None`; ignore, noqa, skip: `type: ignore`, `noqa`, `fmt: skip`."""
 
 @dataclass(kw_only=True)
 class Count:
-    """What some files hold. `files` and `functions` are the lines of each; the others are counts;
-    `public` counts public classes, functions and methods, `documented` those with a docstring."""
+    """The counts of some files. `files` and `functions` list the lines of each; the others count:
+    `public` the public classes, functions and methods, `documented` those that have docstrings."""
 
     files: list[int] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
@@ -161,8 +161,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def public_definitions(scope: ast.Module | ast.ClassDef) -> Iterable[Definition]:
-    """Yields the classes, functions and methods of a module that have no leading underscore, nor
-    stand inside one that has."""
+    """Yields the public classes, functions and methods of a module: neither they nor what contains
+    them begins with an underscore."""
     for node in scope.body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield node
@@ -215,8 +215,8 @@ def sources(rev: str | None) -> dict[str, str]:
 
 
 def rows(files: Mapping[str, str]) -> list[tuple[str, Count]]:
-    """Returns the table's rows: each kind's packages, the largest first, then their sum; at last
-    the sum of all."""
+    """Returns the table's rows: each kind's packages, the largest first, then their sum; then the
+    sum of all."""
     kinds: dict[str, dict[str, Count]] = {"core": {}, "satellites": {}, "rest": {}}
     for path, text in sorted(files.items()):
         kind, name = room(path)
@@ -248,7 +248,7 @@ def show(table: Sequence[tuple[str, Count]], console: Console) -> None:
 
 
 def check_docs(table: Sequence[tuple[str, Count]], percent: int) -> int:
-    """Names the packages in which fewer public definitions have docstrings; 1 if there are any."""
+    """Prints the packages below `percent` of docstrings; returns 1 if there are any, else 0."""
     short = [
         f"{name}: {c.documented} of {c.public} public definitions have docstrings"
         for name, c in table

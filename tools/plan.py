@@ -1,4 +1,4 @@
-"""What a model costs on a cluster you do not have: memory per GPU, weight sync, layouts that fit.
+"""Plans a model on a cluster you need not have: memory per GPU, weight sync, layouts that fit.
 
     python tools/plan.py qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as a file it finds the package beside it
+sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package beside it
 
 from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
@@ -175,7 +175,7 @@ def read_model(name: str) -> ModelConfig:
         raise ValueError(f"{path} is not a JSON file: {e}") from e
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is not a model's config.json: it holds a {type(raw).__name__}")
-    raw.pop("quantization_config", None)  # of the published files; the plan is in bf16
+    raw.pop("quantization_config", None)  # describes the published files; the plan is in bf16
     return parse_hf_config(raw, str(path))
 
 

@@ -1,4 +1,4 @@
-"""What every file of tests over several processes asks for."""
+"""Fixtures of the tests over several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def no_process_outlives_the_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], World]]:
-    """The file's world of n processes, started when it is first asked for."""
+    """Returns worlds(n): the file's world of n processes, started at the first call."""
     started: dict[int, World] = {}
 
     def of(n: int) -> World:
@@ -33,5 +33,5 @@ def worlds() -> Iterator[Callable[[int], World]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the file's tiny models are saved."""
+    """The directory of the file's tiny models."""
     return tmp_path_factory.mktemp("models")

@@ -14,12 +14,12 @@ from tests.tiny import random_batch, save_tiny
 
 Tensors = dict[str, torch.Tensor]
 TEMPERATURE = 0.8
-# a large epsilon keeps Adam's first step from being the sign of gradients near zero
+# with a large epsilon Adam's first step is not the mere sign of gradients near zero
 OPTIMIZER: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, beta2=0.95, eps=1e-3)
 
 
 def batch() -> Tensors:
-    """Ragged sequences with a weight per sequence, so that no two of them count alike."""
+    """Returns ragged sequences, each with its own weight, so that no two count alike."""
     b = dict(random_batch(n=7, seed=3))
     b["advantages"] = torch.linspace(-1.0, 1.5, len(b["input_ids"]))
     return b
@@ -29,7 +29,7 @@ def loss_fn(outputs: Tensors, b: Tensors) -> tuple[torch.Tensor, dict[str, Any]]
     mask = b["loss_mask"].float()
     pg = -(b["advantages"][:, None] * outputs["logprobs"] * mask).sum()
     entropy = (outputs["entropy"] * mask).sum()
-    # a part that is not a sum over tokens: it needs whole sequences
+    # this term is not a sum over tokens: it needs whole sequences
     means = (outputs["logprobs"] * mask).sum(1) / mask.sum(1).clamp(min=1)
     stats = {"entropy": (entropy.detach(), mask.sum()), "rows": (len(mask), 1.0)}
     return pg - 0.1 * entropy + means.square().sum(), stats
@@ -69,7 +69,7 @@ DENSE_FIRST: dict[str, dict[str, Any]] = {
 
 
 def save_model(root: Path, kind: str, tie: bool) -> str:
-    """kind: one of tests/tiny.py, or it and "-dense-first"."""
+    """Saves a tiny model once. kind: one of tests/tiny.py, optionally with "-dense-first"."""
     path = root / f"{kind}-{'tied' if tie else 'untied'}"
     if not path.exists():
         family = kind.removesuffix("-dense-first")

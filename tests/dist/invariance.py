@@ -4,8 +4,8 @@ same model that Hugging Face and torch.optim.AdamW train in fp32.
 Tolerances are ratios of norms, per tensor: ||engine - reference|| / ||reference||. Both sides
 compute in fp32 (eps = 6e-8) and differ in the order of their sums: over shards, micro-batches,
 heads, packed rows. A sum of n terms in another order moves by about sqrt(n) eps, and layers with
-weights as large as these amplify that some ten times each way. The largest ratios seen are a
-quarter of the bounds; they are those of biases of keys, whose gradients nearly cancel.
+weights as large as these amplify the change some ten times each way. The largest ratios seen are a
+quarter of the bounds, at biases of keys, whose gradients nearly cancel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.tiny import MLA_KINDS, MOE_KINDS, random_batch, save_hf
 OUTPUTS = 1e-5  # absolute: log-probabilities and values are of order one
 FIGURES = 2e-5  # losses and gradient norms of all steps, relative where they are above one
 GRADIENTS = 2e-5
-# of the way that AdamW took the weights, in which it divides by the gradients' own size
+# relative to AdamW's update of the weights, which divides by the gradients' own size
 UPDATES = 1e-4
 
 LLAMA3 = dict(
@@ -40,7 +40,7 @@ LLAMA3 = dict(
 # family -> settings of its tiny model; llama's one KV head is shared by tensor-parallel ranks
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(rope_parameters=LLAMA3, num_key_value_heads=1),
-    # a window in the later half of the layers; Mistral's is in all. Sequences are longer
+    # later half of the layers (all of Mistral's); sequences are longer than the window
     "qwen2": dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
     "qwen3": {},
     "mistral": {},
@@ -54,8 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "kimi_k2": {},
 }
-# in the pairwise choice: families all of whose modules another has meet some layouts (all of them
-# in the full product)
+# in the pairwise choice, families whose modules all occur in other families meet these layouts only
+# (the full product has all layouts)
 SOME_LAYOUTS = {
     "mistral": ("dp1", "tp2sp", "pp2vpp2", "cp2"),
     "mixtral": ("dp2", "etp2", "tp2ep2", "pp2"),
@@ -64,7 +64,7 @@ SOME_LAYOUTS = {
     "kimi_k2": ("dp1", "tp2ep2", "tp2pp2", "cp2"),
 }
 SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
-# name -> (processes, parallel); what is left over of the processes is data parallelism
+# name -> (processes, parallel); the remaining degree is data parallelism
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
     "dp2": (2, {}),
@@ -108,7 +108,7 @@ AXES: dict[str, tuple[Any, ...]] = dict(
 
 
 def possible(row: Row) -> bool:
-    """Experts are only in MoE families, whose tensor parallelism needs sequence parallelism."""
+    """Only MoE families have experts, and their tensor parallelism needs sequence parallelism."""
     parallel = {**LAYOUTS, **MORE_LAYOUTS}[row["layout"]][1] if "layout" in row else {}
     if "family" not in row:
         return True
@@ -141,7 +141,7 @@ class Case:
         return {**LAYOUTS, **MORE_LAYOUTS}[self.layout][1]
 
     def settings(self) -> dict[str, Any]:
-        """Of the engine."""
+        """Returns the engine's settings."""
         return dict(
             max_tokens=BUDGETS[self.budget], recompute_granularity=self.recompute,
             head=LOSSES[self.loss].head, optimizer={"distributed": self.zero},
@@ -157,7 +157,7 @@ def pairwise_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Families x layouts x losses x budgets, in all layouts; the other settings take turns."""
+    """Returns families x layouts x losses x budgets; the other settings take turns."""
     rest = list(product(AXES["recompute"], AXES["tie"], AXES["zero"]))
     first = product(FAMILIES, LAYOUTS | MORE_LAYOUTS, LOSSES, BUDGETS)
     rows = [dict(zip(AXES, values)) for values in first]
@@ -171,8 +171,8 @@ def all_cases() -> list[Case]:
 
 
 def batch(model: Any) -> Tensors:
-    """Six ragged sequences in three pairs that do not lie side by side, each with a weight of its
-    own; `old_logp` is near what the model says, with some sequences beyond GSPO's clip."""
+    """Returns six ragged sequences in three pairs that do not lie side by side, each with its own
+    weight; `old_logp` is near the model's, with some sequences beyond GSPO's clip."""
     b = dict(random_batch(n=6, lo=3, hi=14, seed=3))
     g = torch.Generator().manual_seed(5)
     shape = b["input_ids"].shape
@@ -189,8 +189,8 @@ def batch(model: Any) -> Tensors:
 
 
 def take_greedy_tokens(model: Any, b: Tensors) -> None:
-    """Every third token becomes the one the model finds likeliest, so that `greedy_match` is not
-    zero nearly everywhere. Not those below 3: HF's embedding of a padding token has no gradient."""
+    """Makes every third token the model's likeliest one of at least 3, so that `greedy_match` is
+    not zero nearly everywhere. HF's embedding of a padding token (below 3) has no gradient."""
     ids, mask = b["input_ids"].clone(), b["attention_mask"]
     for t in range(1, ids.shape[1]):
         rows = (torch.arange(len(ids)) % 3 == t % 3) & mask[:, t]
@@ -201,7 +201,7 @@ def take_greedy_tokens(model: Any, b: Tensors) -> None:
 
 @cache
 def reference(family: str, tie: bool, loss: str) -> tuple[Tensors, dict[str, Any]]:
-    """(batch, what `train` should give)."""
+    """Returns (batch, the result that `train` should have)."""
     model = hf_model(family, tie=tie, head=LOSSES[loss].head, **FAMILIES[family])
     b = batch(model)
     want = hf_steps(model, b, LOSSES[loss])
@@ -219,7 +219,7 @@ def save(root: Path, case: Case) -> str:
 
 
 def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: Any) -> Any:
-    """On every rank: what `hf_steps` returns, from the engine. Tensors are rank 0's."""
+    """Returns on every rank what `hf_steps` returns, from the engine. Tensors are rank 0's."""
     engine, kw = make_engine(path, parallel, **over), LOSSES[loss].kw
     names = ("logprobs", "entropy", "greedy_match") if engine.config.head == "lm" else ("values",)
     out = engine.forward(b, outputs=names, temperature=kw["temperature"])
@@ -237,8 +237,8 @@ def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: An
 
 
 def gather_gradients(engine: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank its part of the reduced gradients:
-    gathers the others' into the buffers."""
+    """Gathers the reduced gradients into the buffers: the distributed optimizer leaves each
+    data-parallel rank only its part."""
     for chunk in engine.state.chunks:
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
@@ -248,9 +248,9 @@ def gather_gradients(engine: Any) -> None:
 
 
 def worst(got: Tensors, want: Tensors, start: Tensors | None = None) -> tuple[float, str]:
-    """The largest ||got - want|| / ||want|| and its tensor's name; with `start`, of the way from
-    there. A tensor without a 1e-7th of all tensors' norm is measured by a 1000th of that: what a
-    loss over pairs gives the bias of a value head is nothing but rounding.
+    """Returns the largest ||got - want|| / ||want|| and its tensor's name; `start` is subtracted
+    first. A tensor below 1e-7 of all tensors' norm is divided by 1e-3 of that norm: the gradient
+    that a loss over pairs gives the bias of a value head is nothing but rounding.
     """
     assert got.keys() == want.keys()
     if start is not None:
@@ -265,7 +265,7 @@ def worst(got: Tensors, want: Tensors, start: Tensors | None = None) -> tuple[fl
 
 
 def check(ranks: list[dict[str, Any]], want: dict[str, Any], *, slack: float = 1.0) -> None:
-    """Every rank's result of `train` against the reference, `slack` times the tolerances."""
+    """Checks every rank's result of `train` against the reference, within `slack` tolerances."""
     got = ranks[0]
     for name, value in got["outputs"].items():
         torch.testing.assert_close(

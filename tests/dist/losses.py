@@ -1,5 +1,5 @@
 """The losses of the invariance suite: over tokens, whole sequences and pairs of sequences, for
-language models and for value models. None is a mean over the tokens that happen to be together.
+language models and for value models. No loss is a mean over the tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LossAndStats = tuple[torch.Tensor, dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """`head`: of the model. `outputs`, `temperature`, `whole_groups`: as train_batch takes them."""
+    """A loss, the model's `head`, and train_batch's outputs, temperature and whole_groups."""
 
     fn: Callable[[Tensors, Tensors], LossAndStats]
     weight: Callable[[Tensors], float]
@@ -37,7 +37,7 @@ class Loss:
 
 
 def gspo(outputs: Tensors, b: Tensors) -> LossAndStats:
-    """The clipped sequence-level ratio of GSPO (arXiv 2507.18071, eq. 5 and 7)."""
+    """Computes GSPO's loss with the clipped ratio of sequences (arXiv 2507.18071, eq. 5 and 7)."""
     mask = b["loss_mask"]
     log_ratio = torch.where(mask, outputs["logprobs"] - b["old_logp"], 0.0)
     ratio = (log_ratio.sum(1) / mask.sum(1).clamp(min=1)).exp()
@@ -47,7 +47,7 @@ def gspo(outputs: Tensors, b: Tensors) -> LossAndStats:
 
 
 def pairs(values: torch.Tensor, b: Tensors) -> torch.Tensor:
-    """[b] numbers of sequences as [b/2,2], the earlier row of each group first."""
+    """Returns [b] numbers of sequences as [b/2,2], the earlier row of each group first."""
     order = b["group_ids"].argsort(stable=True)
     first, second = b["group_ids"][order].view(-1, 2).unbind(1)
     assert torch.equal(first, second), "a pair was torn apart"
@@ -55,14 +55,14 @@ def pairs(values: torch.Tensor, b: Tensors) -> torch.Tensor:
 
 
 def dpo(outputs: Tensors, b: Tensors) -> LossAndStats:
-    """DPO (arXiv 2305.18290, eq. 7), beta = 0.2."""
+    """Computes DPO's loss (arXiv 2305.18290, eq. 7), beta = 0.2."""
     log_ratio = torch.where(b["loss_mask"], outputs["logprobs"] - b["old_logp"], 0.0).sum(1)
     chosen, rejected = pairs(log_ratio, b).unbind(1)
     return -F.logsigmoid(0.2 * (chosen - rejected)).sum(), {}
 
 
 def bradley_terry(outputs: Tensors, b: Tensors) -> LossAndStats:
-    """A reward model's loss on pairs; the score is the last value that `values` holds."""
+    """Computes a reward model's loss on pairs; a score is the last value in `values`."""
     last = b["attention_mask"].sum(1, keepdim=True) - 1
     chosen, rejected = pairs(outputs["values"].gather(1, last)[:, 0], b).unbind(1)
     return -F.logsigmoid(chosen - rejected).sum(), {"right": ((chosen > rejected).sum(), 1.0)}
@@ -74,7 +74,7 @@ def pair_weight(b: Tensors) -> float:
 
 VALUES: dict[str, Any] = dict(head="value", outputs=("values",), temperature=1.0)
 LOSSES = {
-    # its weight is fractional, and a part of it is a square of means over sequences
+    # its weights are fractional, and one term is a square of means over sequences
     "policy": Loss(fn=loss_fn, weight=weight_fn, outputs=("logprobs", "entropy")),
     "gspo": Loss(fn=gspo, weight=sequence_weight),
     "dpo": Loss(fn=dpo, weight=pair_weight, whole_groups=True),

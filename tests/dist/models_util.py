@@ -1,4 +1,4 @@
-"""What the model tests run on every rank."""
+"""Helpers that the model tests run on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 def built_model(
     path: Path, parallel: dict[str, Any], *, load: bool = True, **kw: Any
 ) -> Iterator[tuple[BuiltModel, ProcessGroups]]:
-    """The model of `path` in the scope of its groups, with its weights."""
+    """Yields the model of `path` and its groups, in their scope; `load`: with its weights."""
     kw.setdefault("dtype", torch.float32)
     layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
     groups = ProcessGroups(layout)

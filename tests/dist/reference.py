@@ -1,4 +1,4 @@
-"""What the engine is compared with: Hugging Face's model, autograd and torch's AdamW, in fp32."""
+"""The engine's reference: Hugging Face's model, autograd and torch's AdamW, in fp32."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STEPS = 3
 
 
 def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
-    """A tiny random model. With head="value" HF's classifier over the same transformer, its score
-    far from zero: for tokens (with a bias) where the language model's head would be tied, else for
-    sequences (without).
+    """Returns a tiny random model. head="value" gives HF's classifier over the same transformer,
+    with scores far from zero: of tokens (with a bias) where `tie` is set and the family has such
+    a class, else of sequences (without).
     """
     causal = tiny_hf(kind, tie=tie, **over)
     if head == "lm":
@@ -42,7 +42,7 @@ def hf_model(kind: str, *, tie: bool, head: str = "lm", **over: Any) -> Any:
 
 
 def hf_outputs(hf: Any, b: Tensors) -> Tensors:
-    """A language model's outputs by dense formulas: position t speaks about input_ids[:, t]."""
+    """Computes a language model's outputs by dense formulas; position t belongs to input t."""
     logits = hf(b["input_ids"], attention_mask=b["attention_mask"].long()).logits.float()
     logp = torch.log_softmax(logits / TEMPERATURE, -1)[:, :-1]
     ids = b["input_ids"][:, 1:]
@@ -61,8 +61,8 @@ def hf_outputs(hf: Any, b: Tensors) -> Tensors:
 
 
 def hf_values(model: Any, b: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [B,S] and last_value [B] from HF's score of every token: position t of `values` has
-    the score of the state before input_ids[:, t]."""
+    """Returns values [B,S] and last_value [B] from HF's score of every token: position t of
+    `values` has the score of the state before input_ids[:, t]."""
     mask = b["attention_mask"]
     hidden = model.model(b["input_ids"], attention_mask=mask.long()).last_hidden_state
     score = model.score(hidden)[..., 0]
@@ -78,8 +78,8 @@ def outputs_of(model: Any, b: Tensors) -> Tensors:
 
 
 def hf_steps(model: Any, b: Tensors, loss: Loss) -> dict[str, Any]:
-    """STEPS steps on the same batch: the outputs before the first, its gradients as clipped, every
-    loss and gradient norm, and the weights before and after."""
+    """Takes STEPS steps on one batch; returns the outputs before and the clipped gradients of the
+    first step, every loss and gradient norm, and the weights before and after."""
 
     def named(values: dict[str, torch.Tensor]) -> Tensors:
         return hf_named(model, {n: v.detach().clone() for n, v in values.items()})
@@ -102,7 +102,7 @@ def hf_steps(model: Any, b: Tensors, loss: Loss) -> dict[str, Any]:
         norm = torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         if step == 0:
             result["outputs"] = {k: v.detach() for k, v in outputs.items()}
-            # an expert that no token was sent to may have none
+            # None for an expert without tokens
             grads = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()
             }

@@ -1,4 +1,4 @@
-"""Adapters sent alone: servers compute with base + adapter what they do with merged weights."""
+"""A sync of adapters alone: servers compute the same with base + adapter as with merged weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def upload(path: str, cfg: Any, server: str, out: str, steps: list[tuple[str, in
 
 
 def answers(server: Server, **asked: Any) -> tuple[list[Any], torch.Tensor]:
-    """Tokens and their logprobs."""
+    """Returns the tokens of an answer and their logprobs."""
     items = server.ok("/generate", PROMPT | asked)
     assert isinstance(items, list)
     told = [i["meta_info"]["output_token_logprobs"] for i in items]
@@ -54,7 +54,7 @@ def test_an_adapter_equals_merged_weights(
     args = path, cfg
     with embedded_server(Path(path), log=tmp_path / "log") as server:
         base, before = answers(server), checksums(server)
-        # what an earlier run may have left is replaced
+        # files that an earlier run may have left are replaced
         sent = worlds(2).run(
             upload, *args, address(server), str(tmp_path), [("adapter", 3), ("adapter", 7)]
         )[0]

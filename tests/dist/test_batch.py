@@ -1,5 +1,5 @@
-"""A Batch over several ranks: wherever its rows come from, an engine computes the same of it, and
-the same as of a plain dict of all rows."""
+"""A Batch over several ranks: wherever its rows come from, an engine computes the same as from a
+plain dict of all rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny import VOCAB
 OUT: Any = dict(outputs=("logprobs", "entropy"), temperature=0.8)
 PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
 SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
-# who drives rollouts: the rank that brings a row
+# name -> the rank that brings a row
 ORIGINS: dict[str, Callable[[int], int]] = {
     "rank 0": lambda row: 0,
     "every rank": lambda row: row % dist.get_world_size(),
@@ -31,7 +31,7 @@ ORIGINS: dict[str, Callable[[int], int]] = {
 
 
 def brought(rows: Tensors, origin: str) -> Batch:
-    """A Batch of `rows`, each brought by one rank."""
+    """Returns a Batch of `rows`, each of which one rank brings."""
     owner, rank = ORIGINS[origin], dist.get_rank()
     mine = [i for i in range(len(rows["input_ids"])) if owner(i) == rank]
     whole = rows | {"episode_ids": torch.arange(len(rows["input_ids"]))}
@@ -39,7 +39,7 @@ def brought(rows: Tensors, origin: str) -> Batch:
 
 
 def weight(b: Tensors) -> float:
-    """No two sequences count alike, and sums of these numbers round."""
+    """Returns the rows' weight W: no two rows count alike, and float sums of weights round."""
     return 0.37 * float(b["loss_mask"].sum()) + 0.1 * float(b["advantages"].double().exp().sum())
 
 
@@ -47,7 +47,7 @@ def weight(b: Tensors) -> float:
 
 
 def holds(b: Batch, rows: Tensors) -> bool:
-    """Whether this rank has what it should of `rows`, to the bit."""
+    """Returns whether this rank holds its part of `rows`, bit for bit."""
     return all(
         torch.equal(value, rows[name][b.rows][:, : value.shape[1]] if value.ndim > 1
                     else rows[name][b.rows])
@@ -56,11 +56,11 @@ def holds(b: Batch, rows: Tensors) -> bool:
 
 
 def moved_about() -> list[float]:
-    """Through several homes from every origin; returns the weights of all rows."""
+    """Moves rows from every origin through several homes; returns the weights of all rows."""
     rows, n = batch(), dist.get_world_size()
     routes = torch.arange(rows["input_ids"].numel() * 6).view(*rows["input_ids"].shape, 2, 3)
     rows["routed_experts"] = routes.to(torch.int16) * rows["attention_mask"][..., None, None]
-    before, exchange.CHUNK = exchange.CHUNK, 64  # several messages a flow
+    before, exchange.CHUNK = exchange.CHUNK, 64  # several messages between two ranks
     g = torch.Generator().manual_seed(1)
     found: list[torch.Tensor] = []
     for origin in ORIGINS:
@@ -89,8 +89,8 @@ def test_rows_arrive_whole_from_every_origin_at_every_home(worlds):
 
 
 def steps(path: str, parallel: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What an engine computes of the batch: from a dict and from every origin, whole and in three
-    mini-batches, some of which leave a rank without a row."""
+    """Compares what an engine computes from a dict and from every origin, of the whole batch and in
+    three mini-batches, some of which leave a rank without a row."""
     moe = dict(moe=MoEConfig(router_replay=True)) if kind == "qwen3_moe" else {}
     engine = make_engine(path, parallel, **PLAIN, **moe)
     rows, names = batch(), ["logprobs"] + ["routed_experts"] * bool(moe)
@@ -139,7 +139,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The stats of `steps` in one process, by model."""
+    """Keeps the stats of `steps` in one process, by kind of model."""
     return {}
 
 
@@ -166,7 +166,7 @@ def test_a_batch_is_its_dict_to_the_bit(n, kind, parallel, worlds, models, alone
 
 
 def borrowing(path: str) -> dict[str, bool]:
-    """An engine in another layout than the one that placed the batch."""
+    """Runs an engine in another layout than that of the engine that placed the batch."""
     actor, critic = make_engine(path, dict(tp=2), **PLAIN), make_engine(path, dict(pp=2), **PLAIN)
     rows, b = batch(), brought(batch(), "every rank")
     logp = actor.forward(b, **{**OUT, "outputs": ("logprobs",)})
@@ -199,7 +199,7 @@ def test_another_layout_borrows_and_gives_back(worlds, models):
 
 
 def whole_pairs(path: str) -> tuple[list[int], list[int]]:
-    """Micro-batches of pairs, placed as pairs and after single rows were placed apart."""
+    """Runs micro-batches of pairs, placed as pairs, and also after their rows were placed apart."""
     engine = make_engine(path, {}, **PLAIN, max_tokens=10)
     rows = select(batch(), range(6)) | {"group_ids": torch.tensor([4, 0, 9, 9, 0, 4])}
     sizes: list[int] = []
@@ -231,7 +231,7 @@ def test_pairs_stay_together_wherever_rows_were_placed(worlds, models):
 
 
 def refused(path: str) -> list[str]:
-    """A row that one rank holds and no other sees; ranks that differ in what all have."""
+    """Returns the errors of faulty rows on one rank, and of ranks whose shared fields differ."""
     engine = make_engine(path, {}, trained=False)
     second = dist.get_rank() == 1
     bad = batch()

@@ -1,8 +1,8 @@
 """bfloat16: the engine is as close to fp32 as Hugging Face's own bfloat16 is.
 
-Weights are bfloat16 numbers on all sides, so what differs is arithmetic alone. An error is the norm
-of a difference over the norm of the fp32 value, over all log-probabilities or all gradients of the
-model; where roundings fall is chance, so the bound holds for the mean over SEEDS.
+Weights are bfloat16 numbers on all sides, so that only arithmetic differs. An error is the norm of
+the difference / the norm of the fp32 value, over all log-probabilities or all gradients of the
+model. Roundings are chance, so the bound holds for the mean over SEEDS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEEDS = (0, 1, 2)
 FACTOR = 1.5
 SHAPE = dict(hidden_size=128, intermediate_size=256, layers=4)
 LOSS = LOSSES["policy"]
-# family, parallel; of two processes
+# (family, parallel) of two processes
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", dict(tp=2, sequence_parallel=True)),
@@ -40,7 +40,7 @@ def hf(kind: str, seed: int, dtype: torch.dtype) -> Any:
 
 
 def hf_figures(kind: str, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities, gradients)."""
+    """Returns Hugging Face's (log-probabilities, gradients)."""
     steps = hf_steps(hf(kind, seed, dtype), batch(), LOSS)
     return steps["outputs"]["logprobs"], flat(steps["grads"])
 
@@ -48,7 +48,7 @@ def hf_figures(kind: str, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 def engine_figures(
     root: str, parallel: dict[str, Any], **over: Any
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same of each of the models in `root`; the gradients are on rank 0 only."""
+    """Returns the engine's, for each of the models in `root`; gradients are on rank 0 only."""
     figures = []
     for path in sorted(Path(root).iterdir()):
         engine = make_engine(

@@ -58,7 +58,7 @@ def engine_for(path: str, parallel: Parallel, over: dict[str, Any]) -> Any:
 
 
 def train(engine: Any, steps: int) -> list[tuple[float, float, float]]:
-    """(loss, learning rate, gradient norm) of each step."""
+    """Returns (loss, learning rate, gradient norm) of each step."""
     figures = []
     for _ in range(steps):
         s = engine.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
@@ -68,7 +68,7 @@ def train(engine: Any, steps: int) -> list[tuple[float, float, float]]:
 
 
 def local_tensors(engine: Any) -> dict[str, Any]:
-    """This rank's weights, fp32 weights, moments and their progress."""
+    """Returns this rank's weights, fp32 weights, moments and their step counts."""
     found: dict[str, Any] = {n: p.detach().clone() for n, p in engine.state.params.items()}
     for part in engine.state.optimizer.chained_optimizers:
         for g, group in enumerate(part.optimizer.param_groups):
@@ -89,7 +89,7 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def draws(engine: Any) -> list[float]:
-    """What each random state gives next."""
+    """Returns the number that each random state gives next."""
     from megarl.parallel.groups import model_scope
 
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip
@@ -279,7 +279,7 @@ def test_experts_move_from_stages_without_them(world2, models, tmp_path, after, 
 
 @pytest.mark.full
 def test_experts_move_from_four_ranks_to_two_and_back(world4, world2, models, tmp_path):
-    """TP2xPP2 with experts over EP2, to one stage under TP2 and EP1."""
+    """TP2xPP2 with experts over EP2 becomes one stage under TP2 and EP1, and returns."""
     before = SP2 | dict(pp=2, ep=2)
     check_move(world4, world2, models, tmp_path, ZERO, False, before, SP2, kind="qwen3_moe")
 
@@ -325,12 +325,12 @@ def check_move(
     assert (loss, lr, norm) == pytest.approx(want[0]["figures"][0], rel=1e-5, abs=1e-6)
     assert apart(got[0]["ended"], want[0]["ended"]) < 1e-5
 
-    # without moments the next two steps go elsewhere
+    # without moments the next two steps give other weights
     bare = there.run(load_and_train, path, ck, after, over, with_optim=False)
     assert apart(bare[0]["weights"], want[0]["weights"]) == 0
     assert apart(bare[0]["ended"], want[0]["ended"]) > 1e-3
 
-    # and back again: the moments came through untouched, random states anew but the same each time
+    # and back again: the moments are untouched, random states are new but the same each time
     first = here.run(load_and_train, path, back, before, over)
     assert [differing(w["local"], f["local"]) for w, f in zip(want, first, strict=True)] == (
         [[]] * here.size
@@ -339,7 +339,7 @@ def check_move(
 
 
 def weights_only(path: str, out: str) -> dict[str, Any]:
-    """Two steps in bf16, weights saved; forward-only engines and a trained one load them."""
+    """Saves the weights after two bf16 steps; forward-only and trained engines load them."""
     trained = engine_for(path, dict(tp=2), BF16)
     train(trained, 2)
     trained.set_version(VERSION)
@@ -355,7 +355,7 @@ def weights_only(path: str, out: str) -> dict[str, Any]:
     wide.load(dist_meta(out, with_optim=False))
     result["wide"] = state(wide)
     wide.destroy()
-    # a step no weight notices writes the optimizer's fp32 weights back: those that were loaded
+    # a step of almost no size writes back the optimizer's fp32 weights: these must be loaded ones
     still = make_engine(path, dict(), optimizer={"lr": 1e-30}, **BF16)
     still.load(dist_meta(out, with_optim=False))
     still.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
@@ -374,7 +374,7 @@ def test_weights_alone(world2, models, tmp_path):
     )
     assert r["version"] == 0
     size = sum(f.stat().st_size for f in out.glob("*.distcp"))
-    assert size < 3 * sum(2 * t.numel() for t in r["saved"].values())  # with moments 7 times
+    assert size < 3 * sum(2 * t.numel() for t in r["saved"].values())  # with moments: 7 times
 
 
 def never_trained(path: str, out: str, over: dict[str, Any]) -> tuple[list[str], list[Any]]:
@@ -432,8 +432,8 @@ def save_under_two_names(path: str, out: Path) -> dict[str, Any]:
     return result
 
 
-# kind: how Transformer Engine's layers name a norm, and how the local ones do; of deepseek_v3 layer
-# 0 is dense, of qwen3_moe layer 1
+# kind: a norm's names in Transformer Engine's layers and in local ones; layer 0 of deepseek_v3 and
+# layer 1 of qwen3_moe are dense
 NORMS = {
     "deepseek_v3": (
         ("0.input_layernorm", "0.input_layernorm"),
@@ -467,7 +467,7 @@ def test_norms_are_saved_under_the_same_names_for_all_layers_and_read_under_eith
 
 
 def test_learning_rate_is_the_configs_at_the_checkpoints_position(world1, models, tmp_path):
-    """Step 3 (from 0) of 8: two steps of warm-up, then linearly towards 0 at step 8."""
+    """Step 3 (from 0): the rate rises for two steps, the second at the peak, and is 0 at step 8."""
     path = save_model(models, "llama", False)
     lr, peak, step = world1.run(changed_config, path, str(tmp_path / "ck"))[0]
     assert lr == pytest.approx(4e-3 * (8 - 3) / (8 - 1)) and peak == 4e-3 and step == 4
@@ -490,7 +490,7 @@ WRITERS = {
 
 
 def failing_save(path: str, out: str) -> dict[str, Any]:
-    """A good save, then one that fails in every place, then a load of the good one."""
+    """Saves well, then fails in every place of a save, then loads the good checkpoint."""
     engine = engine_for(path, dict(), ZERO)
     train(engine, 1)
     engine.save(dist_meta(out))
@@ -532,7 +532,7 @@ def test_a_rank_that_fails_to_save_is_named_and_the_older_checkpoint_stays(
 
 
 class Gate:
-    """Holds back what the writing threads do; `broken`: this rank's disk is full."""
+    """Holds back the writing threads; `broken`: this rank's disk is full."""
 
     def __init__(self) -> None:
         self.begun, self.opened, self.broken = threading.Event(), threading.Event(), False
@@ -558,7 +558,7 @@ class Gate:
 
 
 def save_behind(path: str, out: str, parallel: Parallel) -> dict[str, Any]:
-    """Two steps run while the writers stand still; what is saved is from before them."""
+    """Runs two steps while the writers stand still; the saved state is from before the steps."""
     engine = engine_for(path, parallel, ZERO)
     train(engine, 1)
     engine.set_version(VERSION)
@@ -568,7 +568,7 @@ def save_behind(path: str, out: str, parallel: Parallel) -> dict[str, Any]:
         figures = train(engine, 2)
         assert gate.begun.wait(120)
         held = [pending.is_done(), Path(out).exists()]
-        second = engine.begin_save(dist_meta(f"{out}-2"))  # queues behind the first
+        second = engine.begin_save(dist_meta(f"{out}-2"))  # waits for the first
         gate.opened.set()
         pending.finish()
     later = local_tensors(engine)
@@ -614,7 +614,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
 
 
 class Hostile:
-    """Unpickled without care, it makes a directory."""
+    """Makes a directory where it is unpickled without care."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """Actor, reference and critic on the same four ranks, each in its own layout, in and out of memory.
 
-Whatever the others do in between, each computes what it computes alone.
+Each engine computes what it computes alone, whatever the others do in between.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def value_loss(outputs: Any, b: Any) -> Any:
 
 
 class Calls:
-    """What is asked of each engine, and its answers."""
+    """Calls engines by name and keeps the answers of each."""
 
     def __init__(self, path: str) -> None:
         self.path, self.engines = path, {}
@@ -116,7 +116,7 @@ def test_engines_that_share_ranks_compute_what_they_compute_alone(world4, path):
 
 
 def follow(path: str, root: str, actor_spec: dict[str, Any]) -> dict[str, Any]:
-    """ReaL's example: a trained actor's weights become a reference's, in another layout."""
+    """Copies a trained actor's weights to a reference in another layout, as ReaL's example."""
     actor = make_engine(path, **actor_spec)
     ref = make_engine(path, dict(tp=2, pp=2), trained=False, offload=True)
     for version in (1, 2):
@@ -168,7 +168,7 @@ def test_an_engine_that_trains_goes_on_from_the_weights_it_took_over(world4, pat
     r = world4.run(take_over, path, str(other))[0]
     for name, held in r["held"].items():
         assert torch.equal(r["before"][name], held.bfloat16()), name
-        # main weights of its own past would be far from here
+        # stale main weights would be far from here
         torch.testing.assert_close(r["after"][name].float(), held, atol=0.02, rtol=0.02)
     assert not same(r["after"], r["before"])
     assert "adapters" in r["errors"]["adapters"]
@@ -185,7 +185,7 @@ def error_of(fn: Any, *args: Any, **kw: Any) -> str:
 
 
 def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
-    """One part after the other leaves and comes back, between steps of training."""
+    """Offloads and onloads one part after the other, between steps of training."""
     engine = make_engine(path, dict(tp=2), **over)
     train = lambda: engine.train_batch(batch(), loss_fn, weight_fn, **OUT)  # noqa: E731
     figures, moved, errors = [train()], {}, {}
@@ -246,7 +246,7 @@ def test_parts_leave_and_come_back(world4, path, over, state_per_weight):
 
 
 def resting(path: str) -> dict[str, Any]:
-    """A frozen model that lives in host memory, and micro-batches of other sizes."""
+    """Runs a frozen model that lives in host memory, with micro-batches of several sizes."""
     one = make_engine(path, dict(tp=2), trained=False, max_tokens=24)
     want = one.forward(batch(), **OUT)
     one.destroy()
@@ -261,7 +261,7 @@ def resting(path: str) -> dict[str, Any]:
 
 
 def micro_batches(path: str, **over: Any) -> tuple[int, int]:
-    """Of a pass without backward, of one with it."""
+    """Returns the numbers of micro-batches of a pass without backward and of one with it."""
     from megarl.engine import passes
 
     engine = make_engine(path, dict(tp=4), max_tokens=24, **over)

@@ -67,7 +67,7 @@ def load(server: Server, path: Path) -> None:
 
 
 def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:
-    """As on GPUs: the first server reads rank 0's memory, the second rank 1's."""
+    """Syncs as on GPUs: the first server reads rank 0's memory, the second rank 1's."""
 
     def each_its_own(spots: Any, servers: Any, *, sender: int) -> dict[str, tuple[int, ...]]:
         return {server: (rank,) for rank, server in enumerate(servers)}
@@ -83,7 +83,7 @@ def test_servers_hold_what_save_writes(
     world: World, servers: list[Server], old: Path, new: Path, tmp_path: Path,
     job: Any, parallel: dict[str, Any], flattened: bool,
 ) -> None:  # fmt: skip
-    """Through one sender, there and back and there again."""
+    """One sender sends the new weights, the old ones and the new ones again."""
     for server in servers:
         load(server, old)
     before, saved = checksums(servers[0]), tmp_path / "saved"
@@ -139,7 +139,7 @@ def test_a_server_lost_in_the_middle_is_left_out_of_the_next(
 
 
 def test_a_server_on_another_machine_is_refused(world: World, new: Path) -> None:
-    """Before anything of it is asked."""
+    """The refusal comes before any request to the server."""
     far = Upload(new, None, meta(bucket_bytes=60_000))
     object.__setattr__(far.meta, "addresses", ("192.0.2.7:30000",))
     for (error,) in world.run(run_uploads, dict(tp=2), [far]):

@@ -1,4 +1,4 @@
-"""The converter beside training: what one writes the other loads, on any layout."""
+"""The converter and engines load each other's checkpoints, on any layout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(path: str, root: Path, parallel: Parallel, with_optim: bool, dtype: st
 
 
 def load_and_save(path: str, root: Path, parallel: Parallel) -> None:
-    """What the converter made goes through an engine whose own weights are others."""
+    """Loads the converter's output into an engine with other weights and saves it again."""
     engine = make_engine(path, parallel, trained=False)
     for p in engine.state.params.values():
         p.data.fill_(7.0)
@@ -67,7 +67,7 @@ def load_and_save(path: str, root: Path, parallel: Parallel) -> None:
 
 def check(world: World, path: str, root: Path, before: Parallel, after: Parallel, optim: bool,
           dtype: str = "float32") -> None:  # fmt: skip
-    """Trained -> dist -> HF equals the engine's own HF; that -> dist -> engine -> HF too."""
+    """Checks that dist -> HF and HF -> dist -> engine -> HF equal the engine's own HF save."""
     world.run(train, path, root, before, optim, dtype)
     dist2hf(root / "dist", root / "converted", quiet=True)
     assert verify(root / "converted", root / "hf", quiet=True) == []
@@ -110,7 +110,7 @@ def test_trained_at_tp2_pp2_product(world4: World, tmp_path: Path, kind: str, op
 
 
 def megatron_loads(path: str, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """megatron-core's own load, by the names of either kind of layer."""
+    """Loads by megatron-core's own code, with the names of either kind of layer."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 

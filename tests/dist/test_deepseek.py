@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3: group-limited routing is recorded and replayed; the router's bias is loaded,
-saved and kept in fp32; layers that predict further tokens are left out. (That they equal Hugging
-Face's is in invariance.py's table, but for V2-Lite.)
+saved and kept in fp32; layers that predict further tokens are left out. (invariance.py's table
+compares the models with Hugging Face's, except V2-Lite.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BIAS = "mlp.gate.e_score_correction_bias"
 
 
 def test_queries_without_a_latent_equal_hugging_face(worlds: Any, models: Path) -> None:
-    """V2-Lite: other modules than V2's, greedy routing without groups, plain rotary embedding."""
+    """V2-Lite has its own modules, greedy routing without groups, and plain rotary embedding."""
     kind, b = "deepseek_v2_lite", engine_jobs.batch()
     want = hf_steps(tiny_hf(kind), b, LOSSES["policy"])
     check(worlds(2).run(train, save_model(models, kind, False), dict(ep=2), "policy", b), want)
@@ -46,7 +46,7 @@ def test_queries_without_a_latent_equal_hugging_face(worlds: Any, models: Path) 
 
 
 def force(hf: Any, routing: torch.Tensor) -> Any:
-    """Every router of `hf` sends the tokens of the batch where routing [B,S,L,k] says."""
+    """Makes every router of `hf` send the batch's tokens where routing [B,S,L,k] says."""
     sigmoid = hf.config.model_type == "deepseek_v3"
 
     def forced(router: Any, chosen: torch.Tensor) -> Any:
@@ -126,7 +126,7 @@ def run_update(path: str, parallel: Parallel, rate: float) -> list[Any]:
 
 
 def test_the_bias_moves_where_it_is_asked_to(worlds: Any, models: Path) -> None:
-    """DeepSeek-V3, 2024, section 2.1.2: down where an expert has more than its share of tokens."""
+    """The bias falls where an expert has more than its share (DeepSeek-V3, section 2.1.2)."""
     path, mask = save_model(models, "deepseek_v3", False), engine_jobs.batch()["attention_mask"]
     before = dict(tiny_hf("deepseek_v3").named_buffers())
     routing, after = worlds(2).run(run_update, path, dict(), 0.01)[0]
@@ -138,7 +138,7 @@ def test_the_bias_moves_where_it_is_asked_to(worlds: Any, models: Path) -> None:
 
 
 def run_bf16(path: str, parallel: Parallel, out: str) -> dict[str, torch.Tensor]:
-    """Saved twice: as Hugging Face's, and megatron-core's that a fresh engine reads."""
+    """Saves in Hugging Face's and in megatron-core's format; a fresh engine loads the latter."""
     engine = make_engine(path, parallel, dtype="bfloat16")
     step(engine)
     engine.save(SaveLoadMeta(path=out, weight_format="hf"))

@@ -1,7 +1,7 @@
-"""What changed since the last sync reaches servers, and nothing but bits decides what that is.
+"""A delta sync sends the elements whose bits changed since the last sync, and no others.
 
-Every sync is verified by the servers' checksums. One sender lives on the ranks throughout a test;
-the versions it sends are HF directories.
+Every sync is verified by the servers' checksums. One sender lives on the ranks throughout a test
+and sends versions that are HF directories.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def versions(home: Path) -> list[Path]:
-    """Of a bf16 model: one, then with 1 % of its numbers changed, then with a tensor more."""
+    """Saves a bf16 model; 1 % of its numbers changed; the same and one whole tensor changed."""
     first = save_tiny(home / "v0", "qwen2", dtype=torch.bfloat16, layers=4)
     return [first, changed(first, home / "v1", 0.01), changed(first, home / "v2", 0.01, whole=True)]
 
@@ -67,7 +67,7 @@ def servers(versions: list[Path], home: Path) -> Iterator[list[Server]]:
 
 
 def changed(source: Path, target: Path, part: float, *, whole: bool = False) -> Path:
-    """`source` with bits flipped in `part` of its numbers, a zero's sign among them."""
+    """Copies `source` with bits flipped in `part` of its numbers, also the sign of a zero."""
     torch.manual_seed(1)
     tensors = load_file(source / "model.safetensors")
     for t in tensors.values():
@@ -94,7 +94,7 @@ def open_sender(source: Path, parallel: dict[str, Any], sender: int = 0) -> None
 
 
 def send(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
-    """The figures, or the error."""
+    """Uploads `source`; returns the metrics, or the error."""
     load_hf(source, *SENDER["shards"])
     try:
         stats: dict[str, float] = SENDER["sender"].upload(meta)
@@ -109,13 +109,13 @@ def close_sender() -> None:
 
 
 def send_believing(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
-    """Without asking the servers what they hold."""
+    """Sends without asking the servers what they hold."""
     with mock.patch.object(DistributedTransport, "_is_stale", return_value=False):
         return send(source, meta)
 
 
 def send_corrupted(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
-    """A bit of the second bucket's changes arrives as another."""
+    """Sends with one bit of the second bucket's changes flipped on the way."""
     deliver = UpdateChannel.deliver
 
     def flip(self: UpdateChannel, what: str, tensors: Any, body: Any, *rest: Any) -> Any:
@@ -129,7 +129,7 @@ def send_corrupted(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | s
 
 
 def send_to_stock(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:
-    """To servers that say nothing of changes."""
+    """Sends to servers that do not offer deltas, as stock SGLang."""
     parse = ServerInfo.parse
     with mock.patch.object(
         ServerInfo, "parse", lambda *a: replace(parse(*a), applies_delta=False, weights_id=None)
@@ -138,7 +138,7 @@ def send_to_stock(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | st
 
 
 class Sending:
-    """A sender on the ranks; `to` sends with it and gives bytes and what changed."""
+    """A sender on the ranks; `to` sends with it and returns bytes and the share that changed."""
 
     def __init__(self, world: World, source: Path, parallel: dict[str, Any], sender: int = 0):
         self.world, self.version = world, 0
@@ -182,7 +182,7 @@ def sending(world: World, versions: list[Path]) -> Iterator[Callable[..., Sendin
 def test_fp8_weights_are_held_as_their_products(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path]
 ) -> None:
-    """The embedded server computes in its own dtype, so it multiplies what it receives."""
+    """The embedded server computes in its own dtype: it multiplies FP8 weights by their scales."""
     sender = sending(dict(tp=2))
     for i in (1, 2):
         nbytes, part = sender.to(
@@ -203,7 +203,7 @@ def size(path: Path) -> float:
 def test_only_what_changed_is_sent(
     sending: Callable[..., Sending], servers: list[Server], versions: list[Path], i: int
 ) -> None:
-    """Several layouts and owners; flattened or not makes a difference to whole buckets alone."""
+    """For several layouts and senders; `flattened` matters only for whole buckets."""
     sender, whole = sending(list(LAYOUTS.values())[i], sender=i % 2), size(versions[0])
     assert sender.to(servers, versions[0]) == (whole, None)
     nbytes, part = sender.to(servers, versions[1], flattened=bool(i))
@@ -225,7 +225,7 @@ def test_every_owner_remembers_its_buckets(
     assert part is not None and 0.009 < part < 0.011 and nbytes < 0.02 * whole
     load(servers[1], versions[0])
     assert sender.to(servers, versions[2], senders=None) == (whole, None)
-    assert sender.to(servers, versions[1], senders=1) == (whole, None)  # others own them now
+    assert sender.to(servers, versions[1], senders=1) == (whole, None)  # by other senders
 
 
 def test_what_does_not_pay_is_sent_whole(
@@ -248,7 +248,7 @@ def test_servers_that_hold_something_else_get_everything(
     world: World, sending: Callable[..., Sending], servers: list[Server], versions: list[Path],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """New ones, restarted ones, ones that others have loaded; and whoever resumes knows nothing."""
+    """Such servers are new, restarted or loaded by others; a resumed sender knows nothing."""
     one = servers[0]
     sender, whole = sending(dict(tp=2)), size(versions[0])
     sender.to([one], versions[0])

@@ -23,8 +23,8 @@ OUT = dict(outputs=("logprobs", "entropy"))
 
 
 def what_is_left(path: str, parallel: dict[str, Any], engines: int) -> list[tuple[bool, int]]:
-    """After each of several engines was trained and destroyed: whether its model is still there,
-    and this process's threads (a gloo group has three)."""
+    """Trains and destroys several engines; returns after each whether its model still exists, and
+    the number of this process's threads (a gloo group has three)."""
     found = []
     for _ in range(engines):
         engine = make_engine(path, parallel)
@@ -59,7 +59,7 @@ def world2():
 
 
 def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
-    """Values and gradients of token_outputs on this rank's shard of `rows` rows."""
+    """Returns values and gradients of token_outputs on this rank's shard of `rows` rows."""
     from megarl.parallel.vocab_parallel import VocabShard, token_outputs
 
     g = torch.Generator().manual_seed(0)
@@ -111,7 +111,7 @@ def test_vocabulary_shards_equal_the_dense_formula(world2, vocab):
 
 
 def two_engines(path: str) -> dict[str, Any]:
-    """A tp2 actor and a frozen dp2 reference on the same ranks, used in turns."""
+    """Uses a tp2 actor and a frozen dp2 reference on the same ranks in turns."""
     from megatron.core import parallel_state
 
     actor, ref = make_engine(path, dict(tp=2)), make_engine(path, {}, trained=False)
@@ -139,7 +139,7 @@ def test_engines_of_different_layouts_share_the_ranks(world2, models):
 
 
 def few_sequences(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """One sequence (the last row, the longest there is is cut off) on two data-parallel ranks."""
+    """Runs a single sequence on `parallel`'s ranks, also where two of them are data-parallel."""
     engine = make_engine(path, parallel)
     one = {k: v[2:3] for k, v in batch().items()}
     result = dict(
@@ -155,7 +155,7 @@ def test_fewer_sequences_than_data_parallel_ranks(world2, models):
     path = save_model(models, "llama", False)
     dp2, tp2 = (world2.run(few_sequences, path, p)[0] for p in (dict(), dict(tp=2)))
     torch.testing.assert_close(dp2["logp"], tp2["logp"], rtol=0, atol=1e-5)
-    # a gradient norm of 187 has no smaller step in fp32 than 1.5e-5: there, the last bit
+    # rel allows the last bit in fp32, which is 1.5e-5 at a gradient norm of 187
     assert dp2["stats"] == pytest.approx(tp2["stats"], rel=1.2e-7, abs=1e-5)
     for name, value in tp2["weights"].items():
         torch.testing.assert_close(dp2["weights"][name], value, rtol=0, atol=1e-5)
@@ -167,7 +167,7 @@ def drift_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def drift(path: str, parallel: dict[str, Any], dtype: str) -> float:
-    """sum |logprobs of the training pass - logprobs of forward|, weights unchanged."""
+    """Returns sum |logprobs of the training pass - logprobs of forward| with equal weights."""
     engine = make_engine(path, parallel, dtype=dtype, recompute_granularity="full")
     b = batch()
     b["before"] = engine.forward(b)
@@ -287,7 +287,7 @@ def test_nan_gradients_skip_the_step_and_bad_input_is_named(world2, models, para
 def save_and_load(
     path: str, out: str, changed: str, parallel: dict[str, Any], dtype: str, zero: bool
 ) -> dict[str, Any]:
-    """HF -> engine -> HF; then other weights are loaded and trained on for a step."""
+    """Loads and saves HF's format; then loads other weights and trains them for a step."""
     engine = make_engine(path, parallel, dtype=dtype, optimizer=dict(distributed=zero))
     engine.save(SaveLoadMeta(path=out))
     engine.load(SaveLoadMeta(path=changed))
@@ -427,10 +427,10 @@ def test_weights_from_scratch_depend_on_the_seed_only(world2, models):
 
 
 def abandoned(path: str) -> str:
-    """Rank 1 stays away from a forward pass; rank 0 tells what it waited for."""
+    """Keeps rank 1 away from a forward pass; rank 0's error says what it waited for."""
     engine = make_engine(path, {}, trained=False)
     if dist.get_rank() == 1:
-        time.sleep(3.0)  # alive, so that rank 0 meets the timeout and not a closed connection
+        time.sleep(3.0)  # rank 0 must meet the timeout, not a closed connection
         return ""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     try:

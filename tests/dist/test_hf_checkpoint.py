@@ -73,7 +73,7 @@ def same(a: Path, b: Path) -> None:
 def run_round_trip(
     source: Path, target: Path, parallel: dict[str, Any], held: torch.dtype, **kw: Any
 ) -> bool:
-    """Loads as `held`, saves, and says whether this rank's vocabulary padding is zero."""
+    """Loads as `held`, saves, and returns whether this rank's vocabulary padding is zero."""
     divisible = kw.pop("vocab_divisible_by", 8)
     with built_model(source, parallel, dtype=held, vocab_divisible_by=divisible) as (model, groups):
         params = named_params(model.chunks)
@@ -104,7 +104,7 @@ def test_round_trip_is_bit_exact(
 
 
 def run_recorded(*args: Any, **kw: Any) -> list[str]:
-    """run_round_trip; the files this rank wrote."""
+    """Runs run_round_trip; returns the files that this rank wrote."""
     from megarl.ckpt import hf_files
 
     written: list[str] = []
@@ -138,7 +138,7 @@ def test_every_rank_writes_and_the_layout_does_not_show(
 
 
 def test_storage_of_rank_0_alone(world2: World, tmp_path: Path) -> None:
-    """The other rank does not see the directory, as on another machine."""
+    """The directory exists on rank 0 alone, as if the other rank were on another machine."""
     source = save_tiny(tmp_path / "a", "qwen3")
     written = world2.run(
         run_blind, source, tmp_path / "b", dict(pp=2), torch.float32, max_shard_bytes=60_000
@@ -155,7 +155,7 @@ def run_blind(*args: Any, **kw: Any) -> list[str]:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that was made."""
+    """Records the most elements of any tensor that is made."""
 
     numel = 0
 
@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):
 
 
 def run_watched(source: Path, parallel: Parallel) -> tuple[int, int]:
-    """The largest tensor made to build a model, and its largest parameter."""
+    """Builds a model; returns the sizes of the largest tensor made and of the largest parameter."""
     with Largest() as largest, built_model(source, parallel, load=False) as (model, _):
         pass
     return largest.numel, max(p.numel() for p in named_params(model.chunks).values())
@@ -246,7 +246,7 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_old_model(
 
 
 def run_full_disk(source: Path, target: Path, rank: int) -> str:
-    """The disk of one rank fills up while it still has buckets to send and to take."""
+    """Fills one rank's disk while the rank still has buckets to send and to receive."""
     writes = 0
 
     def full(*args: Any) -> None:
@@ -291,7 +291,7 @@ def test_a_save_does_not_replace_what_is_no_model(world2: World, tmp_path: Path)
 
 
 def load_one_rank(path: Path) -> dict[str, torch.Tensor]:
-    """load_hf needs no process group: a rank of tp=2 on its own."""
+    """Loads one rank of tp=2 alone: load_hf needs no process group."""
     table = build_piece_table(read_hf_config(path), layout := Layout(tp=2))
     params = {
         n: torch.full(p.shape, torch.nan) for n, p in table.local_params(layout.coords(1)).items()

@@ -1,4 +1,4 @@
-"""What a pass refuses at the engine's door: on every rank, in words, and with nothing hanging."""
+"""Every rank refuses faulty inputs of a pass with the same clear error, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUT = ("logprobs", "entropy")
 
 
 def call(engine: Any, verb: str, b: Tensors, **kw: Any) -> str:
-    """What the pass raises, or "fine"."""
+    """Returns the ValueError of the pass, or "fine"."""
     asked = {"outputs": OUT, **kw}
     try:
         if verb == "forward":

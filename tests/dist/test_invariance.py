@@ -20,7 +20,7 @@ from tests.dist.losses import LOSSES
 from tests.dist.reference import hf_steps
 from tests.tiny import tiny_hf
 
-# the step itself meets 1e-6; of the gradients, those of q_norm are small sums of large terms
+# the step itself meets 1e-6; gradients of q_norm are small sums of large terms
 GRADIENTS_OF_CUTS = 2e-6
 
 
@@ -60,7 +60,7 @@ def test_an_uneven_split_of_interleaved_chunks(worlds, tmp_path):
     ],
 )
 def test_a_step_does_not_depend_on_how_the_batch_is_cut(family, layout, loss, worlds, models):
-    """Bounds as ratios of norms: summation order is all that differs."""
+    """The bounds are ratios of norms: only the order of sums differs."""
     case = Case(family=family, layout=layout, loss=loss)
     b, _ = reference(family, case.tie, loss)
     path = save(models, case)

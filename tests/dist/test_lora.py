@@ -1,7 +1,7 @@
 """LoRA in every layout equals PEFT on Hugging Face's model: outputs, gradients, updates, files.
 
-Experts, which transformers fuses into tensors that PEFT has no layers for, are compared with the
-closed form W + scale * B A.
+Experts are compared with the closed form W + scale * B A: transformers fuses them into tensors
+that PEFT has no layers for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FULL: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
     (2, "qwen3_moe", ALL, dict(**SP, etp=2), PLAIN),
     (4, "qwen3_moe", ALL, dict(**SP, ep=2, etp=2), PLAIN | RECOMPUTE),
     (4, "qwen2_moe", ("gate_proj", "down_proj"), dict(pp=2, ep=2), ZERO),
-    (4, "mixtral", ("w1", "w2", "w3"), dict(ep=2), ZERO),  # experts alone, dp2
+    (4, "mixtral", ("w1", "w2", "w3"), dict(ep=2), ZERO),  # experts only, dp2
 ]
 
 
@@ -87,7 +87,7 @@ def lora(targets: tuple[str, ...] = ALL, **over: Any) -> LoRAConfig:
 def write_adapter(
     directory: Path, base: str, cfg: LoRAConfig, head: str = "lm", seed: int = 1
 ) -> str:
-    """A PEFT directory with random adapters, B too; by the declarations, without an engine."""
+    """Writes a PEFT directory with random A and B, from the declarations, without an engine."""
     model = read_hf_config(base, head=head)
     g = torch.Generator().manual_seed(seed)
     tensors = {
@@ -114,7 +114,7 @@ def peft_model(kind: str, adapter: str) -> Any:
 
 
 def by_file_name(model: Any) -> Tensors:
-    """The trained parameters by the names of PEFT's files."""
+    """Returns the trained parameters by the names of PEFT's files."""
     return {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -127,7 +127,7 @@ class ClosedForm:
         self.adapters = {n: p.requires_grad_() for n, p in load_file(f"{adapter}/{FILE}").items()}
 
     def weights(self) -> Tensors:
-        """With the adapters merged in, by the names of HF's files."""
+        """Returns the merged weights by the names of HF's files."""
         found = hf_named(self.hf, dict(self.hf.named_parameters()))
         for n, w in found.items():
             stem = "base_model.model." + n.removesuffix("weight")
@@ -154,7 +154,7 @@ FILE = "adapter_model.safetensors"
 
 
 def reference(model: Any, adapters: Tensors) -> dict[str, Any]:
-    """What `run` should give, from autograd and torch's AdamW over the adapters alone."""
+    """Returns the expected result of `run`, from autograd and torch's AdamW over the adapters."""
     optimizer = torch.optim.AdamW(
         list(adapters.values()), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
         weight_decay=0.1,
@@ -169,7 +169,7 @@ def reference(model: Any, adapters: Tensors) -> dict[str, Any]:
         if k == 0:
             result["logprobs"] = outputs["logprobs"].detach()
             result["loss"] = float(loss.detach())
-            # of an expert that no token met there is none
+            # an expert without tokens has none
             result["grads"] = {
                 n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
                 for n, p in adapters.items()
@@ -214,8 +214,8 @@ def run(path: str, cfg: LoRAConfig, parallel: Parallel, out: str, **over: Any) -
 
 
 def counts(engine: Any) -> tuple[int, int, int, int]:
-    """On this rank: elements of adapters, of gradient buffers, of all parameters; tensors with
-    optimizer state."""
+    """Returns this rank's elements of adapters, of gradient buffers and of all parameters, and the
+    number of tensors with optimizer state."""
     from megarl.engine.offload import gradient_tensors
 
     adapters = sum(p.numel() for n, p in engine.state.params.items() if "_lora." in n)
@@ -257,7 +257,7 @@ def check_parity(case: Any, worlds: Any, models: Path, references: Any, tmp_path
         for key, value in want[f"after {k}"].items():
             torch.testing.assert_close(saved[key], value, rtol=0, atol=atol, msg=key)
     for adapters, grads, everything, states in (r["counts"] for r in ranks):
-        # buffers are padded; what the engine trains and keeps state for is the adapters alone
+        # buffers are padded; the engine trains and keeps state for the adapters only
         assert adapters <= grads < adapters + 4096 and adapters < everything / 3
         assert states > 0
 
@@ -286,7 +286,7 @@ def test_more_layouts(
 def test_the_actor_without_its_adapters_is_the_reference(
     kind: str, parallel: Parallel, worlds: Any, models: Path
 ) -> None:
-    """To the bit, after updates and in between; and the actor is as if nobody had asked."""
+    """Bit for bit, before and between updates; the actor itself is not changed by the passes."""
     path = save_model(models, kind, False)
     cfg = lora(adapter_path=write_adapter(models / f"{kind}-all-linear", path, lora()))
     assert all(worlds(2).run(run_reference, path, cfg, parallel))
@@ -327,7 +327,7 @@ def run_reference(path: str, cfg: LoRAConfig, parallel: Parallel) -> bool:
 def test_peft_reads_what_the_engine_writes_and_the_other_way_round(
     worlds: Any, models: Path, tmp_path: Path
 ) -> None:
-    """Directories that PEFT itself wrote and read: logits, names, merged weights."""
+    """PEFT writes and reads the directories; logits, names and merged weights agree."""
     path = save_model(models, "qwen3", False)
     torch.manual_seed(3)
     targets = ["q_proj", "k_proj", "o_proj", "up_proj"]
@@ -360,7 +360,7 @@ def run_files(path: str, cfg: LoRAConfig, parallel: Parallel, out: str) -> torch
     logprobs = engine.forward(batch(), temperature=0.8)
     engine.save(SaveLoadMeta(path=f"{out}/adapter", weight_format="peft"))
     engine.save(SaveLoadMeta(path=f"{out}/merged"))
-    engine.load(SaveLoadMeta(path=f"{out}/merged"))  # adapters start anew
+    engine.load(SaveLoadMeta(path=f"{out}/merged"))  # adapters are initialised anew
     again = engine.forward(batch(), temperature=0.8)
     torch.testing.assert_close(again, logprobs, rtol=0, atol=1e-4)
     engine.load(SaveLoadMeta(path=path))
@@ -372,7 +372,7 @@ def run_files(path: str, cfg: LoRAConfig, parallel: Parallel, out: str) -> torch
 
 @pytest.mark.full
 def test_merged_weights_reach_a_server(worlds: Any, models: Path, tmp_path: Path) -> None:
-    """Streamed in bf16: the server then shows what it shows after loading the merged directory."""
+    """Streamed in bf16, they give the checksums of a server that loads the merged directory."""
     path = str(save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16))
     cfg = lora(adapter_path=write_adapter(tmp_path / "adapter", path, lora()))
     with embedded_server(Path(path), log=tmp_path / "log") as server:
@@ -405,7 +405,7 @@ def run_sync(path: str, cfg: LoRAConfig, server: str, out: str) -> None:
 def test_resumed_training_is_bitwise_the_uninterrupted_one(
     kind: str, parallel: Parallel, over: Any, worlds: Any, models: Path, tmp_path: Path
 ) -> None:
-    """The checkpoint holds the adapters alone, and goes into another layout."""
+    """The checkpoint holds the adapters alone, and another layout loads it."""
     path = save_model(models, kind, False)
     out = str(tmp_path / "ck")
     for r in worlds(2).run(resume, path, out, parallel, {"lora": lora(), **over}):
@@ -438,7 +438,7 @@ def run_reload(
 
 
 def test_a_value_head_is_trained_as_a_whole(worlds: Any, models: Path, tmp_path: Path) -> None:
-    """As PEFT's modules_to_save; it goes with the adapters."""
+    """The head is saved with the adapters, as PEFT's modules_to_save."""
     path = save_model(models, "qwen2", True)
     loaded = worlds(2).run(run_critic, path, dict(pp=2), str(tmp_path / "critic"))
     saved = load_file(tmp_path / "critic" / FILE)

@@ -1,4 +1,4 @@
-"""EngineState models against Hugging Face: logits, packed and padded, tensor and context parallel."""
+"""Built models against Hugging Face: logits, packed and padded, tensor and context parallel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ids_of(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sbhd logits of two sequences [2, 48, V], thd logits of LENGTHS [T, V])."""
+    """Returns (sbhd logits of two sequences [2, 48, V], thd logits of LENGTHS [T, V])."""
     with built_model(path, parallel) as (model, groups), torch.no_grad():
         chunk = model.chunks[0].eval()
         ids = ids_of(96).view(2, 48)
@@ -62,7 +62,7 @@ def run_logits(path: Path, parallel: dict[str, Any]) -> tuple[torch.Tensor, torc
 
 
 def run_requires_grad(path: Path) -> list[bool]:
-    """Of what every layer gives where no gradients are wanted."""
+    """Returns requires_grad of every layer's output in a pass under no_grad."""
     found: list[bool] = []
     with built_model(path, {}) as (model, _), torch.no_grad():
         for layer in model.chunks[0].decoder.layers:
@@ -97,7 +97,7 @@ def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> N
 
 
 def run_gradients(path: Path) -> list[dict[str, torch.Tensor]]:
-    """Gradients of a sum over the same tokens: packed, without and with recomputation."""
+    """Returns gradients of a sum over packed tokens, without and with recomputation."""
     grads = []
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     for over in ({}, full, dict(recompute_granularity="selective")):
@@ -119,7 +119,7 @@ def test_packed_gradients_do_not_change_under_recomputation(one: World, tmp_path
 
 
 def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """thd logits of this rank's zigzag share, their positions, and a gradient norm."""
+    """Returns thd logits of this rank's zigzag share, their positions, and a gradient norm."""
     lengths = [8, 40, 4, 64]
     with built_model(path, dict(cp=2)) as (model, groups):
         chunk = model.chunks[0].train()
@@ -133,7 +133,7 @@ def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]
 
 
 def test_context_parallel_equals_hf(two: World, tmp_path: Path) -> None:
-    """The first layer attends to all tokens before, the second through a window."""
+    """The first layer attends to all earlier tokens, the second one through a window."""
     window = dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)
     hf = tiny_hf("qwen2", layers=2, **window)
     hf.save_pretrained(tmp_path)
@@ -160,7 +160,7 @@ def run_random(path: Path, parallel: dict[str, Any]) -> list[tuple[str, torch.Te
 
 
 def test_random_weights_depend_on_the_seed_alone(two: World, tmp_path: Path) -> None:
-    """The same model for tp2, pp2 and dp2, drawn as HF draws it."""
+    """tp2, pp2 and dp2 have the same model, drawn as HF draws it."""
     save_tiny(tmp_path, "qwen2", layers=2)
     layouts: tuple[dict[str, Any], ...] = (dict(tp=2), dict(pp=2), dict())
     runs = [dict(two.run(run_random, tmp_path, p)[0]) for p in layouts]
@@ -176,7 +176,7 @@ def test_random_weights_depend_on_the_seed_alone(two: World, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_the_norm_has_hf_numerics(dtype: torch.dtype) -> None:
-    """Scaled after the cast: in bfloat16 all but a few roundings agree, and those by one step."""
+    """The norm scales after the cast: in bfloat16 few roundings differ, each by one step."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     from megarl.models.layers import RMSNorm

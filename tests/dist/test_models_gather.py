@@ -70,7 +70,7 @@ def test_offsets_are_aligned_when_dtypes_mix(model_path: Path) -> None:
 
 
 def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) -> dict[str, Any]:
-    """Twice into one reused buffer, the second time doubled; the tensors of the second."""
+    """Gathers twice into one buffer, doubled the second time; returns the second tensors."""
     with built_model(path, parallel) as (model, groups):
         params = {n: p.detach() for n, p in named_params(model.chunks).items()}
         dtype: Any = torch.float32
@@ -97,7 +97,7 @@ def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) ->
         return result
 
 
-# owners that hold nothing but norms, a data-parallel replica, and a middle stage
+# senders that hold only norms, a data-parallel replica, and a middle stage
 @pytest.mark.parametrize(
     "parallel, owner, mixed",
     (
@@ -125,7 +125,7 @@ def test_any_rank_can_gather(
 
 @contextmanager
 def batched() -> Iterator[list[torch.Tensor]]:
-    """What this rank sends in batches inside."""
+    """Yields the list of tensors that this rank sends in batches inside the context."""
     sent: list[torch.Tensor] = []
     real = dist.batch_isend_irecv
 
@@ -138,8 +138,8 @@ def batched() -> Iterator[list[torch.Tensor]]:
 
 
 def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
-    """Messages this rank sends for one bucket. One that is not in a batch would make NCCL a
-    communicator of its own: it is not counted."""
+    """Returns how many messages this rank sends for one bucket, all in batches: for a message
+    outside of a batch NCCL would make a communicator of its own."""
     with built_model(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
@@ -158,8 +158,8 @@ def test_one_message_per_source_and_none_from_replicas(world: World, model_path:
 
 
 def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict[str, Any]]:
-    """Whether the buffers are shared, bytes of this rank's largest message, what was gathered.
-    Unless `reachable`, rank 1 cannot attach to the owner's memory.
+    """Returns whether the buffers are shared, the bytes of this rank's largest message, and the
+    gathered tensors. Unless `reachable`, rank 1 cannot attach to the sender's memory.
     """
     agreement = Agreement(None)
     result: dict[str, Any] = {}

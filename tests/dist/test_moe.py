@@ -1,5 +1,5 @@
-"""Mixture-of-experts models: routing is recorded and replayed, auxiliary losses are what the papers
-say, experts keep their names. (That they equal Hugging Face's is in invariance.py's table.)
+"""Mixture-of-experts models: routing is recorded and replayed, auxiliary losses are the papers',
+experts keep their names. (invariance.py's table compares the models with Hugging Face's.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hf_routers(hf: Any) -> dict[int, Any]:
 
 
 def force(hf: Any, routing: torch.Tensor) -> Any:
-    """Every router of `hf` sends the tokens of the batch where routing [B,S,L,k] says."""
+    """Makes every router of `hf` send the batch's tokens where routing [B,S,L,k] says."""
 
     def forced(router: Any, chosen: torch.Tensor, normed: bool) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,7 +108,7 @@ def test_more_replays(case: Any, worlds: Any, models: Path) -> None:
 
 
 def run_record(path: str, parallel: Parallel) -> list[torch.Tensor]:
-    """Logprobs and routing of a pass, and the logprobs of another one that replays it."""
+    """Returns logprobs and routing of a pass, and the logprobs of a pass that replays it."""
     engine = make_engine(path, parallel, moe=MoEConfig(router_replay=True, per_layer_stats=True))
     b = engine_jobs.batch()
     found = engine.forward(b, outputs=("logprobs", "routed_experts"))
@@ -149,7 +149,7 @@ def test_the_logp_pass_records_the_routing(
         torch.testing.assert_close(logp, again, rtol=0, atol=1e-6)
 
 
-# ---- figures and auxiliary losses
+# ---- metrics and auxiliary losses
 
 AUX, Z = 0.3, 0.02
 
@@ -178,7 +178,7 @@ def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, mod
     """Load balancing: E/(k T^2) * sum_e (tokens of e) * (sum_t p_te), Fedus et al. 2021, eq. 4-6,
     for k experts; z: the mean of logsumexp^2, Zoph et al. 2022, eq. 5. One micro-batch."""
     hf, b = tiny_hf("mixtral"), select(engine_jobs.batch(), [0, 1, 2, 3, 4, 5])
-    assert b["attention_mask"].sum() % 2 == 0  # no filling
+    assert b["attention_mask"].sum() % 2 == 0  # no padding
     logits: list[torch.Tensor] = []
     for router in hf_routers(hf).values():
         router.register_forward_hook(lambda _m, _a, out: logits.append(out[0]))
@@ -203,7 +203,7 @@ def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, mod
     assert stats["moe/load_max_over_mean"] == pytest.approx(sum(loads) / 4)
     assert stats["moe/load_max_over_mean/layer_2"] == pytest.approx(loads[2])
     assert stats["moe/idle_experts"] == 0
-    # everything to two experts of four
+    # all tokens go to two experts of four
     assert got["crowd"]["moe/load_max_over_mean"] == 2 and got["crowd"]["moe/idle_experts"] == 0.5
     assert "moe/aux_loss" not in got["crowd"]
 
@@ -225,7 +225,7 @@ def run_save(path: str, parallel: Parallel, out: str) -> None:
 def test_round_trip_is_bit_exact(
     kind: str, parallel: Parallel, worlds: Any, models: Path, tmp_path: Path
 ) -> None:
-    """Per expert, under the names transformers itself writes."""
+    """Weights are saved per expert, under the names that transformers writes."""
     source = save_model(models, kind, False)
     worlds(4).run(run_save, source, parallel, str(tmp_path / "out"))
     same(Path(source), tmp_path / "out")

@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 
 
 class Run:
-    """Actor, self check and a batch, as the recipe puts them together."""
+    """An actor, its self check and a batch, combined as in the recipe."""
 
     def __init__(
         self, path: str, out: str, parallel: dict[str, Any], *, zero: bool = True,
@@ -79,7 +79,7 @@ class Run:
         return b
 
     def bits(self) -> list[torch.Tensor]:
-        """This rank's weights, main weights, moments and step counts."""
+        """Returns this rank's weights, main weights, moments and step counts."""
         from megarl.engine.offload import optimizer_tensors
 
         engine = self.actor.engine
@@ -104,14 +104,14 @@ def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def nan_where(loss: Any, token: int | None, outputs: Any, b: Any) -> Any:
-    """The loss, NaN with its gradient in sequences that hold `token` (None: in all)."""
+    """Returns the loss; it and its gradient are NaN at trained tokens `token` (None: at all)."""
     hit = b["loss_mask"] if token is None else (b["input_ids"] == token) & b["loss_mask"]
     logprobs = outputs["logprobs"] * torch.where(hit, math.nan, 1.0)
     return loss(outputs | {"logprobs": logprobs}, b)
 
 
 def plus(loss: Any, constant: float, outputs: Any, b: Any) -> Any:
-    """A loss that is not finite although its gradient is."""
+    """Returns the loss plus `constant`, which may be infinite; the gradient stays finite."""
     value, stats = loss(outputs, b)
     return value + constant, stats
 
@@ -180,7 +180,7 @@ def test_a_skipped_update_changes_no_bit_on_any_rank(worlds, model, tmp_path, la
 
 
 def holders(path: str, out: str) -> dict[str, Any]:
-    """A Batch whose rows lie on two ranks: a fault in a row of rank 1, then in all."""
+    """Updates on a Batch over two ranks, with a fault in one row of rank 1, then in all its rows."""
     run = Run(path, out, {}, max_skips=100)
     b = run.batch()
     batch = Batch.from_local(b if dist.get_rank() == 0 else None)
@@ -223,7 +223,7 @@ def test_holders_save_and_show_their_own_rows(worlds, model, tmp_path):
 
 
 def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Faults that stop the run, each in a run of its own; what this rank says."""
+    """Returns this rank's errors for faults that stop a run, each in its own run."""
     said = {}
 
     def fresh(**check: Any) -> Run:
@@ -248,7 +248,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
     said["dropout"] = run.error_of(lambda: run.actor.ppo_update(batch))
 
     fresh()
-    if dist.get_rank() == 1:  # a shard of one rank only
+    if dist.get_rank() == 1:  # only in rank 1's shard
         name, param = next(
             (n, p) for n, p in run.actor.engine.state.params.items() if "linear_fc2" in n
         )
@@ -268,7 +268,7 @@ def stops(path: str, out: str, parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_ref(run: Run) -> Any:
-    """A reference of the same weights in another layout than the actor's."""
+    """Makes a reference with the same weights in another layout than the actor's."""
     from megarl.trainer.roles import MegatronRef
 
     config = TrainEngineConfig(path=run.config.path, mb_spec=MicroBatchSpec(max_tokens_per_mb=64))
@@ -281,7 +281,7 @@ def make_ref(run: Run) -> Any:
 def test_every_rank_stops_with_the_same_error(worlds, model, tmp_path, parallel):
     zero, one = worlds(2).run(stops, model, str(tmp_path), parallel)
     for fault in ("nan", "temperature", "dropout", "weights", "other"):
-        assert one[fault] == zero[fault].splitlines()[0], fault  # told at length once
+        assert one[fault] == zero[fault].splitlines()[0], fault  # only rank 0 gives the details
     assert "step 3, mini-batch 0: the update is not finite: loss = nan" in zero["nan"]
     for fault in ("temperature", "dropout"):
         assert "step 3: the first update does not start from ratio 1" in zero[fault]

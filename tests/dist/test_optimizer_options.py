@@ -40,10 +40,10 @@ def world2():
 
 
 def steps(path: str, parallel: dict[str, Any], n: int = 3, **over: Any) -> dict[str, Any]:
-    """Figures of n steps; logprobs and weights after them."""
+    """Returns the metrics of n steps, and the logprobs and weights after them."""
     engine = make_engine(path, parallel, **over)
     figures = [engine.train_batch(batch(), loss_fn, weight_fn, **OUT) for _ in range(n)]
-    weights = state(engine)  # before any further pass: nobody has gathered them yet
+    weights = state(engine)  # before any further pass, which would gather them
     result = dict(figures=figures, weights=weights, logprobs=engine.forward(batch()))
     engine.destroy()
     return result
@@ -86,7 +86,7 @@ def test_the_optimizer_on_the_cpu_takes_the_same_steps(world2, models):
 
 
 def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
-    """Two steps, a checkpoint, two more; and these again from the checkpoint, by a new engine."""
+    """Takes two steps, saves, takes two more; repeats these in a new engine that has loaded."""
     engine = make_engine(path, {}, **over)
     for _ in range(2):
         engine.train_batch(batch(), loss_fn, weight_fn, **OUT)
@@ -106,7 +106,7 @@ def resumed(path: str, out: str, over: dict[str, Any]) -> list[Any]:
     "over",
     [
         dict(dtype="bfloat16", optimizer=dict(cpu_offload=True, cpu_offload_fraction=0.4)),
-        dict(dtype="float16", optimizer=dict(loss_scale_window=1)),  # a scale on the move
+        dict(dtype="float16", optimizer=dict(loss_scale_window=1)),  # a loss scale that changes
     ],
     ids=["cpu_offload", "float16"],
 )
@@ -125,7 +125,7 @@ def test_training_resumes_bit_for_bit(world2, models, tmp_path, over):
     ids=["tp", "experts", "pp"],
 )
 def test_float16_takes_the_steps_of_float32(world2, models, kind, parallel, zero):
-    """The loss scale is in the backward pass and nowhere in the figures."""
+    """The loss scale is in the backward pass and in none of the metrics."""
     path = save_model(models, kind, False)
     optimizer = dict(distributed=zero, initial_loss_scale=2.0**10)
     want = world2.run(steps, path, parallel, n=1, optimizer=optimizer)[0]
@@ -140,7 +140,7 @@ def test_float16_takes_the_steps_of_float32(world2, models, kind, parallel, zero
 
 
 def overflowing(path: str, parallel: dict[str, Any], zero: bool) -> dict[str, Any]:
-    """Steps from a loss scale that float16 cannot hold, until one succeeds; then a broken loss."""
+    """Steps from a loss scale beyond float16 until a step succeeds; then uses a broken loss."""
     scale = dict(initial_loss_scale=2.0**24, loss_scale_window=2, distributed=zero)
     engine = make_engine(path, parallel, dtype="float16", optimizer=scale)
     before, figures = state(engine), []
@@ -198,8 +198,8 @@ def test_what_cannot_be_is_refused_by_name(options, dtype, message):
 
 
 class SelfKeepingAdam(CpuFusedAdam):
-    """What Transformer Engine's FusedAdam is to megatron-core's precision-aware optimizer: it reads
-    `decoupled_grad`, and keeps main weights and moments itself, in dtypes of their own.
+    """Stands in for Transformer Engine's FusedAdam under megatron-core's precision-aware optimizer:
+    it reads `decoupled_grad` and keeps main weights and moments itself, in their own dtypes.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SelfKeepingAdam(CpuFusedAdam):
 
 @contextmanager
 def self_keeping_adam() -> Iterator[None]:
-    """megatron-core finds a Transformer Engine, of which there is the optimizer alone."""
+    """Makes megatron-core find a Transformer Engine that has only the optimizer."""
     import megarl.parallel.mcore  # noqa: F401  before megatron
 
     from megatron.core import optimizer as mcore_optimizer  # isort: skip
@@ -276,8 +276,8 @@ def self_keeping_adam() -> Iterator[None]:
 
 
 def precision_aware(path: str, other: str, out: str, **options: Any) -> dict[str, Any]:
-    """Runs `steps`. Another engine saves a checkpoint before its first step; other weights are
-    loaded into it when it is trained, and it makes a step from there."""
+    """Runs `steps`. Another engine saves a checkpoint before its first step; after training, it
+    loads other weights and takes a step from them."""
     over = dict(dtype="bfloat16", optimizer=dict(precision_aware=True, **options))
     with self_keeping_adam():
         result = steps(path, {}, **over)
@@ -321,7 +321,7 @@ def test_the_precision_aware_optimizer_clips_and_reloads_what_it_keeps(world2, m
 
 
 def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, Any], int]:
-    """`steps` with every activation offloaded, and how many went."""
+    """Runs `steps` with every activation offloaded; also returns the number of offloads."""
     from megarl.engine import activations
 
     gone, pack = 0, activations._pack
@@ -338,7 +338,7 @@ def steps_with_activations_on_host(path: str, **over: Any) -> tuple[dict[str, An
 
 @pytest.mark.parametrize("granularity", ["none", "full"])
 def test_activations_on_the_host_change_no_bit(world2, tmp_path, granularity) -> None:
-    """Two steps and the logprobs after them, tensor-parallel, with and without recomputation."""
+    """Compares two tensor-parallel steps and the logprobs after, with and without recomputation."""
     path = str(save_tiny(tmp_path / "m", "qwen3"))
     over = dict(recompute_granularity=granularity)
     plain = world2.run(steps, path, dict(tp=2), n=2, **over)[0]

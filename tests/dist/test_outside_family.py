@@ -29,7 +29,7 @@ register(
 
 
 def train_outside(path: str, parallel: dict[str, Any], b: Tensors) -> Any:
-    """`train` in a process that has imported this file."""
+    """Runs `train` in a process that has imported this file."""
     return train(path, parallel, "policy", b)
 
 

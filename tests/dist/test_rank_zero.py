@@ -1,4 +1,4 @@
-"""Rank 0's result, or its failure, reaches every rank; so do the rollout client's and statistics."""
+"""Rank 0's result or failure reaches every rank; so do the rollout client's and the statistics."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_statistics_are_reduced_over_ranks(world):
 
 
 def run_client(address: str, mine: list[list[dict]]) -> dict:
-    """One batch, an evaluation, an update, and what goes wrong. `mine`: the rows of each rank."""
+    """Runs a batch, an evaluation, an update, and failures. `mine`: each rank's own rows."""
     client = RemoteSGLangEngine(RolloutConfig(setup_timeout=5.0))
     with pytest.raises(RuntimeError, match=r"not open: call initialize\(\) on every rank"):
         client.prepare_batch([], workflow=Scripted())

@@ -44,8 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run_move(
     path: Path, source: dict[str, Any], target: dict[str, Any], bound: int
 ) -> list[tuple[list[str], dict[str, float]]]:
-    """Between two built models, the target's weights scrambled before, and back into the source,
-    scrambled in its turn: (parameters that are not bit for bit as they were, figures) of both."""
+    """Moves weights between two built models and back, each time into parameters that are NaN
+    before; returns (parameters with other bits than before, metrics) of both moves."""
     results = []
     with (
         built_model(path, source, load=False, seed=3) as (a, groups),
@@ -114,7 +114,7 @@ def filled(table: PieceTable, rank: int, dtype: torch.dtype) -> Params:
 
 
 def run_apart(path: Path) -> int:
-    """Ranks 0, 1 train; 3, 2 (in that order) and nobody else hold the target, in bf16."""
+    """Moves from ranks 0 and 1, which train, to ranks 3 and 2 (in that order) in bf16."""
     model, rank = read_hf_config(path), dist.get_rank()
     a = build_piece_table(model, Layout.from_config(ParallelConfig(pp=2), 2))
     b = build_piece_table(model, Layout.from_config(ParallelConfig(tp=2), 2))
@@ -151,7 +151,7 @@ def test_layouts_on_other_ranks_and_in_other_dtypes(world: World, models: dict[s
     table = build_piece_table(read_hf_config(path), Layout(tp=2))
     norms = sum(t.numel for t in table.tensors if len(t.shape) == 1)
     weights = sum(t.numel for t in table.tensors)
-    assert sum(sent) == 2 * (weights + norms)  # each number once to each rank that holds it
+    assert sum(sent) == 2 * (weights + norms)  # every number goes once to each rank that holds it
     assert sent[2:] == [0, 0]
 
 
@@ -177,12 +177,12 @@ def test_wrong_ranks_are_refused(models: dict[str, Path]) -> None:
 
 
 def run_saved(paths: list[Path], tokens: int) -> list[int]:
-    """Bytes that backward needs of each model, parameters aside."""
+    """Returns the bytes that backward keeps of each model, without its parameters."""
     totals = []
     for path in paths:
         with built_model(path, {}, dtype=torch.bfloat16) as (model, _):
             params = {p.untyped_storage().data_ptr() for p in named_params(model.chunks).values()}
-            saved: dict[int, torch.Tensor] = {}  # by storage; kept, so that none is used again
+            saved: dict[int, torch.Tensor] = {}  # by address; kept alive
 
             def keep(x: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
                 saved[x.untyped_storage().data_ptr()] = x
@@ -198,7 +198,7 @@ def run_saved(paths: list[Path], tokens: int) -> list[int]:
 
 
 def test_a_layer_keeps_the_activations_that_are_planned(world: World, tmp_path: Path) -> None:
-    """Besides, torch's norms keep fp32 and normalised copies of their inputs: 8 bytes a number."""
+    """Torch's norms also keep fp32 and normalised copies of their inputs: 8 bytes a number."""
     paths, tokens = [tmp_path / "2", tmp_path / "3"], 256
     for path in paths:
         save_tiny(path, "llama", layers=int(path.name), hidden_size=128, intermediate_size=256)

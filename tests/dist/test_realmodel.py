@@ -29,7 +29,7 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def wanted(model: str) -> tuple[Tensors, Tensors]:
-    """(a batch of prose, code and a chat, transformers' outputs)."""
+    """Returns (a batch of prose, code and a chat, transformers' outputs of it)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

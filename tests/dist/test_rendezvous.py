@@ -23,7 +23,7 @@ def world() -> Iterator[World]:
 
 
 def run_meeting(port: int, tokens: list[str], timeout: float) -> float | None:
-    """What the two ranks add up to, None where they have not met."""
+    """Returns an all-reduced sum over the two ranks, None where they have not met."""
     rank = dist.get_rank()
     with mock.patch.dict(os.environ, {ENV: tokens[rank]}):
         store = meet("127.0.0.1", port, rank=rank, world_size=2, timeout=timeout)

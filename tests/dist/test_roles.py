@@ -29,7 +29,7 @@ FIELDS = ("advantages", "returns", "token_rewards", "whitened")
 
 
 def samples() -> Tensors:
-    """What a rollout and the roles before the update would have given."""
+    """Returns a batch with the fields of a rollout and of the roles before the update."""
     b = dict(random_batch(n=N, seed=3))
     g = torch.Generator().manual_seed(7)
     shape, mask = b["input_ids"].shape, b["loss_mask"]
@@ -46,7 +46,7 @@ def samples() -> Tensors:
 
 
 def episodes(b: Tensors) -> list[Tensors]:
-    """By episode, each padded to its own length."""
+    """Splits samples by episode, each padded to its own length."""
     from megarl.utils.batch import select
 
     return [select(b, (b["episode_ids"] == k).nonzero().flatten()) for k in range(EPISODES)]
@@ -71,7 +71,7 @@ def make_actor(path: str, parallel: dict[str, Any], **config: Any) -> Any:
 
 
 def estimates(path: str, parallel: dict[str, Any]) -> dict[str, Tensors]:
-    """By origin: what the estimators and the weights W make of the same samples."""
+    """Returns by origin the advantages, returns and weights W of the same samples."""
     actor, out = make_actor(path, parallel, ppo_n_minibatches=3), {}
     white = Actor(PPOActorConfig(adv_norm="batch"), actor.engine, temperature=1.0)
     for origin in ORIGINS:
@@ -109,8 +109,8 @@ def test_estimates_are_the_same_bits_for_every_layout_and_origin(worlds, model):
 def updates(
     path: str, parallel: dict[str, Any], n: int, origin: str, *, spoil: str = ""
 ) -> dict[str, Any]:
-    """PPO's step without a critic: metrics, and the weights after it. spoil: with samples that fail
-    in the "workflow", or in the "score" of a reward model, when the batch lies on its ranks."""
+    """Runs PPO's step without a critic; returns metrics and the weights after it. spoil: some
+    samples fail in the "workflow", or in a reward model's "score" after the batch was placed."""
     from megarl.rollout.episode import without_failed
 
     actor = make_actor(path, parallel, ppo_n_minibatches=n, logp_gap_warn=100.0)
@@ -134,7 +134,7 @@ def updates(
 
 
 def spoilt(part: Tensors) -> Tensors:
-    """The episode with samples in it that failed: NaN, ids of no vocabulary, no token at all."""
+    """Adds failed samples to the episode: NaN, ids outside of the vocabulary, no tokens."""
     n = len(part["input_ids"])
     rows = torch.arange(n).repeat_interleave(2)
     out = {k: v[rows].clone() for k, v in part.items()}
@@ -180,7 +180,7 @@ def untrained(path: str) -> Tensors:
 
 
 def critic_elsewhere(path: str, critic_path: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """An actor with dp=2, and a critic in `parallel`, of whose batch it borrows."""
+    """Runs an actor with dp=2 and a critic in `parallel` that borrows the actor's batch."""
     actor = make_actor(path, {}, ppo_n_minibatches=2, logp_gap_warn=100.0)
     engine = make_engine(critic_path, parallel, head="value")
     critic = Critic(PPOCriticConfig(ppo_n_minibatches=3), engine)

@@ -1,5 +1,5 @@
-"""Value models: what roles say with them, how they come from language models, their directories.
-(That they train as Hugging Face's do is in invariance.py's table.)
+"""Value models: their values and scores, their making from language models, their directories.
+(invariance.py's table compares their training with Hugging Face's.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_engine(path: str, parallel: dict[str, Any], **over: Any) -> Any:
 
 
 def run_roles(path: str, parallel: dict[str, Any]) -> Tensors:
-    """What the critic and the reward model say."""
+    """Returns the critic's values and the reward model's scores."""
     engine = make_engine(path, parallel)
     b = {k: batch()[k] for k in ("input_ids", "attention_mask")}
     Critic(engine.config, engine).compute_values(b)
@@ -83,7 +83,7 @@ def test_values_and_scores_are_those_of_hugging_face(n, kind, tie, parallel, wor
 
 
 def test_sequence_scores_are_those_of_hugging_face(worlds, models):
-    """A reward model's score is what ForSequenceClassification answers."""
+    """A reward model's score is that of HF's ForSequenceClassification."""
     b = {k: random_batch()[k] for k in ("input_ids", "attention_mask")}
     b["input_ids"] = b["input_ids"].clamp(min=3) * b["attention_mask"]
     path = save_value_model(models, "llama", False)
@@ -104,7 +104,7 @@ def score(path: str, b: Tensors, parallel: dict[str, Any]) -> torch.Tensor:
 
 
 def new_head(source: str, target: str, init: str) -> dict[str, Any]:
-    """A value model from a language model, a step, both kinds of saves and back."""
+    """Makes a value model from a language model, trains it, saves both formats and loads them."""
     from megarl.engine import MegatronEngine
 
     engine = make_engine(source, SP, value_head_init=init)
