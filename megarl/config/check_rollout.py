@@ -9,6 +9,7 @@ from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.servers import addresses_in
 from megarl.config.transports import Requirements, built_in_transport
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
@@ -49,8 +50,22 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     for address in r.addresses:
         if not is_address(address):
             yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"
+    if r.addresses_file:
+        yield from _address_file_problems(r.addresses_file)
     if (built_in := built_in_transport(sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
+
+
+def _address_file_problems(file: str) -> Iterator[str]:
+    key = f"rollout.addresses_file={file}"
+    try:
+        listed = addresses_in(file)
+    except (OSError, UnicodeDecodeError) as e:
+        yield f"{key}: cannot be read: {e}; make the file, it may be empty at first"
+        return
+    for address in listed:
+        if not is_address(address):
+            yield f"{key}: {address!r} is not host:port, like 127.0.0.1:30000"
 
 
 def sender_problems(cfg: GRPOConfig, world_size: int | None) -> Iterator[str]:
@@ -127,10 +142,10 @@ def is_address(text: str) -> bool:
 def server_problems(cfg: GRPOConfig) -> Iterator[str]:
     """Yields the problems of the launcher's servers, and of their context length in tokens."""
     s = cfg.server
-    if s.count == 0 and not cfg.rollout.addresses:
+    if s.count == 0 and not (cfg.rollout.addresses or cfg.rollout.addresses_file):
         yield (
-            "server.count=0: then rollout.addresses must name running servers, or let the "
-            "launcher start one (server.count=1)"
+            "server.count=0: then rollout.addresses or rollout.addresses_file must name running "
+            "servers, or let the launcher start one (server.count=1)"
         )
     if s.tp > 1 and s.type == "embedded":
         yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"

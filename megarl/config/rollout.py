@@ -65,7 +65,9 @@ class ServerConfig:
         choices=("embedded", "sglang"),
     )
     count: int = arg(
-        1, bounds=NOT_NEGATIVE, help="servers the launcher starts (0 with rollout.addresses set)"
+        1,
+        bounds=NOT_NEGATIVE,
+        help="servers the launcher starts (0 with rollout.addresses or addresses_file set)",
     )
     path: str = arg("", help="HF model the servers start from; empty is actor.path")
     dtype: str = arg("auto", help="auto is the trainer's", choices=("auto", "float32", "bfloat16"))
@@ -113,6 +115,11 @@ class RolloutConfig:
 
     addresses: list[str] = arg(
         factory=list, help="host:port of running servers; empty takes MEGARL_LLM_SERVER_ADDRS"
+    )
+    addresses_file: str = arg(
+        "",
+        help="file with a line host:port for each further server, read at every weight update: a "
+        "server that is added joins the run, one that is removed leaves it",
     )
     workflow: SeamConfig = seam(
         "megarl.rollout.workflows.rlvr:RLVRWorkflow", help="class that turns a row into samples"

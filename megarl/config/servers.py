@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megarl.config.rollout import RolloutConfig
 
@@ -10,11 +11,20 @@ ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:
-    """Returns `rollout.addresses`, or the environment's addresses where the key is empty."""
-    return list(config.addresses) or listed_addresses()
+    """Returns `rollout.addresses`, or the environment's addresses where the key is empty, and those
+    in `rollout.addresses_file`. Raises OSError where the file cannot be read."""
+    fixed = list(config.addresses) or listed_addresses()
+    listed = addresses_in(config.addresses_file) if config.addresses_file else []
+    return list(dict.fromkeys([*fixed, *listed]))
 
 
 def listed_addresses() -> list[str]:
     """Returns the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
     listed = os.environ.get(ADDRESSES_ENV, "")
     return [a.strip() for a in listed.split(",") if a.strip()]
+
+
+def addresses_in(file: str | Path) -> list[str]:
+    """Returns the lines of a file of addresses, without empty ones and comments (# to the end)."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return [address for line in lines if (address := line.partition("#")[0].strip())]

@@ -20,7 +20,7 @@ from megarl.rollout.driver import Arrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
+from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers
 from megarl.rollout.server_waits import wait_for_version, wait_healthy
 from megarl.utils.http import HttpError
 
@@ -40,8 +40,8 @@ class RemoteSGLangEngine(InferenceEngine):
     on other ranks; `submit`, `wait` and `agenerate` are errors there.
 
     All asynchronous code runs in one thread with its own event loop; the synchronous methods may be
-    called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
-    `tokenizer` is for requests by text and for the text of responses.
+    called from any other. `seed` keys requests that carry none while gconfig.seed is set;
+    `tokenizer` is for requests by text, and for the text of responses.
     """
 
     start_timeout = 0.0  # seconds in which the driver starts servers of its own
@@ -267,21 +267,20 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def pause(self) -> None:
         """Stops admitting requests here, then pauses every server; nothing on other ranks.
-
-        A server that gives no answer is lost: `addresses` and the next update do without it. Raises
-        RuntimeError where no other is left. A server lost earlier that answers again is back in
-        `addresses`, and gets requests after an update.
+        One that gives no answer is lost: `addresses` and the next update do without it. Raises
+        RuntimeError where no other is left. A lost server that answers again, or one that is new in
+        rollout.addresses_file, joins `addresses` and gets requests after an update.
         """
         if not self.drives:
             return
-        loop, pool = self._open()
+        (loop, pool), listed = self._open(), listed_servers(self.config)
         self.executor.pipeline.hold()
 
         async def work() -> None:
             self._admitted.clear()
             self._pauses += 1
-            body = {"mode": self._sync.pause_mode}
-            await pool.pause(body, timeout=self._sync.timeout)
+            mode = {"mode": self._sync.pause_mode}
+            await pool.pause(mode, timeout=self._sync.timeout, listed=listed)
 
         loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
 
@@ -304,10 +303,10 @@ class RemoteSGLangEngine(InferenceEngine):
             return
         loop, pool = self._open()
 
-        async def work() -> None:
+        async def drop() -> None:  # in the loop's thread, as all that the pool does
             pool.drop(lost)
 
-        loop.run(work(), timeout=PROBE_TIMEOUT)
+        loop.run(drop(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Returns a future that resolves once every server reports `meta.version` (None: the one

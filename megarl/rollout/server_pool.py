@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 
 from megarl.api.records import INITIAL_VERSION
+from megarl.config.rollout import RolloutConfig
+from megarl.config.servers import server_addresses
 from megarl.observability.logging import get_logger
 from megarl.utils.http import (
     STRANGER,
@@ -78,7 +80,7 @@ class ServerPool:
             )
         if retries < 1:
             raise ValueError(f"rollout.request_retries={retries}: use at least 1")
-        self._servers = [_Server("{}:{}".format(*split_address(a))) for a in addresses]
+        self._servers = [_Server(_normal(a)) for a in addresses]
         self._timeout, self._retries = request_timeout, retries
         self._server_timeout = server_timeout
         self._version: str | None = None  # of the last update
@@ -104,15 +106,19 @@ class ServerPool:
         the next user of the servers must not find them paused."""
         if self._session is not None:
             if resume:
-                calls = (
-                    self.call(s.address, "POST", "/continue_generation", {}, timeout=CLOSE_TIMEOUT)
-                    for s in self._present
-                )
-                for answer in await asyncio.gather(*calls, return_exceptions=True):
-                    if isinstance(answer, Exception):
-                        log.warning("left paused: %s", answer)
+                await self._continue(self._present)
             await self._session.close()
             self._session = None
+
+    async def _continue(self, servers: Sequence[_Server]) -> None:
+        """Has servers that this run leaves go on; warns of those that do not answer."""
+        calls = (
+            self.call(s.address, "POST", "/continue_generation", {}, timeout=CLOSE_TIMEOUT)
+            for s in servers
+        )
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Exception):
+                log.warning("left paused: %s", answer)
 
     async def generate(
         self, body: dict[str, Any], samples: int
@@ -217,18 +223,52 @@ class ServerPool:
             raise RuntimeError(f"no generation server is left: {causes}{bound}")
         log.warning("going on with %d server(s), without those lost: %s%s", left, causes, bound)
 
-    async def pause(self, body: dict[str, Any], *, timeout: float) -> None:
-        """Pauses every server, the lost ones that answer again among them: they join."""
+    async def pause(
+        self, body: dict[str, Any], *, timeout: float, listed: Sequence[str] | None = None
+    ) -> None:
+        """Pauses every server, the lost ones that answer again among them: they join. listed: the
+        servers there are to be from now on, None for no change. New ones join once they answer;
+        the others are let go, unless no server would be left."""
+        if listed is not None:
+            self._add(listed)
         lost = [s for s in self._servers if s.state is _State.LOST]
         returned = await asyncio.gather(*(self._is_back(s, body) for s in lost))
         for server in (s for s, back in zip(lost, returned, strict=True) if back):
             server.state, server.silent = _State.JOINING, False
             log.info("server %s is back: it gets the weights of this update", server.address)
         await self.control("/pause_generation", body, timeout=timeout)
+        if listed is not None:
+            await self._let_go(listed)
+
+    def _add(self, listed: Sequence[str]) -> None:
+        """Takes the listed servers that are new for lost ones, which join when they answer."""
+        known = {s.address for s in self._servers}
+        for address in listed:
+            if address not in known:
+                known.add(address)
+                self._servers.append(_Server(address, state=_State.LOST))
+                log.info("server %s is new: it joins at the update at which it answers", address)
+
+    async def _let_go(self, listed: Sequence[str]) -> None:
+        """Removes the servers that are not listed, which are paused, and has them go on by
+        themselves. Their last answers are waited for: the pause has cut them short."""
+        leaving = [s for s in self._servers if s.address not in listed]
+        if leaving and not any(s.address in listed for s in self._present):
+            log.warning("no listed server answers: keeping %s", [s.address for s in leaving])
+            return
+        for server in leaving:
+            self._servers.remove(server)
+            if server.generating:
+                _, late = await asyncio.wait(set(server.generating), timeout=RETURN_TIMEOUT)
+                for call in late:  # its request goes to another server
+                    call.cancel()
+            log.info("server %s leaves the run: it is listed no more", server.address)
+        await self._continue([s for s in leaving if s.state is not _State.LOST])
 
     async def _is_back(self, server: _Server, pause: dict[str, Any]) -> bool:
         try:
-            await self.call(server.address, "GET", "/model_info", timeout=RETURN_TIMEOUT)
+            info = await self.call(server.address, "GET", "/model_info", timeout=RETURN_TIMEOUT)
+            as_object(server.address, "/model_info", info, "weight_version")
             await self.call(
                 server.address, "POST", "/pause_generation", pause, timeout=PROBE_TIMEOUT
             )
@@ -306,6 +346,23 @@ class ServerPool:
             reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
             raise HttpError(address, path, reason) from e
         return accepted(address, path, status, decode_answer(raw))
+
+
+def listed_servers(config: RolloutConfig) -> list[str] | None:
+    """Returns the servers there are to be, where rollout.addresses_file lists some; None, with a
+    warning, where it cannot be read now."""
+    if not config.addresses_file:
+        return None
+    try:
+        return [_normal(a) for a in server_addresses(config)]
+    except (OSError, ValueError) as e:  # half written, perhaps: the next update reads it again
+        log.warning("rollout.addresses_file=%s: no change of servers: %s", config.addresses_file, e)
+        return None
+
+
+def _normal(address: str) -> str:
+    """Returns an address as host:port. Raises ValueError for what is none."""
+    return "{}:{}".format(*split_address(address))
 
 
 def silent(answers: Mapping[str, Any]) -> dict[str, HttpError]:

@@ -162,6 +162,11 @@ class Run:
         self.mark.assert_none_left()
         return self.process.returncode, output
 
+    def versions_served_by(self, server: Server) -> set[str]:
+        """The weights of the samples that a server answered, where SERVED was patched in."""
+        served = [line.split() for line in (self.path / "served").read_text().splitlines()]
+        return {version for a, version in served if a == address(server)}
+
     def close(self) -> None:
         self.mark.kill()
         if self.process is not None:
@@ -280,8 +285,8 @@ def test_a_server_lost_in_an_update_is_named_by_every_rank(
         assert all("weight_sync.timeout=6 s" in e for e in named), output
 
 
-# what each server answered to generation, and with which weights; a step that waits for the test
-WITNESS = """
+# what each server answered to generation, and with which weights
+SERVED = """
 call, log = ServerPool.call, OUT / "served"
 async def patched(self, address, method, path, *args, **kw):
     answer = await call(self, address, method, path, *args, **kw)
@@ -290,13 +295,28 @@ async def patched(self, address, method, path, *args, **kw):
             f.writelines(f"{{address}} {{a['meta_info']['weight_version']}}\\n" for a in answer)
     return answer
 ServerPool.call = patched
-def wait_for_it():
-    reached()
-    while not (OUT / "back").exists():
-        time.sleep(0.05)
-at(RolloutDriver, 'next_batch', wait_for_it, call=2)
+def wait_for(name):
+    def act():
+        (OUT / f"before_{{name}}").touch()
+        while not (OUT / name).exists():
+            time.sleep(0.05)
+    return act
+"""
+# a step that waits for the test
+WITNESS = (
+    SERVED
+    + """
+at(RolloutDriver, 'next_batch', wait_for("back"), call=2)
 at(UpdateChannel, 'deliver', hit(VICTIM, signal.{blow}), call=3)
 """
+)
+ELASTIC = (
+    SERVED
+    + """
+at(RolloutDriver, 'next_batch', wait_for("joined"), call=2)
+at(RolloutDriver, 'next_batch', wait_for("left"), call=4)
+"""
+)
 
 
 @pytest.mark.parametrize("blow", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.full)])
@@ -309,7 +329,7 @@ def test_a_server_lost_in_an_update_comes_back_in_a_later_one(
     run.servers.append(healthy)
     keys = ["weight_sync.server_timeout=3", "weight_sync.verify=full"]
     run.start(WITNESS.format(blow=blow), *keys, nproc=2)
-    run.until("reached0")
+    run.until("before_back")
     if blow == "SIGSTOP":
         os.kill(victim.process.pid, signal.SIGCONT)
         again: AbstractContextManager[Server] = nullcontext(victim)
@@ -327,9 +347,34 @@ def test_a_server_lost_in_an_update_comes_back_in_a_later_one(
         output
     )
     assert output.count("is back: it gets the weights of this update") == 1, output
-    served = [line.split() for line in (run.path / "served").read_text().splitlines()]
-    assert {v for a, v in served if a == address(healthy)} == {"0", "1", "2"}
-    assert {v for a, v in served if a == address(victim)} == {"2"}
+    assert run.versions_served_by(healthy) == {"0", "1", "2"}
+    assert run.versions_served_by(victim) == {"2"}
+
+
+def test_servers_join_and_leave_in_one_run(run: Run, victim: Server, healthy: Server) -> None:
+    """1 -> 3 -> 1, as rollout.addresses_file says: two that are started by hand in step 2 serve from
+    step 3 on; two leave in step 4, one of them dead by then."""
+    file = run.path / "servers"
+    file.write_text(address(healthy))
+    run.servers = []
+    keys = [f"rollout.addresses_file={file}", "server.count=0", "total_train_steps=5"]
+    run.start(ELASTIC.format(), *keys)
+    run.until("before_joined")
+    with server_of(run.model, run.path / "third.log") as third:
+        file.write_text("\n".join(map(address, (healthy, victim, third))))
+        (run.path / "joined").touch()
+        run.until("before_left")
+        os.kill(victim.process.pid, signal.SIGKILL)
+        file.write_text(address(third))
+        (run.path / "left").touch()
+        status, output = run.end()
+        assert status == 0, output
+        assert third.get("/model_info")[1]["weight_version"] == "5"
+    assert output.count("leaves the run: it is listed no more") == 2, output
+    assert run.versions_served_by(healthy) == {"0", "1", "2", "3"}
+    assert run.versions_served_by(third) == {"2", "3", "4"}
+    assert run.versions_served_by(victim) <= {"2"}
+    healthy.ok("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
 
 
 # rewards and workflows

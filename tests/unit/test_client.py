@@ -249,6 +249,51 @@ def test_a_dropped_server_that_answers_again_joins_the_next_update(servers, conn
     assert lost.requests
 
 
+def test_servers_join_and_leave_as_the_file_of_addresses_says(servers, connect, tmp_path):
+    """1 -> 2 -> 1: a new one gets requests once it has an update's weights; one that leaves goes on
+    by itself, and what it was asked is not lost."""
+    first, second = servers
+    file = tmp_path / "servers"
+    file.write_text(f"{first.address}  # the first\n")
+    client = connect(addresses_file=str(file))
+    assert client.addresses == [first.address]
+
+    def update(version, *got_it):
+        client.pause()
+        for server in got_it:
+            server.weight_version = str(version)
+        meta = WeightUpdateMeta(type="distributed", version=version, timeout=10)
+        client.update_weights(meta).result(timeout=5)
+        client.resume()
+
+    file.write_text(f"{first.address}\n\nhttp://{second.address}\n")
+    generate(client, request(), request())
+    assert not second.requests
+    update(1, first, second)
+    assert client.addresses == [first.address, second.address]
+    for _ in range(2):
+        assert generate(client, request())[0].output_versions == [1] * 6
+    assert second.requests
+
+    file.write_text(f"{second.address}\n")
+    update(2, second)
+    assert client.addresses == [second.address]
+    assert [path for path, _ in first.calls][-1] == "/continue_generation"
+    asked = len(first.requests)
+    for _ in range(2):
+        assert generate(client, request())[0].output_versions == [2] * 6
+    assert len(first.requests) == asked
+
+    # no address, and nobody there
+    for version, text in ((3, "nowhere\n"), (4, f"127.0.0.1:{free_port()}\n")):
+        file.write_text(text)
+        update(version, second)
+        assert client.addresses == [second.address]
+    file.unlink()
+    update(5, second)
+    assert generate(client, request())[0].output_versions == [5] * 6
+
+
 def test_what_a_dropped_server_was_asked_is_asked_of_another(servers, connect, monkeypatch):
     monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers), request_timeout=600.0)
