@@ -352,8 +352,8 @@ def test_a_server_lost_in_an_update_comes_back_in_a_later_one(
 
 
 def test_servers_join_and_leave_in_one_run(run: Run, victim: Server, healthy: Server) -> None:
-    """1 -> 3 -> 1, as rollout.addresses_file says: two that are started by hand in step 2 serve from
-    step 3 on; two leave in step 4, one of them dead by then."""
+    """1 -> 3 -> 1, as rollout.addresses_file says: two that are started by hand in step 2 serve
+    from step 3 on; two leave in step 4, one of them dead by then."""
     file = run.path / "servers"
     file.write_text(address(healthy))
     run.servers = []
