@@ -60,6 +60,12 @@ class RecoverConfig(FrequencyConfig):
         help="a step waits only for the copy of the state to host memory; a thread writes it while "
         "the next steps run",
     )
+    answers_secs: float | None = arg(
+        600.0,
+        bounds=POSITIVE,
+        help="save the answers of a step under way every n seconds of waiting for them; null saves "
+        "those of checkpoints only",
+    )
     grace: float = arg(
         30.0,
         bounds=TIMEOUT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,19 +15,16 @@ from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
+from megarl.rollout.answers import current as current_answers
 from megarl.rollout.driver import Arrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.generation import Sample, batch_body, stable_seed
+from megarl.rollout.generation import Sample, stable_seed
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers
 from megarl.rollout.server_waits import wait_for_version, wait_healthy
-from megarl.utils.http import HttpError
 
 T = TypeVar("T")
-
-# aborts in a row, without a token and without a pause of ours, before it is an error
-MAX_FRUITLESS_ABORTS = 20
-ABORT_DELAY = 0.1  # seconds before a sample that somebody else's pause aborted is sent again
 
 
 class RemoteSGLangEngine(InferenceEngine):
@@ -59,15 +55,13 @@ class RemoteSGLangEngine(InferenceEngine):
         self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
         self._updated: int | None = None  # the last version that update_weights saw arrive
-        self._adapter: str | None = None  # that requests ask for
-        self._initial_version = 0  # of the weights the servers started with
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
+        self._samples: SampleLoop | None = None
         self._executor: RolloutExecutor | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
-        self._admitted: asyncio.Event  # cleared while paused; used inside the loop only
-        self._pauses = 0
+        self._cut: Future[None] | None = None  # of the answers, during a pause
 
     # life
 
@@ -109,11 +103,11 @@ class RemoteSGLangEngine(InferenceEngine):
             server_timeout=self._sync.server_timeout,
         )
         self._pool, self._loop = pool, LoopThread()
-        self._admitted = asyncio.Event()
+        patience = self._sync.timeout + self.config.request_timeout
+        self._samples = SampleLoop(pool, patience=patience)
         self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
         setup = self.config.setup_timeout
         self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
-        self._loop.run(self._admit(), timeout=PROBE_TIMEOUT)
         self._loop.run(wait_healthy(pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
         if ft_spec is not None:
             self._executor.expect(ft_spec.total_train_steps)
@@ -123,10 +117,10 @@ class RemoteSGLangEngine(InferenceEngine):
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
         thread. Every rank calls it, none waits for another. May be called twice.
         """
-        loop, pool = self._loop, self._pool
-        self._loop = self._pool = self._executor = self._zero = None
+        loop, pool, samples = self._loop, self._pool, self._samples
+        self._loop = self._pool = self._samples = self._executor = self._zero = None
         if loop is not None:
-            paused = not self._admitted.is_set()
+            paused = samples is not None and samples.held
             loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
 
     @property
@@ -158,7 +152,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def check_health(self) -> None:
         """Raises RuntimeError naming the servers whose /health is not 200. On the driver only."""
-        loop, pool = self._open()
+        loop, pool, _ = self._open()
         down = loop.run(pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
         if down:
             raise RuntimeError("unhealthy servers: " + "; ".join(map(str, down.values())))
@@ -168,16 +162,16 @@ class RemoteSGLangEngine(InferenceEngine):
         """Returns whether this process is connected to the servers; only the driver ever is."""
         return self._pool is not None
 
-    def _open(self) -> tuple[LoopThread, ServerPool]:
+    def _open(self) -> tuple[LoopThread, ServerPool, SampleLoop]:
         if not self.drives:
             raise RuntimeError(
                 "generation is driven by rank 0 alone: call initialize, prepare_batch, "
                 "rollout_batch, update_weights and destroy on every rank, and submit, wait, "
                 "agenerate, check_health and stats on rank 0 only"
             )
-        if self._loop is None or self._pool is None:
+        if self._loop is None or self._pool is None or self._samples is None:
             raise RuntimeError("the rollout client is not open: call initialize() first")
-        return self._loop, self._pool
+        return self._loop, self._pool, self._samples
 
     # generation
 
@@ -189,9 +183,12 @@ class RemoteSGLangEngine(InferenceEngine):
         """Generates samples in one request to one server, in the order of `reqs`, and continues
         those that a pause aborts. Raises RuntimeError where all tries fail, ValueError for a broken
         answer."""
-        loop = self._open()[0]
+        loop, _, sending = self._open()
         samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
-        responses = await loop.here(self._generate(samples))
+        if (answers := current_answers.get()) is not None:
+            for sample in samples:
+                answers.begin(sample)
+        responses = await loop.here(sending.generate(samples))
         if self._tokenizer is not None:
             for response in responses:
                 response.completion = self._tokenizer.decode(
@@ -218,51 +215,6 @@ class RemoteSGLangEngine(InferenceEngine):
             seed = stable_seed(*key)
         return Sample(req, seed=seed)
 
-    async def _generate(self, samples: list[Sample]) -> list[ModelResponse]:
-        """Sends requests until no sample is unfinished: aborted samples go out again."""
-        pool, fruitless = self._open()[1], 0
-        unfinished = list(samples)
-        while unfinished:
-            await self._admission()
-            pauses = self._pauses
-            try:
-                body = batch_body(unfinished, self._adapter)
-                items, server = await pool.generate(body, len(unfinished))
-            except HttpError:  # on its way across an update: the adapter it names is gone
-                if self._adapter is None or pauses == self._pauses:
-                    raise
-                continue
-            try:
-                gained = sum(
-                    s.absorb(item, initial_version=self._initial_version)
-                    for s, item in zip(unfinished, items, strict=True)
-                )
-            except ValueError as e:
-                raise ValueError(f"server {server}: /generate: {e}") from e
-            before, unfinished = len(unfinished), [s for s in unfinished if not s.done]
-            if pauses == self._pauses and unfinished:
-                fruitless = 0 if gained or len(unfinished) < before else fruitless + 1
-                if fruitless == MAX_FRUITLESS_ABORTS:
-                    raise RuntimeError(
-                        f"request {unfinished[0].request.rid}: aborted {fruitless} times in a row "
-                        "without a token; something keeps aborting the servers' requests"
-                    )
-                await asyncio.sleep(ABORT_DELAY)
-        return [s.response for s in samples]
-
-    async def _admission(self) -> None:
-        limit = self._sync.timeout + self.config.request_timeout
-        try:
-            async with asyncio.timeout(limit):
-                await self._admitted.wait()
-        except TimeoutError:
-            raise TimeoutError(
-                f"generation was paused for {limit:.0f} s: pause() without resume()"
-            ) from None
-
-    async def _admit(self) -> None:
-        self._admitted.set()
-
     # weights
 
     def pause(self) -> None:
@@ -273,26 +225,34 @@ class RemoteSGLangEngine(InferenceEngine):
         """
         if not self.drives:
             return
-        (loop, pool), listed = self._open(), listed_servers(self.config)
+        (loop, pool, samples), listed = self._open(), listed_servers(self.config)
         self.executor.pipeline.hold()
 
         async def work() -> None:
-            self._admitted.clear()
-            self._pauses += 1
+            samples.hold()
             mode = {"mode": self._sync.pause_mode}
             await pool.pause(mode, timeout=self._sync.timeout, listed=listed)
 
         loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
+        if self._sync.pause_mode == "abort":  # the others bring no partial answers
+            self._cut = loop.submit(self._take_cut(samples))
+
+    async def _take_cut(self, samples: SampleLoop) -> None:
+        """Has the pipeline note all answers as they are, once what the pause cut short is here."""
+        if await samples.settled():
+            self.executor.pipeline.cut()
 
     def resume(self) -> None:
-        """Has the servers go on and admits requests again; does nothing on other ranks."""
+        """Has the servers go on and sends requests again; does nothing on other ranks."""
         if not self.drives:
             return
-        loop, pool = self._open()
+        loop, pool, samples = self._open()
+        if self._cut is not None:
+            self._cut.result(SETTLE_TIMEOUT + PROBE_TIMEOUT)
 
         async def work() -> None:
             await pool.control("/continue_generation", {}, timeout=self._sync.timeout)
-            self._admitted.set()
+            samples.release()
 
         loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
         self.executor.pipeline.release()
@@ -301,7 +261,7 @@ class RemoteSGLangEngine(InferenceEngine):
         """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
         if not self.drives:
             return
-        loop, pool = self._open()
+        loop, pool, _ = self._open()
 
         async def drop() -> None:  # in the loop's thread, as all that the pool does
             pool.drop(lost)
@@ -327,7 +287,8 @@ class RemoteSGLangEngine(InferenceEngine):
         self._arrived(meta)
 
     def _arrived(self, meta: WeightUpdateMeta) -> None:
-        self._adapter = meta.adapter
+        if self._samples is not None:  # on the driver
+            self._samples.adapter = meta.adapter
         self.set_version(meta.number)
         self._updated = meta.number
 

@@ -12,6 +12,8 @@ import torch
 
 from megarl.api.batch import Padded
 from megarl.api.inference import FAILURES, InferenceEngine, RolloutWorkflow
+from megarl.rollout.answers import AnswerLog
+from megarl.rollout.answers import current as current_answers
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.utils.batch import select
 
@@ -26,6 +28,7 @@ class Episode:
     drops: how often in a row its samples were too stale.
     failed: kind and length of samples that are not in `batch` because something failed.
     counted: the pipeline knows that it was accepted.
+    answers: of its requests, where they are kept for a resume.
     latency: seconds from begin to end.
     """
 
@@ -40,6 +43,7 @@ class Episode:
     counted: bool = False
     error: BaseException | None = None
     latency: float = 0.0
+    answers: AnswerLog | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +65,7 @@ async def run_episode(
     `episode`; only our own cancellation of its task propagates. vocab_size: the model's, None where
     it is not known."""
     begun, task = time.monotonic(), asyncio.current_task()
+    current_answers.set(episode.answers)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
@@ -84,6 +89,8 @@ async def run_episode(
             )
         error.add_note(f"in the episode of {episode.name}")
         episode.error = error
+    if episode.answers is not None:
+        episode.answers.end()
     episode.latency = time.monotonic() - begun
 
 

@@ -88,9 +88,11 @@ class RolloutExecutor:
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Padded]:
         """Returns prepare_batch's samples, those of each episode padded to the longest of it, as
-        Batch.from_local takes them."""
+        Batch.from_local takes them. `meanwhile` is called about every second of the wait, and at
+        its end."""
         flow = _workflow(workflow, workflow_builder)
         feeder = self._feed_from(dataloader)
         pipe, count, begun = self.pipeline, feeder.batch_size, time.monotonic()
@@ -109,6 +111,10 @@ class RolloutExecutor:
                 self._check_signal(count)
                 pipe.check_not_stuck(count)
                 pipe.sleep(None, f"a batch of {count} episodes")
+            if meanwhile is not None:
+                meanwhile()
+        if meanwhile is not None:
+            meanwhile()
         return self._hand_out(episodes, begun)
 
     def expect(self, batches: int) -> None:

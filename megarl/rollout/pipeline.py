@@ -11,7 +11,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from megarl.api.batch import Padded
@@ -19,6 +20,7 @@ from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout.accounting import FailedSamples
+from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError
@@ -56,9 +58,12 @@ class Pipeline:
         self.reward_errors = 0
         self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
         self.last_progress = time.monotonic()
+        self.keeps_answers = False  # of drawn rows, for a resume
+        self.kept = KeptAnswers()  # by episodes of before a resume
+        self._ended: list[Episode] = []  # under these weights: handed out, or rejected
         self._failed: list[Episode] = []  # whose errors nobody has been told of
         self._faults: list[BaseException] = []  # ours
-        self._held = False
+        self._held_since: float | None = None
         self._started = False  # since admission began to count
         self._next_number = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,6 +89,8 @@ class Pipeline:
                 drawn=drawn,
                 drops=drops,
             )
+            if drawn and self.keeps_answers:
+                episode.answers = AnswerLog() if drops else self.kept.log_for(row)
             self._next_number += 1
             self.live[episode.number] = episode
             self.pending.append(episode)
@@ -139,6 +146,7 @@ class Pipeline:
         for episode in ready:
             del self.live[episode.number]
             self.failed_samples.add(episode.failed)
+            self._remember(episode)
         self.staleness.hand_out(count)
         self.check()
         return ready
@@ -156,12 +164,28 @@ class Pipeline:
         again = [e for e in in_flight if e.drawn]
         return {
             "rows": [e.row for e in again],
+            "answers": _answers(again),
             # episodes are handed out in order: no number from this one on has been
             "next_number": again[0].number if again else self._next_number,
             "reward_errors": self.reward_errors,
             "failed_samples": self.failed_samples.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }
+
+    def cut(self) -> None:
+        """Notes all answers as they are. Generation is paused and no answer is on its way."""
+        with self.changed:
+            for episode in [*self._ended, *self._failed, *self.live.values()]:
+                if episode.answers is not None:
+                    episode.answers.cut()
+
+    def answers(self) -> Kept:
+        """Returns the answers as of the last cut of every episode that was in flight since the last
+        change of the weights, in order: a run that starts again from those weights makes these
+        episodes again."""
+        with self.changed:
+            episodes = [*self._ended, *self._failed, *self.live.values()]
+        return _answers(sorted(episodes, key=lambda e: e.number))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the counters of `state_dict`; its `rows` are for the caller to submit."""
@@ -170,6 +194,7 @@ class Pipeline:
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
             if "failed_samples" in state:  # else from before they were counted
                 self.failed_samples.load_state_dict(state["failed_samples"])
+            self.kept = KeptAnswers(state.get("answers", ()))
             self.staleness.load_state_dict(state["counters"])
             self.staleness.begin(self._engine.get_version())
 
@@ -201,7 +226,7 @@ class Pipeline:
         if self.staleness.running:
             return
         version = self._engine.get_version()
-        if self._held and self.pending:
+        if self._held_since is not None and self.pending:
             raise RuntimeError("waiting for episodes while generation is paused: resume() first")
         if self.staleness.batches_left == 0:
             raise RuntimeError("no episode may start: all batches that expect() allows were taken")
@@ -225,6 +250,7 @@ class Pipeline:
     def version_changed(self, version: int) -> None:
         """Takes note of the weights' new `version`, under which more episodes may start."""
         with self.changed:
+            self._ended.clear()
             if not self._started:
                 self.staleness.begin(version)
         self.start_soon()
@@ -232,14 +258,21 @@ class Pipeline:
     def hold(self) -> None:
         """Starts no further episodes (those running wait in the client)."""
         with self.changed:
-            self._held = True
+            if self._held_since is None:
+                self._held_since = time.monotonic()
 
     def release(self) -> None:
         """Starts episodes again after `hold`."""
         with self.changed:
-            self._held = False
-            self.last_progress = time.monotonic()
+            if self._held_since is not None:  # a pause is not the episodes' time
+                self.last_progress += time.monotonic() - self._held_since
+            self._held_since = None
         self.start_soon()
+
+    def _remember(self, episode: Episode) -> None:
+        """Keeps the answers of an episode that is done with, but not its samples."""
+        if episode.answers is not None:
+            self._ended.append(replace(episode, batch=None))
 
     def _drop(self, episode: Episode, version: int) -> None:
         if episode.drops + 1 == MAX_DROPS:  # begun anew under newer weights every time
@@ -276,7 +309,7 @@ class Pipeline:
         with self.changed:
             while (
                 self.pending
-                and not self._held
+                and self._held_since is None
                 and self.staleness.capacity(self._engine.get_version()) > 0
             ):
                 episode = self.pending.popleft()
@@ -304,6 +337,7 @@ class Pipeline:
         if episode.error is None or self.forgiven(episode.error):
             self.staleness.reject()
             self.failed_samples.add(episode.failed)
+            self._remember(episode)
             self.rejected_in_a_row += 1
         else:
             self.staleness.fail()
@@ -315,3 +349,7 @@ class Pipeline:
             with self.changed:  # a fault of ours, yet a waiting trainer must hear of it
                 self._faults.append(error)
                 self.changed.notify_all()
+
+
+def _answers(episodes: Iterable[Episode]) -> Kept:
+    return [(e.row.get("row_id"), e.answers.state()) for e in episodes if e.answers is not None]

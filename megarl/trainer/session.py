@@ -13,6 +13,8 @@ from megarl.api.batch import Batch, Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.check import model_path
 from megarl.config.dataset import DatasetConfig
+from megarl.config.earlier_run import RECOVER_DIR
+from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
@@ -20,6 +22,7 @@ from megarl.models import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, reward_of
+from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
@@ -130,6 +133,10 @@ class RolloutDriver:
         self.data_key = data_of(cfg, len(self.data))
         self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
         self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
+        self.answers: AnswersFile | None = None
+        if cfg.recover.mode != "disabled":
+            path = run_dir(cfg) / RECOVER_DIR / "answers.pt"
+            self.answers = AnswersFile(path, client, cfg.recover.answers_secs)
         self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
         self.evaluator = None
         if cfg.valid_dataset is not None:
@@ -154,8 +161,11 @@ class RolloutDriver:
         )
 
     def opened(self) -> None:
-        """Has answers checked against the model's vocabulary from now on, as the client is open."""
-        self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
+        """Has answers checked against the model's vocabulary and kept for a resume from now on, as
+        the client is open."""
+        pipeline = self.client.executor.pipeline
+        pipeline.vocab_size = read_hf_config(self.model).vocab_size
+        pipeline.keeps_answers = self.answers is not None
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
@@ -163,7 +173,10 @@ class RolloutDriver:
         if stopping.wish():
             raise StopRequested
         parts = self.client.executor.prepare_parts(
-            self.loader, workflow=self.workflow, should_accept=self.should_accept
+            self.loader,
+            workflow=self.workflow,
+            should_accept=self.should_accept,
+            meanwhile=self.answers.write_if_due if self.answers else None,
         )
         self.client.executor.accounting.receive(torch.cat([p["episode_ids"] for p in parts]))
         return parts
@@ -205,16 +218,27 @@ class RolloutDriver:
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the data, what is in flight and the counters."""
         rollout = self.client.executor.state_dict()
-        return {"data": self.data_key, "loader": self.loader.state_dict(), "rollout": rollout}
+        return {
+            "data": self.data_key,
+            "loader": self.loader.state_dict(),
+            "rollout": rollout,
+            "version": self.client.get_version(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned. Where the training data has changed, its first
         epoch begins and prompts in flight are dropped."""
         rollout = state["rollout"]
+        written = self.answers.read(state.get("version", -1)) if self.answers else None
         if same_data(state["data"], self.data_key):
             self.loader.load_state_dict(state["loader"])
+            if written is not None:  # since the checkpoint
+                rollout = rollout | {"answers": written}
         else:
-            rollout = rollout | {"rows": []}
+            rollout = rollout | {"rows": [], "answers": []}
+        if kept := [a for _, answers in rollout.get("answers", ()) for a in answers]:
+            tokens = sum(len(a["tokens"]) for a in kept)
+            log.info("going on with %d answers of before, of %d tokens", len(kept), tokens)
         self.client.executor.load_state_dict(rollout)
 
 

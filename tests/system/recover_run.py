@@ -4,7 +4,7 @@ KILL="PHASE:STEP" in the environment: SIGKILL in that phase of that step. With K
 and everything below it die at once, as a host does; else only the rank that is in the phase. It
 happens once: KILLED names the file that remembers it, with the process ids there were. With NUMBER
 the launcher gets that signal instead, and nobody is killed. ROWS names a file that gets the rows of
-every batch that is trained on.
+every batch that is trained on, ASKED one that gets a line for every request of training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,25 @@ def main() -> int:
         PHASES[phase](int(step))
     if "ROWS" in os.environ:
         record_rows(Path(os.environ["ROWS"]))
+    if "ASKED" in os.environ:
+        record_requests(Path(os.environ["ASKED"]))
     return run()
+
+
+def record_requests(path: Path) -> None:
+    from megarl.rollout.answers import current
+    from megarl.rollout.sample_loop import SampleLoop
+
+    def make(real: Any) -> Any:
+        async def _ask(self: Any, samples: Any) -> int:
+            if current.get() is not None:  # else it is an evaluation's
+                with path.open("a") as f:
+                    f.write(json.dumps([s.response.output_len for s in samples]) + "\n")
+            return await real(self, samples)
+
+        return _ask
+
+    patch(SampleLoop, "_ask", make)
 
 
 def record_rows(path: Path) -> None:

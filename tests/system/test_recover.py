@@ -69,13 +69,16 @@ class Run:
         everything: bool = True,
         nproc: int = 0,
         rows: str = "",
+        asked: str = "",
         number: int = 0,
     ) -> tuple[int, str]:
         """Runs to the end, or until it is killed at `kill`, where with `number` the launcher gets
-        that signal instead; the status and the output. `rows`: a file for those trained on.
+        that signal instead; the status and the output. `rows`: a file for those trained on;
+        `asked`: one for the requests.
         """
         env = os.environ | {"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu"}
         env |= {"ROWS": str(self.root / rows)} if rows else {}
+        env |= {"ASKED": str(self.root / asked)} if asked else {}
         if kill:
             env |= {"KILL": kill, "KILLED": str(self.root / f"killed-{kill}")}
             env |= {"KILL_ALL": "1"} if everything else {}
@@ -112,6 +115,11 @@ class Run:
 
     def trained_rows(self, name: str) -> list[list[int]]:
         return [json.loads(line) for line in (self.root / name).read_text().splitlines()]
+
+    def asked(self, name: str) -> list[str]:
+        """Begun requests: those for samples without a token."""
+        lines = (self.root / name).read_text().splitlines()
+        return [line for line in lines if not any(json.loads(line))]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.dir / "final" / "model.safetensors")
@@ -188,6 +196,19 @@ def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     check_same(run, whole, model)
     assert run.rows("samples") == whole.rows("samples")
     assert [r["step"] for r in run.rows("stats.superseded")] == [3, 4, 3, 4, 5]
+
+
+def test_answers_of_the_step_under_way_are_not_made_again(model, uninterrupted, tmp_path):
+    """Killed in the update of step 3, with its answers written beside the checkpoint of step 2."""
+    whole = uninterrupted(*grpo(model, "tp2"))
+    run = Run(tmp_path, grpo(model, "tp2", "recover.async_save=false", "recover.answers_secs=1e-3"))
+    status, output = run.start(kill="update:3", asked="first")
+    assert status in SIGKILLED and "answers so far: " in output, output
+    output = run.finish(asked="second")
+    assert "going on with 16 answers of before, of" in output, output
+    check_same(run, whole, model)
+    # steps 1 to 3, then 4 and 5: 4 prompts each
+    assert [len(run.asked(name)) for name in ("first", "second")] == [12, 8]
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ def test_pause_without_resume_is_an_error_in_the_end(servers, connect):
 
 
 def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.client.ABORT_DELAY", 0.0)
+    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 0.0)
     servers[0].abort_after = [0] * 1000
     client = connect(servers[0].address)
     with pytest.raises(RuntimeError, match="aborted 20 times in a row"):

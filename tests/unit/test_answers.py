@@ -1,0 +1,137 @@
+"""Answers kept over a resume: all as of one cut, each for the request that it belongs to."""
+
+import pytest
+
+from megarl.api.inference import RolloutWorkflow
+from megarl.api.records import ModelRequest
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.rollout.answers import AnswerLog, KeptAnswers
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.generation import Sample
+from tests.unit.rollout_fakes import FakeServer, trajectory
+
+
+def sample(ids=(1, 2), seed=None, **gconfig):
+    g = GenerationHyperparameters(**({"max_new_tokens": 4} | gconfig))
+    return Sample(ModelRequest(rid="r", input_ids=list(ids), gconfig=g, seed=seed), seed=seed)
+
+
+def write(s, *tokens, end=""):
+    """Has a server's answer of these tokens come in."""
+    meta = {
+        "finish_reason": {"type": end or "abort"},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.1 * t, t, None] for t in tokens],
+    }
+    s.absorb({"meta_info": meta}, initial_version=0)
+
+
+def test_all_answers_are_as_of_the_cut():
+    """One that ended after it keeps no more of its end than the others do of their tokens."""
+    log = AnswerLog()
+    ended, ends_later, begun, later = [sample((i,)) for i in range(1, 5)]
+    for s in (ended, ends_later, begun):
+        log.begin(s)
+    write(ended, 5, 6, end="stop")
+    write(ends_later, 7)
+    log.cut()
+    write(ends_later, 8, end="stop")
+    write(begun, 9)
+    log.begin(later)
+    write(later, 9, end="stop")
+    log.end()  # it holds tensors from here on
+    state = log.state()
+    assert [a["tokens"].tolist() for a in state] == [[5, 6], [7]]
+    assert [a["stop_reason"] for a in state] == ["stop", ""]
+    log.cut()
+    assert [a["tokens"].tolist() for a in log.state()] == [[5, 6], [7, 8], [9], [9]]
+
+
+def test_an_answer_is_for_the_same_request_only_and_once():
+    log = AnswerLog()
+    first = sample(seed=1)
+    log.begin(first)
+    write(first, 5, 6)
+    log.cut()
+    again = AnswerLog(log.state())
+    for other in (sample((1, 3), 1), sample(seed=2), sample(seed=1, temperature=0.5)):
+        again.begin(other)
+        assert other.response.output_tokens == []
+    same, twin = sample(seed=1), sample(seed=1)
+    again.begin(same)
+    again.begin(twin)
+    assert same.tokens == [1, 2, 5, 6] and twin.tokens == [1, 2]
+    assert same.response.output_logprobs == pytest.approx([-0.5, -0.6])
+    assert same.response.output_versions == [3, 3] and not same.done
+    assert same.sampling_params()["max_new_tokens"] == 2
+    # before another cut, what a second resume finds is the same
+    assert [a["tokens"].tolist() for a in again.state()] == [[5, 6]]
+
+
+def test_rows_that_are_in_flight_twice_get_their_answers_in_order():
+    made = [(7, ["a"]), (8, ["b"]), (7, ["c"])]
+    kept = KeptAnswers(made)
+    assert [kept.log_for({"row_id": r}).state() for r in (7, 7, 7, 8)] == [["a"], ["c"], [], ["b"]]
+
+
+class TwoTurns(RolloutWorkflow):
+    """Asks, then asks again with the answer as part of the prompt."""
+
+    async def arun_episode(self, engine, data):
+        g = GenerationHyperparameters(max_new_tokens=3)
+        ids = [9, data["row_id"]]
+        for _ in range(2):
+            response = await engine.agenerate(ModelRequest(rid="r", input_ids=ids, gconfig=g))
+            ids = ids + response.output_tokens
+        return trajectory(ids[1:], version=engine.get_version())
+
+
+class OneBatch:
+    """A dataloader of one batch of one row."""
+
+    batch_size = 1
+
+    def __iter__(self):
+        while True:
+            yield [{"row_id": 4}]
+
+
+def test_a_workflow_goes_on_in_the_middle_of_its_second_turn(monkeypatch):
+    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    server, clients = FakeServer(), []
+
+    def connect():
+        client = RemoteSGLangEngine(RolloutConfig(addresses=[server.address]))
+        clients.append(client)
+        client.initialize()
+        client.executor.pipeline.keeps_answers = True
+        return client
+
+    try:
+        first = connect()
+        server.abort_after = [None, 1]  # of the second turn there is a token, and no more for now
+
+        def killed():
+            if len(server.requests) == 2:
+                first.pause()
+                first.resume()
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            first.executor.prepare_parts(OneBatch(), TwoTurns(), meanwhile=killed)
+        state = first.executor.state_dict()
+        first.destroy()
+        ((row_id, answers),) = state["answers"]
+        assert row_id == 4
+        assert [a["tokens"].tolist() for a in answers] == [[102, 103, 104], [105]]
+
+        server.requests.clear()
+        second = connect()
+        second.executor.load_state_dict(state)
+        (batch,) = second.executor.prepare_parts(OneBatch(), TwoTurns())
+        assert [r["input_ids"] for r in server.requests] == [[[9, 4, 102, 103, 104, 105]]]
+        assert batch["input_ids"].tolist() == [[9, 4, 102, 103, 104, 105, 106, 107]]
+    finally:
+        for client in clients:
+            client.destroy()
+        server.close()
