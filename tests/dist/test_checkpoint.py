@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.marker import write_marker
+from tests.hostile import Hostile
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
 
@@ -611,16 +612,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
             r["error"],
         ), (rank, r["error"])
         assert r["left"] == ["ck", "ck-2"] and r["older"] == []
-
-
-class Hostile:
-    """Makes a directory where it is unpickled without care."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def flip_bytes(path: Path, count: int = 64) -> None:

@@ -26,6 +26,7 @@ from megarl.ckpt.convert_report import inspect, verify
 from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import check_contents, read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
+from tests.hostile import Hostile
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]
@@ -330,16 +331,6 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     (a / "model.safetensors").write_bytes(b"")
     assert inspect(a)["complete"].startswith("no: ")
     assert inspect(tmp_path)["what"].startswith("neither")
-
-
-class Hostile:
-    """Unpickled without care, it makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def test_no_command_runs_what_a_hostile_file_names(tmp_path: Path) -> None:
