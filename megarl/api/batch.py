@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.api.failures import on_every_rank
 from megarl.api.local_rows import gather_rows
 from megarl.api.tokens import (
     MASK,
@@ -273,21 +274,27 @@ class Batch:
         return out
 
     def row_sums(
-        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0
-    ) -> Tensor:
+        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0,
+        what: str = "row_sums",
+    ) -> Tensor:  # fmt: skip
         """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), on every rank.
         `fn` gets one row at a time, as padded [1, n] tensors, and returns one number (or `width` of
-        them). Collective.
+        them). Collective. Where `fn` raises on one rank, all raise an error that names the rank
+        and `what` failed there.
 
         A row's number depends on the row alone: not on its neighbours, the layout or the number of
         threads. Combine the numbers by math.fsum.
         """
         shape = (1, width) if width else (1,)
-        parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
-        with _one_thread():
-            for row in self._single_rows(names):
-                parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
-        return self.gather(torch.cat(parts))
+
+        def of_held_rows() -> Tensor:
+            parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
+            with _one_thread():
+                for row in self._single_rows(names):
+                    parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
+            return torch.cat(parts)
+
+        return self.gather(on_every_rank(what, of_held_rows, self.comm))
 
     def _single_rows(self, names: Sequence[str] | None) -> Iterator[Padded]:
         """Yields every held row as padded [1, n] tensors, which are views."""
