@@ -2,7 +2,7 @@
 
 B samples (rows) of the job, b rows that this rank holds, S positions, T tokens of the held rows.
 
-Per-sample fields [B, ...] are on every rank. Per-token fields are ragged (`Tokens`), and a rank has
+Per-sample fields [B] are on every rank. Per-token fields are ragged (`Tokens`), and a rank has
 those of its own rows only. Rows stand in ascending order of (episode, sample) wherever they come
 from. A loss or an estimator never meets this class: it sees padded [b, S] dicts (`Padded`).
 """
@@ -36,7 +36,7 @@ __all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_le
 
 
 class Batch:
-    """Holds the samples of a step: `batch[name]` is a Tensor [B, ...] of a per-sample field, or the
+    """Holds the samples of a step: `batch[name]` is the Tensor [B] of a per-sample field, or the
     Tokens of the held rows.
 
     lengths:     [B] int64, tokens of every row.
@@ -62,7 +62,8 @@ class Batch:
         """Makes a batch of padded [B, S] tensors that are the same on every rank; every rank holds
         all rows.
 
-        Raises ValueError where attention_mask is not right-padded.
+        Raises ValueError where attention_mask is not right-padded, or a field is neither [B] nor
+        [B, S, ...].
         """
         comm = comm_or_default(comm)
         lengths = row_lengths(padded)
@@ -140,7 +141,7 @@ class Batch:
         return value
 
     def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
-        """Sets a field. Raises ValueError unless it is [B, ...] or Tokens of the held rows."""
+        """Sets a field. Raises ValueError unless it is [B] or Tokens of the held rows."""
         if isinstance(value, Tokens):
             if not torch.equal(value.lengths, self.lengths[self.rows]):
                 raise ValueError(
@@ -150,11 +151,12 @@ class Batch:
             self.per_sample.pop(name, None)
             self.per_token[name] = value
             return
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(self):
+        if not isinstance(value, Tensor) or value.shape != (len(self),):
             what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"batch[{name!r}] = {what}: a per-sample field is a Tensor [{len(self)}, ...], a "
-                "per-token field is Tokens of the held rows"
+                f"batch[{name!r}] = {what}: a per-sample field is a Tensor [{len(self)}], a "
+                "per-token field is Tokens of the held rows; of a padded tensor [B, S] these are "
+                "Tokens.from_padded(value[batch.rows], batch.lengths[batch.rows])"
             )
         self.per_token.pop(name, None)
         self.per_sample[name] = value

@@ -134,6 +134,10 @@ FAULTS = {
         good() | {"turns": torch.ones(1)},
         r"turns of shape \(1,\): its first dimension is n=2",
     ),
+    "several numbers of a sample": (
+        good() | {"scores": torch.ones(2, 3)},
+        r"'scores' of shape \(2, 3\): .* begins with \[B, S\] = \[2, 5\] .*several fields \[2\]",
+    ),
     "ids as floats": (
         good() | {"input_ids": good()["input_ids"].float()},
         "input_ids of dtype torch.float32: it must hold integers",
