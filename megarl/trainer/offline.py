@@ -50,6 +50,7 @@ class SFTTrainer:
             dataset_size=len(data),
             train_batch_size=cfg.train_dataset.batch_size,
             max_steps=cfg.total_train_steps,
+            drop_last=cfg.train_dataset.drop_last,
         )
         self.model = MegatronSFT(cfg.model, seed=cfg.seed)
         self.model.initialize(None, self.spec)

@@ -78,6 +78,7 @@ class RLTrainer:
             dataset_size=self.session.dataset_size,
             train_batch_size=cfg.train_dataset.batch_size,
             max_steps=cfg.total_train_steps,
+            drop_last=cfg.train_dataset.drop_last,
         )
         self.actor = MegatronActor(
             cfg.actor,
