@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout.driver import Arrival, check_same_data, driver_of_world
+from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
@@ -37,11 +36,11 @@ class RemoteSGLangEngine(InferenceEngine):
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
     `prepare_batch`, `rollout_batch`, `update_weights` and `destroy` are called by every rank, and
     an error of the driver is raised on every rank. `pause`, `resume` and `drop_servers` do nothing
-    on other ranks; `submit`, `wait` and `agenerate` are errors there.
+    on other ranks; `submit`, `wait` and `agenerate` are errors there. Asynchronous code runs in one
+    thread with its own event loop; the synchronous methods may be called from any other thread.
 
-    All asynchronous code runs in one thread with its own event loop; the synchronous methods may be
-    called from any other thread. `seed` keys requests that carry none while gconfig.seed is set;
-    `tokenizer` is for requests by text and for the text of responses.
+    `seed` keys requests that carry none while gconfig.seed is set; `tokenizer` is for requests by
+    text and for the text of responses.
     """
 
     start_timeout = 0.0  # seconds in which the driver starts servers of its own
@@ -121,10 +120,11 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
-        thread. Every rank calls it, none waits for another. May be called twice.
-        """
-        loop, pool = self._loop, self._pool
+        thread. Every rank calls it, none waits for another. May be called twice."""
+        loop, pool, zero = self._loop, self._pool, self._zero
         self._loop = self._pool = self._executor = self._zero = None
+        if zero is not None:
+            zero.close()
         if loop is not None:
             paused = not self._admitted.is_set()
             loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
@@ -309,19 +309,17 @@ class RemoteSGLangEngine(InferenceEngine):
 
         loop.run(work(), timeout=PROBE_TIMEOUT)
 
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Returns a future that resolves once every server reports `meta.version` (None: the one
-        after the client's), which then is the client's too. Every rank calls this, and `result()`.
-        Raises ValueError for a version that is not above the last.
-
-        The trainer's `upload_weights` moves the weights; this waits for their arrival.
-        """
+    def update_weights(self, meta: WeightUpdateMeta) -> Arrival:
+        """Returns the arrival of the weights that the trainer's `upload_weights` moves: it is done
+        once every server reports `meta.version` (None: the one after the client's), which then is
+        the client's too. Every rank calls this, and `result()`. Raises ValueError for a version
+        that is not above the last."""
         zero = self._everyone()
         meta = meta.settled(self._version, self._updated)
         arrival = self._open()[0].submit(self._await_version(meta)) if zero.is_zero else None
         if arrival is not None and zero.size == 1:
             return arrival
-        return Arrival(zero, arrival, partial(self._arrived, meta))
+        return SharedArrival(zero, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
         await wait_for_version(self._open()[1], meta, self._sync.server_timeout)

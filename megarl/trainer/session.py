@@ -49,7 +49,10 @@ class RolloutSession:
             self.driver = RolloutDriver(cfg, tokenizer, self.client)
             return len(self.driver.data)
 
-        self.dataset_size = (on_rank_zero or RankZero(cfg.collective_timeout))(make)
+        zero = on_rank_zero or RankZero(cfg.collective_timeout)
+        self.dataset_size = zero(make)
+        if on_rank_zero is None:
+            zero.close()
 
     def start(self) -> None:
         """Waits for the servers."""
