@@ -37,6 +37,17 @@ class FinetuneSpec:
     max_steps: int | None = None
     drop_last: bool = True
 
+    @classmethod
+    def for_run(cls, cfg: BaseConfig, *, dataset_size: int) -> FinetuneSpec:
+        """Makes the spec of a recipe's or a script's configuration, for so many rows of data."""
+        return cls(
+            total_train_epochs=cfg.total_train_epochs,
+            dataset_size=dataset_size,
+            train_batch_size=cfg.train_dataset.batch_size,
+            max_steps=cfg.total_train_steps,
+            drop_last=cfg.train_dataset.drop_last,
+        )
+
     @property
     def steps_per_epoch(self) -> int:
         """Returns the training steps of one epoch, at least 1."""
