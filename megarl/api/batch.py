@@ -237,13 +237,17 @@ class Batch:
         return out | {k: v[rows] for k, v in some if names is None or k in names}
 
     def chunks(
-        self, max_tokens: int = 1 << 20, names: Sequence[str] | None = None
+        self,
+        max_tokens: int = 1 << 20,
+        names: Sequence[str] | None = None,
+        *,
+        rows: Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Padded]]:
-        """Yields the held rows in order, as (rows, padded) of at most `max_tokens` padded tokens
-        each; a longer row comes alone."""
+        """Yields the held rows in order, or `rows` of them in theirs, as (rows, padded) of at most
+        `max_tokens` padded tokens each; a longer row comes alone."""
         part: list[int] = []
         longest = 0
-        for row in self.rows.tolist():
+        for row in (self.rows if rows is None else rows).tolist():
             n = max(longest, int(self.lengths[row]))
             if part and n * (len(part) + 1) > max_tokens:
                 yield torch.tensor(part), self.padded(part, names)
