@@ -79,9 +79,14 @@ class InferenceEngine(ABC):
         reject its padded batch [n,S]. Give either a workflow or a builder of one."""
 
     @abstractmethod
-    def wait(self, count: int, timeout: float | None = None) -> Padded:
+    def wait(
+        self,
+        count: int,
+        timeout: float | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
+    ) -> Padded:
         """Returns the next `count` accepted episodes in order of submission, joined and padded.
-        `timeout` is in seconds."""
+        `timeout` is in seconds; `should_accept` may reject some more of them."""
 
     @abstractmethod
     def rollout_batch(

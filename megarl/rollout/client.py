@@ -19,6 +19,7 @@ from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_worl
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, batch_body, stable_seed
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.server_waits import wait_for_version, wait_healthy
 from megarl.utils.http import HttpError
@@ -356,21 +357,23 @@ class RemoteSGLangEngine(InferenceEngine):
         data: dict[str, Any],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> None:
         """Queues one episode; see RolloutExecutor.submit. On the driver only."""
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
-    def wait(self, count: int, timeout: float | None = None) -> Padded:
+    def wait(
+        self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None
+    ) -> Padded:
         """Returns the next `count` accepted episodes. On the driver only; see RolloutExecutor."""
-        return self.executor.wait(count, timeout)
+        return self.executor.wait(count, timeout, should_accept)
 
     def rollout_batch(
         self,
         data: Sequence[dict[str, Any]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> Batch:
         """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective."""
         return self.share(
@@ -382,18 +385,15 @@ class RemoteSGLangEngine(InferenceEngine):
         dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> Batch:
         """Returns one training batch; see RolloutExecutor.prepare_batch. Collective. Raises
         ValueError where the ranks' dataloaders differ."""
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
-        return self.share(
-            lambda: self.executor.prepare_parts(
-                dataloader, workflow, workflow_builder, should_accept
-            )
-        )
+        given = (dataloader, workflow, workflow_builder, should_accept)
+        return self.share(lambda: self.executor.prepare_parts(*given))
 
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings; see RolloutExecutor.stats."""

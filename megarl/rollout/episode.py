@@ -26,6 +26,7 @@ class Episode:
     drops: how often in a row its samples were too stale.
     failed: kind and length of samples that are not in `batch` because something failed.
     counted: the pipeline knows that it was accepted.
+    wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
     """
 
@@ -38,6 +39,7 @@ class Episode:
     batch: Padded | None = None
     failed: Sequence[tuple[str, int]] = ()
     counted: bool = False
+    wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0
 
