@@ -260,6 +260,7 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
             cfg.server,
             model_path=cfg.actor.path,
             dtype=_dtype(cfg, on_gpu=gpus is not None),
+            override_config=cfg.actor.override_config,
             log_path=run_dir(cfg) / f"server_{i}.log",
             env=server_env(gpus),
             wait=False,

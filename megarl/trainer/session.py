@@ -126,7 +126,7 @@ class RolloutDriver:
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
         self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
-        self.model = model_path(cfg, "actor")
+        self.model, self.override = model_path(cfg, "actor"), cfg.actor.override_config
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
@@ -158,7 +158,8 @@ class RolloutDriver:
 
     def opened(self) -> None:
         """Has answers checked against the model's vocabulary from now on, as the client is open."""
-        self.client.executor.pipeline.vocab_size = read_hf_config(self.model).vocab_size
+        model = read_hf_config(self.model, override=self.override)
+        self.client.executor.pipeline.vocab_size = model.vocab_size
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
