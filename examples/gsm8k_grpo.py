@@ -1,76 +1,40 @@
 """GRPO as your own script: the whole training loop is in this file.
 
-    python -m megarl.launcher.local examples/gsm8k_grpo.py \
-        --config configs/script_grpo.yaml --nproc 2 train_dataset.path=openai/gsm8k
+    python -m megarl.launcher.local examples/gsm8k_grpo.py --config configs/script_grpo.yaml
 
-The launcher starts the generation servers and one process of this script for each trainer. Beside
-servers of your own, run `torchrun --nproc-per-node 2 examples/gsm8k_grpo.py --config ...`. Every
-rank runs the whole script: rank 0 talks to the servers, and the engine distributes the batches.
+The launcher also starts the generation servers; with servers of your own, use torchrun. Every rank
+runs the whole script: rank 0 talks to the servers, and the engine distributes the batches.
 """
 
-from __future__ import annotations
-
 import sys
-from dataclasses import dataclass
 
-from torchdata.stateful_dataloader import StatefulDataLoader
-
-from megarl import (
-    FinetuneSpec,
-    GRPOConfig,
-    MegatronActor,
-    MegatronRef,
-    RemoteSGLangEngine,
-    RLVRWorkflow,
-    Saver,
-    StatsLogger,
-    WeightUpdateMeta,
-    arg,
-    build_dataset,
-    get_reward_fn,
-    load_expr_config,
-    load_hf_tokenizer,
-    stats_tracker,
-)  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class ScriptConfig(GRPOConfig):
-    transfer: str = arg("megatron", help="how weights travel", choices=("megatron", "disk"))
+import megarl
+from megarl import FinetuneSpec, GRPOConfig, WeightUpdateMeta, stats_tracker
 
 
 def main(args: list[str]) -> None:
-    config, _ = load_expr_config(args, ScriptConfig)
-    tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)
-    data = config.train_dataset
-    rows = build_dataset(data, tokenizer, purpose="rl", seed=config.seed)
-    dataloader = StatefulDataLoader(
-        rows, batch_size=data.batch_size, shuffle=data.shuffle, drop_last=True, collate_fn=list
-    )
-    ft_spec = FinetuneSpec(
-        total_train_epochs=config.total_train_epochs,
-        dataset_size=len(rows),
-        train_batch_size=data.batch_size,
-        max_steps=config.total_train_steps,
-    )
+    config, _ = megarl.load_expr_config(args, GRPOConfig)
+    data, gconfig = config.train_dataset, config.gconfig
+    path = config.tokenizer_path or config.actor.path
+    tokenizer = megarl.load_hf_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    rows = megarl.build_dataset(data, tokenizer, purpose="rl", seed=config.seed)
+    dataloader = megarl.build_dataloader(rows, data, seed=config.seed)
+    ft_spec = FinetuneSpec.for_run(config, dataset_size=len(rows))
 
-    rollout = RemoteSGLangEngine(config.rollout)
+    rollout = megarl.RemoteSGLangEngine(config.rollout)
     rollout.initialize(None, ft_spec)
-    actor = MegatronActor(config.actor, temperature=config.gconfig.temperature)
+    actor = megarl.MegatronActor(config.actor, temperature=gconfig.temperature)
     actor.initialize(None, ft_spec)
     ref = None
     if config.actor.kl_coef > 0 and config.ref is not None:
-        ref = MegatronRef(config.ref, temperature=config.gconfig.temperature)
+        ref = megarl.MegatronRef(config.ref, temperature=gconfig.temperature)
         ref.initialize(None, ft_spec)
-    if config.transfer == "disk":
-        meta = WeightUpdateMeta.from_disk(config, addresses=rollout.addresses)
-    else:
-        meta = WeightUpdateMeta.from_megatron(addresses=rollout.addresses)
-
-    reward_fn = get_reward_fn(data.reward.type or data.type)
-    workflow = RLVRWorkflow(reward_fn=reward_fn, gconfig=config.gconfig, tokenizer=tokenizer)
-    saver = Saver.for_run(config, actor)
-    logger = StatsLogger.for_run(config)
+    meta = WeightUpdateMeta.from_config(
+        config.weight_sync, path=megarl.run_dir(config) / "weights", addresses=rollout.addresses
+    )
+    reward_fn = megarl.get_reward_fn(data.reward.type or data.type)
+    workflow = megarl.RLVRWorkflow(reward_fn=reward_fn, gconfig=gconfig, tokenizer=tokenizer)
+    saver, logger = megarl.Saver.for_run(config, actor), megarl.StatsLogger.for_run(config)
 
     # --8<-- [start:loop]
     for global_step in range(ft_spec.total_train_steps):
@@ -99,8 +63,8 @@ def main(args: list[str]) -> None:
 
     saver.save_final()
     logger.close()
-    rollout.destroy()
-    actor.destroy()
+    for part in filter(None, (rollout, ref, actor)):
+        part.destroy()
 
 
 if __name__ == "__main__":

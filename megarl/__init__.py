@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role
     from megarl.api.batch import Batch, Tokens
     from megarl.api.engine import TrainEngine
+    from megarl.api.failures import on_every_rank
     from megarl.api.inference import InferenceEngine, RolloutWorkflow
     from megarl.api.records import (
         FinetuneSpec,
@@ -67,6 +68,7 @@ _HOME = {
     "algos": "Actor Critic LoRARef Ref RewardModel Role SFT",
     "api.batch": "Batch Tokens",
     "api.engine": "TrainEngine",
+    "api.failures": "on_every_rank",
     "api.inference": "InferenceEngine RolloutWorkflow",
     "api.records": "FinetuneSpec ModelRequest ModelResponse SaveLoadMeta ServersLost "
     "WeightUpdateMeta",
@@ -150,6 +152,7 @@ __all__ = [
     "load_config",
     "load_expr_config",
     "load_hf_tokenizer",
+    "on_every_rank",
     "on_rank_zero",
     "run_dir",
     "stats_tracker",

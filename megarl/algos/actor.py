@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
-from megarl.api.batch import Batch, Padded
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import TrainEngine
+from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
 from megarl.config.check_actor import check_actor
 from megarl.observability.logging import get_logger, warn_once_per_world
@@ -90,7 +92,7 @@ class Actor(Role):
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
         [B], group_ids [B] and loss_mask [B,S]. Raises ValueError for a missing field, or a reward
-        that is not finite.
+        that is not finite, and an error on every rank where the spec's functions raise on one.
 
         kl_ctl: weight of the KL to the reference (ref_logp), estimated by k1 and summed over the
         trained tokens of a sample, as a penalty in its reward.
@@ -107,25 +109,22 @@ class Actor(Role):
             if spec.needs_groups:
                 raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
             samples["group_ids"] = torch.arange(len(whole))
-        numbers = spec.per_sample(samples)
-        if numbers.shape != (len(whole),):
-            raise ValueError(
-                f"actor.advantages={self.config.advantages.type}: per_sample gave a tensor of "
-                f"shape {tuple(numbers.shape)}; it must be [{len(whole)}], one for each sample"
-            )
+        named = f"actor.advantages={self.config.advantages.type}"
 
-        def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
-            if spec.per_token is None:
-                return (spread_over_tokens(numbers[rows], part["loss_mask"]),)
-            made, shape = spec.per_token(numbers[rows], part), part["loss_mask"].shape
-            if made.shape != shape:
-                raise ValueError(
-                    f"actor.advantages={self.config.advantages.type}: per_token gave a tensor of "
-                    f"shape {tuple(made.shape)}; it must be {tuple(shape)}, as loss_mask"
-                )
-            return (made,)
+        def of_held_rows() -> tuple[Tokens, ...]:
+            numbers = spec.per_sample(samples)
+            _shaped(numbers, (len(whole),), f"{named}: per_sample", "one for each sample")
 
-        (whole["advantages"],) = map_rows(whole, of_rows, names)
+            def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
+                if spec.per_token is None:
+                    return (spread_over_tokens(numbers[rows], part["loss_mask"]),)
+                made = spec.per_token(numbers[rows], part)
+                _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
+                return (made,)
+
+            return map_rows(whole, of_rows, names)
+
+        (whole["advantages"],) = on_every_rank(named, of_held_rows, whole.comm)
         put(
             batch, "advantages", whiten(whole, "advantages") if spec.whiten else whole["advantages"]
         )
@@ -245,7 +244,9 @@ class Actor(Role):
         batch["skipped"] = skipped
         stats = mean_metrics(updates)
         if stats["n_updates"]:
-            stats = spec.derive(stats, next(u for u in updates if u["update_successful"]))
+            first = next(u for u in updates if u["update_successful"])
+            derive = partial(spec.derive, stats, first)
+            stats = on_every_rank(f"actor.loss={self.config.loss.type}", derive, whole.comm)
         return stats | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:
@@ -267,6 +268,13 @@ class Actor(Role):
                 "\n  ".join(show_gaps(worst, batch, decode=self.decode)),
             )
         return logp_gap_stats(batch)
+
+
+def _shaped(made: Tensor, shape: tuple[int, ...], who: str, why: str) -> None:
+    if made.shape != shape:
+        raise ValueError(
+            f"{who} gave a tensor of shape {tuple(made.shape)}; it must be {list(shape)}, {why}"
+        )
 
 
 def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from megarl.algos.checks import some
 from megarl.algos.rows import Data, select_rows
+from megarl.api.engine import Metrics
 
 
 def minibatches(
@@ -33,8 +35,9 @@ def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the means over the optimizer steps that were made (of lr the last value), and the
-    numbers of steps made and skipped."""
+    """Returns the means over the optimizer steps that were made, and the numbers of steps made and
+    skipped. Of lr it is the last value. A step counts for a mean by its weight where the step has
+    one (`Metrics`), else like every other; NaN is what has no weight in any step."""
     done = [u for u in updates if u["update_successful"]]
     counts = {
         "n_updates": float(len(done)),
@@ -45,8 +48,13 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         return counts
     stats = {}
     for name in dict.fromkeys(name for update in done for name in update):
-        found = [u[name] for u in done if name in u]  # a loss need not say it of every mini-batch
-        stats[name] = sum(found) / len(found)
-        if name == "lr":
-            stats[name] = found[-1]
+        said = [u for u in done if name in u]  # a loss need not say it of every mini-batch
+        found = [(u[name], _weight(u, name)) for u in said]
+        total = sum(weight for _, weight in found)
+        mean = sum(value * weight for value, weight in found if weight) / (total or math.nan)
+        stats[name] = found[-1][0] if name == "lr" else mean
     return stats | counts
+
+
+def _weight(update: dict[str, float], name: str) -> float:
+    return update.weights.get(name, 1.0) if isinstance(update, Metrics) else 1.0

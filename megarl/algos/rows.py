@@ -138,20 +138,10 @@ def map_rows(
     per-sample field. The results are [c,S,...], and come back as Tokens of all held rows.
     """
     order = batch.lengths[batch.rows].argsort(stable=True)  # rows of like length: little padding
-    parts = []
-    for rows in _chunks(batch.rows[order], batch.lengths):
-        made = fn(rows, batch.padded(rows, names))
+    held, parts = batch.rows[order], []
+    chunks = batch.chunks(CHUNK_TOKENS, names, rows=held)
+    for rows, padded in chunks if len(held) else [(held, batch.padded(held, names))]:
+        made = fn(rows, padded)
         parts.append([Tokens.from_padded(values, batch.lengths[rows]) for values in made])
     back = order.argsort()
     return tuple(Tokens.concat(pieces).take(back) for pieces in zip(*parts, strict=True))
-
-
-def _chunks(rows: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Returns rows, from short to long, in parts of at most CHUNK_TOKENS padded tokens, or of one
-    row; one part at least."""
-    out: list[list[int]] = [[]]
-    for row, n in zip(rows.tolist(), lengths[rows].tolist(), strict=True):
-        if out[-1] and n * (len(out[-1]) + 1) > CHUNK_TOKENS:
-            out.append([])
-        out[-1].append(row)
-    return [torch.tensor(part, dtype=torch.long) for part in out]

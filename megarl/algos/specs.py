@@ -58,7 +58,7 @@ class LossSpec:
 class AdvantageSpec:
     """Says how rewards become advantages.
 
-    per_sample: {name: [B] or [B,...]} of the whole batch, with the shaped rewards and group_ids ->
+    per_sample: {name: [B]} of the whole batch, with the shaped rewards and group_ids ->
     one number per sample, [B]. It is the same on every rank.
     per_token: (numbers [b], fields padded [b,S]) -> advantages [b,S], of some samples at a time, or
     of none ([0,0]) on a rank that holds none; None: the number at every trained token. reads: the

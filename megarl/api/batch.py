@@ -2,7 +2,7 @@
 
 B samples (rows) of the job, b rows that this rank holds, S positions, T tokens of the held rows.
 
-Per-sample fields [B, ...] are on every rank. Per-token fields are ragged (`Tokens`), and a rank has
+Per-sample fields [B] are on every rank. Per-token fields are ragged (`Tokens`), and a rank has
 those of its own rows only. Rows stand in ascending order of (episode, sample) wherever they come
 from. A loss or an estimator never meets this class: it sees padded [b, S] dicts (`Padded`).
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.api.failures import on_every_rank
 from megarl.api.local_rows import gather_rows
 from megarl.api.tokens import (
     MASK,
@@ -35,7 +36,7 @@ __all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_le
 
 
 class Batch:
-    """Holds the samples of a step: `batch[name]` is a Tensor [B, ...] of a per-sample field, or the
+    """Holds the samples of a step: `batch[name]` is the Tensor [B] of a per-sample field, or the
     Tokens of the held rows.
 
     lengths:     [B] int64, tokens of every row.
@@ -61,7 +62,8 @@ class Batch:
         """Makes a batch of padded [B, S] tensors that are the same on every rank; every rank holds
         all rows.
 
-        Raises ValueError where attention_mask is not right-padded.
+        Raises ValueError where attention_mask is not right-padded, or a field is neither [B] nor
+        [B, S, ...].
         """
         comm = comm_or_default(comm)
         lengths = row_lengths(padded)
@@ -139,7 +141,7 @@ class Batch:
         return value
 
     def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
-        """Sets a field. Raises ValueError unless it is [B, ...] or Tokens of the held rows."""
+        """Sets a field. Raises ValueError unless it is [B] or Tokens of the held rows."""
         if isinstance(value, Tokens):
             if not torch.equal(value.lengths, self.lengths[self.rows]):
                 raise ValueError(
@@ -149,11 +151,12 @@ class Batch:
             self.per_sample.pop(name, None)
             self.per_token[name] = value
             return
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(self):
+        if not isinstance(value, Tensor) or value.shape != (len(self),):
             what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"batch[{name!r}] = {what}: a per-sample field is a Tensor [{len(self)}, ...], a "
-                "per-token field is Tokens of the held rows"
+                f"batch[{name!r}] = {what}: a per-sample field is a Tensor [{len(self)}], a "
+                "per-token field is Tokens of the held rows; of a padded tensor [B, S] these are "
+                "Tokens.from_padded(value[batch.rows], batch.lengths[batch.rows])"
             )
         self.per_token.pop(name, None)
         self.per_sample[name] = value
@@ -234,13 +237,17 @@ class Batch:
         return out | {k: v[rows] for k, v in some if names is None or k in names}
 
     def chunks(
-        self, max_tokens: int = 1 << 20, names: Sequence[str] | None = None
+        self,
+        max_tokens: int = 1 << 20,
+        names: Sequence[str] | None = None,
+        *,
+        rows: Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Padded]]:
-        """Yields the held rows in order, as (rows, padded) of at most `max_tokens` padded tokens
-        each; a longer row comes alone."""
+        """Yields the held rows in order, or `rows` of them in theirs, as (rows, padded) of at most
+        `max_tokens` padded tokens each; a longer row comes alone."""
         part: list[int] = []
         longest = 0
-        for row in self.rows.tolist():
+        for row in (self.rows if rows is None else rows).tolist():
             n = max(longest, int(self.lengths[row]))
             if part and n * (len(part) + 1) > max_tokens:
                 yield torch.tensor(part), self.padded(part, names)
@@ -273,21 +280,27 @@ class Batch:
         return out
 
     def row_sums(
-        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0
-    ) -> Tensor:
+        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0,
+        what: str = "row_sums",
+    ) -> Tensor:  # fmt: skip
         """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), on every rank.
         `fn` gets one row at a time, as padded [1, n] tensors, and returns one number (or `width` of
-        them). Collective.
+        them). Collective. Where `fn` raises on one rank, all raise an error that names the rank
+        and `what` failed there.
 
         A row's number depends on the row alone: not on its neighbours, the layout or the number of
         threads. Combine the numbers by math.fsum.
         """
         shape = (1, width) if width else (1,)
-        parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
-        with _one_thread():
-            for row in self._single_rows(names):
-                parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
-        return self.gather(torch.cat(parts))
+
+        def of_held_rows() -> Tensor:
+            parts = [torch.empty((0, *shape[1:]), dtype=torch.float64)]
+            with _one_thread():
+                for row in self._single_rows(names):
+                    parts.append(torch.as_tensor(fn(row), dtype=torch.float64).reshape(shape))
+            return torch.cat(parts)
+
+        return self.gather(on_every_rank(what, of_held_rows, self.comm))
 
     def _single_rows(self, names: Sequence[str] | None) -> Iterator[Padded]:
         """Yields every held row as padded [1, n] tensors, which are views."""

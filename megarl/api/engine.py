@@ -3,7 +3,7 @@
 Shapes: B sequences of the batch, b of a micro-batch, S positions (right-padded).
 `input_` is the whole batch: a `Batch`, whose tokens the first verb that gets it places on the
 ranks for the rest of the step, or a plain dict of CPU tensors that is the same on every rank:
-input_ids [B,S], attention_mask [B,S] bool, and whatever the loss needs ([B,S], [B] or [B,...]
+input_ids [B,S], attention_mask [B,S] bool, and whatever the loss needs ([B,S,...] or [B]
 tensors). Position t of a per-token tensor belongs to input_ids[:, t]. A dict that is not the same
 on every rank, or an id outside of the model's vocabulary, is a ValueError on every rank before the
 pass begins.
@@ -12,7 +12,7 @@ pass begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -33,6 +33,15 @@ OUTPUTS = (
 
 # parts of an engine's memory; main weights in fp32, which several of them name, count for the first
 PARTS = ("params", "optimizer", "grads")
+
+
+class Metrics(dict[str, float]):
+    """Holds the metrics of a pass by name. `weights` has the weights of those that are weighted
+    means; such a mean is NaN where its weight is 0."""
+
+    def __init__(self, values: Mapping[str, float], weights: Mapping[str, float]) -> None:
+        super().__init__(values)
+        self.weights = dict(weights)
 
 
 class PendingSave(Protocol):
@@ -93,9 +102,10 @@ class TrainEngine(ABC):
     ) -> dict[str, float]:
         """Makes one optimizer step with the gradient of sum(loss_sum) / W, where W is the sum of
         loss_weight_fn over the rows, which it is given one at a time ([1,n] tensors). Returns loss,
-        grad_norm, lr, update_successful and the weighted means of the loss's stats, the same on
-        every rank. Where loss or gradient are not finite, weights and optimizer state stay as they
-        are and update_successful is 0.
+        grad_norm, lr, update_successful and the weighted means of the loss's stats (`Metrics`), the
+        same on every rank. Where loss or gradient are not finite, weights and optimizer state stay
+        as they are and update_successful is 0. Where a function raises on one rank, all ranks raise
+        an error that names it.
 
         loss_fn gets some sequences at a time, each of them whole. With `whole_groups` all rows with
         the same batch["unit_ids"] [B] (without the field: "group_ids") come together, as a loss

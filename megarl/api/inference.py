@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
@@ -26,6 +25,17 @@ class RolloutWorkflow(ABC):
         the batch, are counted, and are never trained on. `failure` [n] int says why, as an index
         into FAILURES. `unit_ids` [n] int names samples that stay in one mini-batch and on one rank.
         """
+
+
+class Arrival(Protocol):
+    """Stands for weights on their way to the servers; a Future is one, too."""
+
+    def done(self) -> bool:
+        """Returns whether `result` would not wait."""
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits until the servers have the weights, at most `timeout` s. Raises what kept them from
+        it."""
 
 
 class InferenceEngine(ABC):
@@ -69,9 +79,14 @@ class InferenceEngine(ABC):
         reject its padded batch [n,S]. Give either a workflow or a builder of one."""
 
     @abstractmethod
-    def wait(self, count: int, timeout: float | None = None) -> Padded:
+    def wait(
+        self,
+        count: int,
+        timeout: float | None = None,
+        should_accept: Callable[[Padded], bool] | None = None,
+    ) -> Padded:
         """Returns the next `count` accepted episodes in order of submission, joined and padded.
-        `timeout` is in seconds."""
+        `timeout` is in seconds; `should_accept` may reject some more of them."""
 
     @abstractmethod
     def rollout_batch(
@@ -95,10 +110,10 @@ class InferenceEngine(ABC):
         waits."""
 
     @abstractmethod
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Returns a future that resolves once every server serves `meta.version`, counted as
-        TrainEngine.upload_weights does: None is the next, and one that does not rise is a
-        ValueError."""
+    def update_weights(self, meta: WeightUpdateMeta) -> Arrival:
+        """Returns the arrival of the weights: it is done once every server serves `meta.version`,
+        counted as TrainEngine.upload_weights does: None is the next, and one that does not rise is
+        a ValueError."""
 
     @abstractmethod
     def set_version(self, version: int) -> None:

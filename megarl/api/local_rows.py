@@ -27,7 +27,7 @@ from megarl.utils.batch import is_per_token
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds all rows: lengths [B] and per-sample fields [B, ...] everywhere, tokens at their
+    """Holds all rows: lengths [B] and per-sample fields [B] everywhere, tokens at their
     home."""
 
     lengths: Tensor
@@ -102,19 +102,22 @@ def _local_schema(
         try:
             _check_rows(part)
             lengths.append(row_lengths(part))
+            mine = {k: _schema_of(k, part) for k in sorted(set(part) - {MASK})}
         except ValueError as e:
             return {"rows": 0, "fields": {}}, lengths[0], str(e)
-        mine = {}
-        for name in sorted(set(part) - {MASK}):
-            value = part[name]
-            per_token = is_per_token(name, value, part)
-            inner = list(value.shape[2 if per_token else 1 :])
-            mine[name] = [str(value.dtype).removeprefix("torch."), inner, per_token]
         if fields is not None and mine != fields:
             return {"rows": 0, "fields": {}}, lengths[0], _difference(fields, mine)
         fields = mine
     joined = torch.cat(lengths)
     return {"rows": len(joined), "fields": fields or {}}, joined, None
+
+
+def _schema_of(name: str, part: Mapping[str, Tensor]) -> list[Any]:
+    """Returns [dtype, inner shape, per token]."""
+    value = part[name]
+    per_token = is_per_token(name, value, part)
+    inner = list(value.shape[2:]) if per_token else []
+    return [str(value.dtype).removeprefix("torch."), inner, per_token]
 
 
 def _check_rows(part: Mapping[str, Any]) -> None:

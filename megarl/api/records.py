@@ -28,18 +28,31 @@ class Where(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """Says how long a training run is, so that schedules know their end."""
+    """Says how long a training run is, so that schedules know their end. drop_last: no step is made
+    of the last rows of an epoch where they fill no whole batch."""
 
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
     max_steps: int | None = None
+    drop_last: bool = True
+
+    @classmethod
+    def for_run(cls, cfg: BaseConfig, *, dataset_size: int) -> FinetuneSpec:
+        """Makes the spec of a recipe's or a script's configuration, for so many rows of data."""
+        return cls(
+            total_train_epochs=cfg.total_train_epochs,
+            dataset_size=dataset_size,
+            train_batch_size=cfg.train_dataset.batch_size,
+            max_steps=cfg.total_train_steps,
+            drop_last=cfg.train_dataset.drop_last,
+        )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Returns the training steps of one epoch, at least 1; rows that fill no whole batch do not
-        count."""
-        return max(1, self.dataset_size // self.train_batch_size)
+        """Returns the training steps of one epoch, at least 1."""
+        whole, rest = divmod(self.dataset_size, self.train_batch_size)
+        return max(1, whole if self.drop_last else whole + bool(rest))
 
     @property
     def total_train_steps(self) -> int:

@@ -20,7 +20,7 @@ from megarl.ckpt.hf_files import plan_files, write_files
 from megarl.ckpt.safetensors_files import SafetensorsDir, write_index
 from megarl.ckpt.staged import staged
 from megarl.models.families.params import EMBEDDING, OUTPUT
-from megarl.models.gather import BucketGatherer
+from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.param_loading import draw, load_params
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.observability.logging import get_logger
@@ -163,7 +163,7 @@ def save_hf(
     params: Mapping[str, Tensor],
     *,
     group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtypes | None = None,
     base_model_path: str | Path | None = None,
     tokenizer: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -172,7 +172,8 @@ def save_hf(
     """Writes a directory that AutoModelForCausalLM.from_pretrained loads. Collective.
 
     group:           spans the layout's ranks; None is the default group.
-    dtype:           of the files; None is that of the parameters.
+    dtype:           of the files, one for all or each tensor's by HF name; None is that of the
+                     first parameter. config.json names the one that most numbers have.
     base_model_path: where generation config, tokenizer, chat template and code are copied from;
                      config.json is always the one the model was built from.
     tokenizer:       its save_pretrained() replaces the copied tokenizer files.
@@ -204,7 +205,7 @@ def save_hf(
             if len(plan.files) > 1:
                 write_index(staging, plan.files)
             write_sidecars(staging, base_model_path, tokenizer)
-            write_config(staging, table.model.raw, dtype)
+            write_config(staging, table.model.raw, plan.main_dtype)
             put_in_place(staging, target)
 
         together(what, finish, group)

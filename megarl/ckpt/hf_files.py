@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megarl.ckpt.safetensors_files import ShardWriter, plan_shards
-from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.gather import BucketGatherer, Dtypes, plan_buckets
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
 from megarl.wire.buckets import Bucket, Member
@@ -30,11 +32,19 @@ class FilePlan:
     buckets: list[Bucket]
     owners: list[int]
 
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Returns the dtype of most numbers."""
+        numbers: Counter[torch.dtype] = Counter()
+        for m in chain.from_iterable(self.files.values()):
+            numbers[m.dtype] += math.prod(m.shape)
+        return numbers.most_common(1)[0][0]
+
 
 def plan_files(
     table: PieceTable,
     layout: Layout,
-    dtype: torch.dtype,
+    dtype: Dtypes,
     *,
     writers: Sequence[int],
     max_shard_bytes: int,

@@ -38,6 +38,7 @@ ALIASES: Mapping[str, str] = {
     "lr_decay_style": "*.optimizer.lr_scheduler_type", "min_lr": "*.optimizer.min_lr_ratio",
     "adam_beta1": "*.optimizer.beta1", "adam_beta2": "*.optimizer.beta2",
     "adam_eps": "*.optimizer.eps", "adam_epsilon": "*.optimizer.eps",
+    "override_model_config": "*.override_config",
     "use_distributed_optimizer": "*.optimizer.distributed",
     "optimizer_cpu_offload": "*.optimizer.cpu_offload",
     "optimizer_offload": "*.optimizer.cpu_offload",

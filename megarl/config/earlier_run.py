@@ -96,7 +96,7 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
         if not _same_path(behind.get(key, path), path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"
             continue
-        old, new = newest.info["models"][name], architecture(model_path(cfg, name))
+        old, new = newest.info["models"][name], architecture(cfg, name)
         if changed := [k for k in sorted(old | new) if old.get(k) != new.get(k)]:
             names = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in changed)
             yield f"{key}={now[key]}: its config.json has changed since ({names}); {away}"
@@ -106,9 +106,11 @@ def _same_path(a: str, b: str) -> bool:
     return a == b or Path(a).resolve() == Path(b).resolve()
 
 
-def architecture(path: str | Path) -> dict[str, Any]:
-    """Returns config.json of an HF directory without the keys that do not change the model."""
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
+    """Returns the keys of the engine's config.json that change the model, as override_config has
+    them."""
+    file = Path(model_path(cfg, name)) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | engines(cfg)[name].override_config
     return {k: v for k, v in config.items() if k not in _VOLATILE}
 
 

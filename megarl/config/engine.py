@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.base import arg
 from megarl.config.bounds import (
@@ -176,6 +177,11 @@ class TrainEngineConfig:
 
     path: str = arg(
         "", help="HF model directory (config.json, *.safetensors, tokenizer) or hub name"
+    )
+    override_config: dict[str, Any] = arg(
+        factory=dict,
+        help="keys of the model's config.json that have another value here, as rope_theta; servers "
+        "that the launcher starts get the actor's",
     )
     head: str = arg(
         "lm",

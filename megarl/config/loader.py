@@ -28,7 +28,7 @@ from megarl.config.base import SeamConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
 from megarl.config.errors import raise_if_any
-from megarl.config.recipes import RECIPES, BaseConfig, recipe_class
+from megarl.config.recipes import RECIPES, BaseConfig, own_code, recipe_class
 from megarl.config.schema import (
     Key,
     children,
@@ -73,11 +73,11 @@ def load_config(
         overrides = [*command.words, *command.overrides, *overrides]
         source = command.options.get("config")
     problems: list[str] = []
-    parsed = _parse_overrides(overrides, problems)
-    tree: Tree = {}
-    if source is not None:
-        tree, parsed = _compose(Path(source), parsed)
-    cls = recipe_class(tree, {name: value for _, name, value in parsed}, cls)
+    tree, parsed = _read(source, overrides, problems)
+    cls = recipe_class(tree, _values(parsed), cls)
+    parsed = [(plus, _type_of_seam(cls, name, value), value) for plus, name, value in parsed]
+    for _, name, value in parsed:
+        _drop_options(tree, cls, name, value)
     for plus, name, value in parsed:
         _apply_override(tree, cls, plus, name, value, problems)
     if foreign:
@@ -92,6 +92,13 @@ def load_config(
     assert isinstance(cfg, cls)
     remember(cfg, OmegaConf.to_container(node, resolve=False))
     return cfg
+
+
+def own_class(source: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> str | None:
+    """Returns "recipe=name" or "trainer=name" where code of the user's decides the dataclass of a
+    configuration, else None. Imports none of it. Raises ConfigError for a file that is no YAML."""
+    tree, parsed = _read(source, overrides, [])
+    return own_code(tree, _values(parsed))
 
 
 def load_expr_config(args: Sequence[str], cls: type[C]) -> tuple[C, str | None]:
@@ -122,6 +129,18 @@ def run_dir(cfg: BaseConfig) -> Path:
     """Returns the directory of everything that a run writes:
     <fileroot>/<experiment_name>/<trial_name>."""
     return Path(cfg.fileroot) / cfg.experiment_name / cfg.trial_name
+
+
+def _read(
+    source: str | os.PathLike[str] | None, overrides: Sequence[str], problems: list[str]
+) -> tuple[Tree, list[Override]]:
+    """Returns the keys of the file, and the overrides of them."""
+    parsed = _parse_overrides(overrides, problems)
+    return ({}, parsed) if source is None else _compose(Path(source), parsed)
+
+
+def _values(parsed: Sequence[Override]) -> dict[str, Any]:
+    return {name: value for _, name, value in parsed}
 
 
 def _compose(path: Path, parsed: list[Override]) -> tuple[Tree, list[Override]]:
@@ -184,6 +203,26 @@ def _apply_override(
             tree[part] = {}
         tree = tree[part]
     tree[last] = value
+
+
+def _type_of_seam(cls: type[BaseConfig], name: str, value: Any) -> str:
+    """Returns the key that `name` is short for: of a seam its type, where a text is given."""
+    short = isinstance(value, str) and not _is_interpolation(value)
+    return f"{name}.type" if short and _is_seam(key_table(cls).get(name)) else name
+
+
+def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> None:
+    """Drops the options that the file gave a section's type, where `name` sets another type."""
+    *sections, last = name.split(".")
+    key = key_table(cls).get(name)
+    if last != "type" or key is None:
+        return
+    for section in sections:
+        tree = tree.get(section, {})
+        if not isinstance(tree, dict):
+            return
+    if tree.get(last, key.default) != value:
+        tree.pop("options", None)
 
 
 def _is_seam(key: Key | None) -> bool:

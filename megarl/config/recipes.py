@@ -181,11 +181,23 @@ def _config_class_of_trainer(
     tree: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> type[BaseConfig] | None:
     """Returns the `config_class` of a user's trainer; None where there is none."""
+    name = _own_trainer(tree, overrides)
+    return None if name is None else getattr(_load(name, "trainer"), "config_class", None)
+
+
+def _own_trainer(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> str | None:
     trainer = overrides.get("trainer.type", overrides.get("trainer", tree.get("trainer")))
     name = trainer.get("type") if isinstance(trainer, Mapping) else trainer
-    if not isinstance(name, str) or not is_import_path(name):
-        return None
-    return getattr(_load(name, "trainer"), "config_class", None)
+    return name if isinstance(name, str) and is_import_path(name) else None
+
+
+def own_code(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> str | None:
+    """Returns "recipe=name" or "trainer=name" where code of the user's decides the dataclass, else
+    None."""
+    recipe, trainer = overrides.get("recipe", tree.get("recipe")), _own_trainer(tree, overrides)
+    if isinstance(recipe, str) and is_import_path(recipe):
+        return f"recipe={recipe}"
+    return None if trainer is None else f"trainer={trainer}"
 
 
 def _own_class(name: str, key: str) -> type[BaseConfig]:

@@ -31,7 +31,7 @@ class SaverConfig(FrequencyConfig):
         bounds=NOT_NEGATIVE,
         help="besides those, keep this many that did best by `metric` at their step",
     )
-    metric: str = arg("eval/accuracy", help="a figure of stats.jsonl that keep_best goes by")
+    metric: str = arg("eval/accuracy", help="the metric of stats.jsonl that keep_best goes by")
     mode: str = arg(
         "max", help="whether more or less of `metric` is better", choices=("max", "min")
     )

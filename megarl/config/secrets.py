@@ -49,6 +49,12 @@ def remember(cfg: Any, unresolved: Any) -> None:
     object.__setattr__(cfg, _ATTRIBUTE, written)
 
 
+def keep_written(cfg: Any, other: Any) -> None:
+    """Has `other`, a configuration of the same values, remember what `cfg` does."""
+    if (written := getattr(cfg, _ATTRIBUTE, None)) is not None:
+        object.__setattr__(other, _ATTRIBUTE, written)
+
+
 def written_tree(cfg: Any) -> dict[str, Any]:
     """Returns every key with its value; a value of the environment is the interpolation it was
     written as."""

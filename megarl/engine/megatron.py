@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
+from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, intake, optimizer, passes, weights
@@ -159,7 +160,8 @@ class MegatronEngine(TrainEngine):
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
             lr = optimizer.current_lr(mine)
-            return {**stats, "lr": lr, **optimizer.step(mine, stats["loss"])}
+            stats |= {"lr": lr, **optimizer.step(mine, stats["loss"])}
+        return stats
 
     def backward_batch(
         self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
@@ -205,7 +207,11 @@ class MegatronEngine(TrainEngine):
         if whole:
             return result if len(result) > 1 else next(iter(result.values()))
         assert not isinstance(input_, Batch)
-        return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
+
+        def by_sequence() -> Any:
+            return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
+
+        return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
 
     @contextmanager
     def _inference(self, what: str) -> Iterator[None]:

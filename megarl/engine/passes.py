@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.api.batch import Batch, Padded, Tokens
-from megarl.api.engine import LossFn, LossWeightFn
+from megarl.api.engine import LossFn, LossWeightFn, Metrics
 from megarl.engine import intake, micro_batch, schedule
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
@@ -29,17 +29,18 @@ from megarl.parallel.placement import units_of
 def loss_pass(
     state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
     outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
-) -> dict[str, float]:  # fmt: skip
+) -> Metrics:  # fmt: skip
     """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
     it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
-    whole batch do not sum to a positive number."""
+    whole batch do not sum to a positive number, and an error on every rank where one of the
+    functions raises on one."""
     check_input(
         state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
         temperature=temperature, whole_groups=whole_groups,
     )  # fmt: skip
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
-    weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
+    weight = math.fsum(batch.row_sums(loss_weight_fn, what="loss_weight_fn").tolist())
     if not weight > 0:
         raise ValueError(
             f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
@@ -60,7 +61,8 @@ def loss_pass(
     routing = state.routing.metrics(len(mine)) if state.routing else {}
     loss_sum, _ = sums.pop("loss")
     means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
-    return {"loss": loss_sum / weight, **means, **routing}
+    weights = {k: w for k, (_, w) in sums.items()}
+    return Metrics({"loss": loss_sum / weight, **means, **routing}, weights)
 
 
 def forward_pass(

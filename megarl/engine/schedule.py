@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from megarl.api.batch import Padded, Tokens
 from megarl.api.engine import LossFn
+from megarl.api.failures import attempt, from_every_rank
 from megarl.engine.activations import offload_activations
 from megarl.engine.lm_head import HeadJob
 from megarl.engine.micro_batch import Frame, MicroBatch
 from megarl.engine.routing import ROUTED, Routing
 from megarl.models.names import unwrap
 from megarl.parallel import mcore
+from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.packing import unpack
 from megarl.parallel.vocab_parallel import TOP_IDS
@@ -40,7 +42,9 @@ class Pass:
 
     With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
     of every micro-batch in `outputs_of`, in the order of the micro-batches. Every context-parallel
-    rank computes the loss of whole sequences, and sends back the gradient of its share.
+    rank computes the loss of whole sequences, and sends back the gradient of its share. What
+    `loss_fn` raises is kept in `error`, for `reduce_sums` to tell all ranks: the pass goes on to
+    its end without losses, because the other ranks would wait for this one.
     """
 
     outputs: tuple[str, ...]
@@ -52,6 +56,7 @@ class Pass:
     offload: bool = False  # activations to host memory
     sums: list[Sums] = field(default_factory=list)
     outputs_of: list[Padded] = field(default_factory=list)
+    error: Exception | None = None
 
 
 def run(
@@ -96,14 +101,21 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     per_token = head.split(whole, job.outputs)
     outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
     nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
-    if not mb.rows:
+    if not mb.rows or job.error is not None:
         return nothing, None
     if job.loss_fn is None:
         job.outputs_of.append(outputs)
         return nothing, None
+    loss_sum, job.error = attempt(_loss, job, job.loss_fn, mb, outputs)
+    return nothing if loss_sum is None else loss_sum * job.loss_scale + nothing, None
+
+
+def _loss(job: Pass, loss_fn: LossFn, mb: MicroBatch, outputs: Padded) -> torch.Tensor:
+    """Returns the micro-batch's loss_sum, and keeps its sums. Raises ValueError for what is none,
+    or stats that the engine cannot take."""
     padded = mb.padded([k for k in mb.source if k != ROUTED])
     batch = {k: v.to(mcore.device(), non_blocking=True) for k, v in padded.items()}
-    loss_sum, stats = job.loss_fn(outputs, batch)
+    loss_sum, stats = loss_fn(outputs, batch)
     if loss_sum.ndim:
         raise ValueError(
             f"loss_fn gave a loss of shape {tuple(loss_sum.shape)}: it must be a sum, a scalar"
@@ -111,19 +123,21 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     if "loss" in stats:
         raise ValueError("loss_fn's stats must not contain 'loss': the engine reports it")
     job.sums.append({"loss": (loss_sum.detach(), 0.0), **stats})
-    return loss_sum * job.loss_scale + nothing, None
+    return loss_sum
 
 
 def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, float]]:
     """Returns the sums over all micro-batches and data-parallel ranks, on every rank. Collective.
+    Where the loss failed on one rank, all raise an error that names the rank.
 
     Numbers are added in rank order, in fp64.
     """
-    mine = _add_up(job.sums) if _speaks(groups) else {}
-    if groups.layout.world_size == 1:
-        return mine
-    said: list[Any] = [None] * groups.layout.world_size
-    dist.all_gather_object(said, mine)
+    mine, error = attempt(_add_up, job.sums if _speaks(groups) else [])
+    error, job.error = job.error or error, None  # an error holds the frames that hold the job
+    try:
+        said = from_every_rank("loss_fn", mine, error, world_comm())
+    finally:
+        del error
     total: dict[str, tuple[float, float]] = {}
     for sums in said:
         _accumulate(total, sums)

@@ -38,7 +38,7 @@ from megarl.config.check import check_config, smallest_world_size
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.loader import load_config, run_dir
+from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import masked_override
 from megarl.config.servers import ADDRESSES_ENV
@@ -61,6 +61,7 @@ from megarl.trainer.named import (
     check_data,
     check_place,
     check_tokenizer,
+    read_config,
     transport_needs,
 )
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
@@ -149,7 +150,8 @@ def plan(command: CommandLine) -> Job:
             raise ConfigError([f"{script}: no such script"])
     config = command.options.get("config")
     own = script.parent == PACKAGE  # another script may have keys of its own
-    cfg = load_config(config, [*command.words, *command.overrides], foreign=not own)
+    overrides = [*command.words, *command.overrides]
+    cfg = read_config(config, overrides, foreign=not own, path=import_path(script))
     nproc = _nproc(command.options.get("nproc"), cfg)
     fetch_hub_models(cfg)
     check_config(cfg, nproc)
@@ -258,6 +260,7 @@ def start_servers(job: Job, servers: list[ServerProcess], reaper: Reaper) -> Non
             cfg.server,
             model_path=cfg.actor.path,
             dtype=_dtype(cfg, on_gpu=gpus is not None),
+            override_config=cfg.actor.override_config,
             log_path=run_dir(cfg) / f"server_{i}.log",
             env=server_env(gpus),
             wait=False,

@@ -27,8 +27,10 @@ from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.parallel.layout import Layout
 from megarl.wire.buckets import Bucket, Member
 
+Dtypes = torch.dtype | Mapping[str, torch.dtype]  # one for all tensors, or each by HF name
 
-def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
+
+def export_dtype(tensor: HfTensor, dtype: Dtypes) -> torch.dtype:
     """Returns the dtype that a tensor is sent or saved in; buffers are fp32 in any case."""
     if tensor.buffer:
         return torch.float32
@@ -37,7 +39,7 @@ def export_dtype(tensor: HfTensor, dtype: torch.dtype | Mapping[str, torch.dtype
 
 def plan_buckets(
     table: PieceTable,
-    dtype: torch.dtype | Mapping[str, torch.dtype],
+    dtype: Dtypes,
     bucket_bytes: int,
     *,
     first: int | None = None,

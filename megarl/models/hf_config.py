@@ -28,8 +28,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
+def read_hf_config(
+    path: str | Path, *, head: str = "lm", override: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """Reads the ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
+    `override`: keys of config.json that have another value.
 
     Raises ValueError naming the file or the key that is missing, wrong or unsupported.
     """
@@ -47,6 +50,7 @@ def read_hf_config(path: str | Path, *, head: str = "lm") -> ModelConfig:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+    raw |= override or {}
     if head == "value":
         return value_model(parse_hf_config(language_model(raw), str(file)), raw, str(file))
     return parse_hf_config(raw, str(file))

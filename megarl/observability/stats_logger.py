@@ -105,7 +105,7 @@ class StatsLogger:
         self.log(global_step + 1, {"epoch": float(epoch)} | merged)
 
     def log(self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None) -> None:
-        """Logs the metrics of `step` finished steps; step 0 holds figures from before the first."""
+        """Logs the metrics of `step` finished steps; step 0 holds those from before the first."""
         self._total_steps, self._committed = total_steps, True
         for sink in self._sinks:
             sink.write(step, stats, total_steps)

@@ -7,17 +7,15 @@ Two ways through one set of rules: `together` for a rare act, over the group tha
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megarl.api.records import ServersLost
-from megarl.utils.disk import DiskFull
+from megarl.api.failures import Failure, attempt, merged, settle
 from megarl.wire.process_group import join_group, set_group_timeout
 
 T = TypeVar("T")
@@ -30,63 +28,20 @@ FAIL_GRACE = 10.0
 CONNECT_TIMEOUT = 120.0
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error as it travels between ranks: its text, and what tells callers its type apart.
-    `servers`: why each server of a ServersLost is lost."""
-
-    text: str
-    disk_full: bool = False
-    servers: Mapping[str, str] = field(default_factory=dict)  # of ServersLost
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Returns the failure that tells other ranks of `error`."""
-        servers = error.servers if isinstance(error, ServersLost) else {}
-        text = str(error) if servers else f"{type(error).__name__}: {error}"
-        return cls(text, isinstance(error, DiskFull), servers)
-
-
-def merged(
-    what: str, failed: Mapping[int, Failure], own: Exception | None = None
-) -> Exception | None:
-    """Returns the error that this rank is to raise for the failures of `what` on several ranks, or
-    None for no failures.
-
-    failed: by rank; own: this rank's error. The result is ServersLost with the servers of all where
-    that is among them, for what follows from it is the same on every rank, and the other errors may
-    be its consequences; else the rank's own error where it has one; else a RuntimeError (DiskFull
-    where that is among them) that names the ranks.
-    """
-    if lost := [f for f in failed.values() if f.servers]:
-        servers = {server: why for f in lost for server, why in f.servers.items()}
-        error = ServersLost("; ".join(f.text for f in lost), servers)
-        error.__cause__ = own
-        return error
-    if own is not None or not failed:
-        return own
-    said = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failed.items())
-    kind = DiskFull if any(f.disk_full for f in failed.values()) else RuntimeError
-    return kind(f"{what} failed on {said}")
-
-
 def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Returns `fn()`, called on every rank of `group` (None: of the world); if it fails on one, all
     raise the error that `merged` returns. Collective.
 
     Collectives inside `fn` come before anything that can fail on one rank alone.
     """
-    result, error = _attempt(fn)
+    result, error = attempt(fn)
     found: list[Failure | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, Failure.of(error) if error else None, group=group)
-    if error is not None:
-        error.add_note(f"({what}, rank {dist.get_rank(group)})")
-    error = merged(what, {rank: f for rank, f in enumerate(found) if f is not None}, error)
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame, and all that is alive in those below
+    failed = {rank: f for rank, f in enumerate(found) if f is not None}
+    try:
+        settle(what, dist.get_rank(group), failed, error)
+    finally:
+        del error
     return cast(T, result)
 
 
@@ -129,7 +84,7 @@ class Agreement:
         """Returns fn(*args), called on every rank; if it fails on one, all raise the error that
         `merged` returns. After a failure `set_timeout` comes before the next call. Collective.
         Raises RuntimeError where a rank is not heard of within the timeout."""
-        result, error = _attempt(fn, *args)
+        result, error = attempt(fn, *args)
         mine = Failure.of(error) if error else None
         if mine is not None:
             self._limit(FAIL_GRACE, f"{FAIL_GRACE:g} s")
@@ -202,13 +157,6 @@ class Agreement:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-
-def _attempt(fn: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    try:
-        return fn(*args), None
-    except Exception as e:  # whatever it is, the other ranks must hear of it
-        return None, e
 
 
 def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -124,16 +124,16 @@ class _Hop:
     rows: Tensor
 
 
-def hops(plan: Sequence[Flow], lengths: Tensor, row_bytes: int, rank: int) -> list[_Hop]:
+def hops(plan: Sequence[Flow], lengths: Tensor, token_bytes: int, rank: int) -> list[_Hop]:
     """Returns the messages that concern `rank`, in an order that all ranks agree on: a rank that
     waits for the first message that is not yet through finds its peer waiting for it, too. lengths
-    [B] are tokens of all rows, `row_bytes` the bytes of one token."""
+    [B] are tokens of all rows, `token_bytes` the bytes of one token."""
     mine = []
     for number, flow in enumerate(plan):
         if rank not in flow.path:
             continue
         place = flow.path.index(rank)
-        for c, rows in enumerate(_chunks(flow.rows, lengths, row_bytes)):
+        for c, rows in enumerate(_chunks(flow.rows, lengths, token_bytes)):
             for hop in (place - 1, place):
                 if 0 <= hop < len(flow.path) - 1:
                     order = (flow.round, c + hop, number, hop)
@@ -141,9 +141,9 @@ def hops(plan: Sequence[Flow], lengths: Tensor, row_bytes: int, rank: int) -> li
     return sorted(mine, key=lambda hop: hop.order)
 
 
-def _chunks(rows: Tensor, lengths: Tensor, row_bytes: int) -> Iterator[Tensor]:
+def _chunks(rows: Tensor, lengths: Tensor, token_bytes: int) -> Iterator[Tensor]:
     """Yields neighbouring rows of at most CHUNK bytes together."""
-    ends = (lengths[rows] * row_bytes).cumsum(0)
+    ends = (lengths[rows] * token_bytes).cumsum(0)
     first = 0
     while first < len(rows):
         base = int(ends[first - 1]) if first else 0
@@ -206,8 +206,8 @@ def move(
     if comm is None:
         return kept
     inner = tokens.values.shape[1:]
-    row_bytes = max(1, tokens.values.element_size() * inner.numel())
-    todo = hops(flows(before, after) if plan is None else plan, lengths, row_bytes, rank)
+    token_bytes = max(1, tokens.values.element_size() * inner.numel())
+    todo = hops(flows(before, after) if plan is None else plan, lengths, token_bytes, rank)
     if any(hop.dst == rank for hop in todo):
         out = tokens.values.new_empty((int(lengths[wanted].sum()), *inner))
         result = Tokens(out, lengths[wanted])

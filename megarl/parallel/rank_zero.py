@@ -67,7 +67,7 @@ class RankZero:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._bound, self._meets = f"{keys} = {timeout:g} s", meets
-        self._leading = False  # rank 0 is in a call
+        self._leading = self._closed = False  # rank 0 is in a call; `close` was called
         self._timeout = timedelta(seconds=timeout)
         self._group = (
             dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
@@ -86,16 +86,28 @@ class RankZero:
         alone, since no other rank is there to join it. Raises RuntimeError for a rank that does not
         come within the timeout.
         """
-        if self._group is None or self._leading:
+        if self._alone():
             return fn(*args, **kw)
         name = getattr(fn, "__qualname__", repr(fn)).removesuffix(".<locals>.<lambda>")
         if self.is_zero:
             return self._lead(name, fn, *args, **kw)
         return self._follow(name)
 
+    def _alone(self) -> bool:
+        """Returns whether no other rank takes part. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("this RankZero is closed: what belongs to it was destroyed")
+        return self._group is None or self._leading
+
+    def close(self) -> None:
+        """Leaves the group; waits for no other rank. May be called twice."""
+        group, self._group, self._closed = self._group, None, True
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def highest(self, value: int) -> int:
         """Returns the largest `value` of all ranks. Collective."""
-        if self._group is None or self._leading:
+        if self._alone():
             return value
         box = torch.tensor([value])
         dist.all_reduce(box, dist.ReduceOp.MAX, self._group)

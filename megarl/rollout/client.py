@@ -9,17 +9,18 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.answers import current as current_answers
-from megarl.rollout.driver import Arrival, check_same_data, driver_of_world
+from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.generation import Sample, stable_seed
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers
 from megarl.rollout.server_waits import wait_for_version, wait_healthy
@@ -33,11 +34,11 @@ class RemoteSGLangEngine(InferenceEngine):
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
     `prepare_batch`, `rollout_batch`, `update_weights` and `destroy` are called by every rank, and
     an error of the driver is raised on every rank. `pause`, `resume` and `drop_servers` do nothing
-    on other ranks; `submit`, `wait` and `agenerate` are errors there.
+    on other ranks; `submit`, `wait` and `agenerate` are errors there. Asynchronous code runs in one
+    thread with its own event loop; the synchronous methods may be called from any other thread.
 
-    All asynchronous code runs in one thread with its own event loop; the synchronous methods may be
-    called from any other. `seed` keys requests that carry none while gconfig.seed is set;
-    `tokenizer` is for requests by text, and for the text of responses.
+    `seed` keys requests that carry none while gconfig.seed is set; `tokenizer` is for requests by
+    text and for the text of responses.
     """
 
     start_timeout = 0.0  # seconds in which the driver starts servers of its own
@@ -115,10 +116,11 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
-        thread. Every rank calls it, none waits for another. May be called twice.
-        """
-        loop, pool, samples = self._loop, self._pool, self._samples
+        thread. Every rank calls it, none waits for another. May be called twice."""
+        loop, pool, samples, zero = self._loop, self._pool, self._samples, self._zero
         self._loop = self._pool = self._samples = self._executor = self._zero = None
+        if zero is not None:
+            zero.close()
         if loop is not None:
             paused = samples is not None and samples.held
             loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
@@ -268,19 +270,17 @@ class RemoteSGLangEngine(InferenceEngine):
 
         loop.run(drop(), timeout=PROBE_TIMEOUT)
 
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Returns a future that resolves once every server reports `meta.version` (None: the one
-        after the client's), which then is the client's too. Every rank calls this, and `result()`.
-        Raises ValueError for a version that is not above the last.
-
-        The trainer's `upload_weights` moves the weights; this waits for their arrival.
-        """
+    def update_weights(self, meta: WeightUpdateMeta) -> Arrival:
+        """Returns the arrival of the weights that the trainer's `upload_weights` moves: it is done
+        once every server reports `meta.version` (None: the one after the client's), which then is
+        the client's too. Every rank calls this, and `result()`. Raises ValueError for a version
+        that is not above the last."""
         zero = self._everyone()
         meta = meta.settled(self._version, self._updated)
         arrival = self._open()[0].submit(self._await_version(meta)) if zero.is_zero else None
         if arrival is not None and zero.size == 1:
             return arrival
-        return Arrival(zero, arrival, partial(self._arrived, meta))
+        return SharedArrival(zero, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
         await wait_for_version(self._open()[1], meta, self._sync.server_timeout)
@@ -318,21 +318,23 @@ class RemoteSGLangEngine(InferenceEngine):
         data: dict[str, Any],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> None:
         """Queues one episode; see RolloutExecutor.submit. On the driver only."""
         self.executor.submit(data, workflow, workflow_builder, should_accept)
 
-    def wait(self, count: int, timeout: float | None = None) -> Padded:
+    def wait(
+        self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None
+    ) -> Padded:
         """Returns the next `count` accepted episodes. On the driver only; see RolloutExecutor."""
-        return self.executor.wait(count, timeout)
+        return self.executor.wait(count, timeout, should_accept)
 
     def rollout_batch(
         self,
         data: Sequence[dict[str, Any]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> Batch:
         """Returns the samples of all rows; see RolloutExecutor.rollout_batch. Collective."""
         return self.share(
@@ -344,18 +346,15 @@ class RemoteSGLangEngine(InferenceEngine):
         dataloader: Iterable[list[dict[str, Any]]],
         workflow: RolloutWorkflow | None = None,
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
-        should_accept: Callable[[Padded], bool] | None = None,
+        should_accept: ShouldAccept | None = None,
     ) -> Batch:
         """Returns one training batch; see RolloutExecutor.prepare_batch. Collective. Raises
         ValueError where the ranks' dataloaders differ."""
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())
             self._loader = dataloader
-        return self.share(
-            lambda: self.executor.prepare_parts(
-                dataloader, workflow, workflow_builder, should_accept
-            )
-        )
+        given = (dataloader, workflow, workflow_builder, should_accept)
+        return self.share(lambda: self.executor.prepare_parts(*given))
 
     def stats(self) -> dict[str, float]:
         """Returns the executor's counters and timings; see RolloutExecutor.stats."""

@@ -24,13 +24,13 @@ _FIX = (
 )
 
 
-class Arrival(Future[None]):
-    """Shows the arrival of an update to every rank: `result` is collective."""
+class SharedArrival:
+    """Shows every rank the Arrival of an update that the driver waits for: `result` is
+    collective."""
 
     def __init__(
         self, zero: RankZero, arrival: Future[None] | None, then: Callable[[], None]
     ) -> None:
-        super().__init__()
         self._zero, self._arrival, self._then = zero, arrival, then
 
     def done(self) -> bool:

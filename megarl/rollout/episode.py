@@ -29,6 +29,7 @@ class Episode:
     failed: kind and length of samples that are not in `batch` because something failed.
     counted: the pipeline knows that it was accepted.
     answers: of its requests, where they are kept for a resume.
+    wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
     """
 
@@ -41,6 +42,7 @@ class Episode:
     batch: Padded | None = None
     failed: Sequence[tuple[str, int]] = ()
     counted: bool = False
+    wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0
     answers: AnswerLog | None = None

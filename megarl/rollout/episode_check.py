@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.api.inference import FAILURES
+from megarl.utils.batch import is_per_token
 
 # key -> what it holds; the contract's dtypes are int64, bool, float32 and int32
 _PER_TOKEN = {
@@ -36,8 +37,8 @@ _NOT_WRITTEN = (
 def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) -> None:
     """Raises TypeError for a result that is no batch and ValueError for a batch that breaks a rule:
     right-padded input_ids, attention_mask, loss_mask, logprobs and versions, all [n,S] with n >= 1,
-    rewards [n], and other fields of n rows. `version` is the newest weights'; `vocab_size` the
-    model's, if known."""
+    rewards [n], and other fields [n] or [n,S,...]. `version` is the newest weights'; `vocab_size`
+    the model's, if known."""
     if not isinstance(batch, dict) or not all(isinstance(v, Tensor) for v in batch.values()):
         raise TypeError(f"{_what(batch)}: use a padded batch [n,S] of tensors, or None")
     _check_shapes(batch)
@@ -101,6 +102,7 @@ def _check_shapes(batch: dict[str, Tensor]) -> None:
             raise ValueError(f"{key} of shape {found}: input_ids has {shape}, make both [n,S]")
         if found[:1] != shape[:1]:
             raise ValueError(f"{key} of shape {found}: its first dimension is n={shape[0]} samples")
+        is_per_token(key, value, batch)
     if batch["rewards"].ndim != 1:
         found = tuple(batch["rewards"].shape)
         raise ValueError(f"rewards of shape {found}: use [n], one number for each sample")

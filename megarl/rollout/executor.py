@@ -52,17 +52,24 @@ class RolloutExecutor:
         self.pipeline.enqueue(data, _workflow(workflow, workflow_builder), should_accept)
         self.pipeline.start_soon()
 
-    def wait(self, count: int, timeout: float | None = None) -> Padded:
+    def wait(
+        self, count: int, timeout: float | None = None, should_accept: ShouldAccept | None = None
+    ) -> Padded:
         """Returns the next `count` accepted episodes, joined; group_ids [B] number them from 0,
-        episode_ids [B] over the whole run. Raises the error of an episode that failed, and
-        TimeoutError after `timeout` s."""
+        episode_ids [B] over the whole run. `should_accept` may reject some of those that submit's
+        has accepted. Raises the error of an episode that failed, and TimeoutError after `timeout`
+        s."""
         if count < 1:
             raise ValueError(f"wait({count}): wait for at least 1 episode")
         pipe, begun = self.pipeline, time.monotonic()
         deadline = None if timeout is None else begun + timeout
         with pipe.changed:
             pipe.last_progress = begun
-            while (episodes := pipe.take(count)) is None:
+            while True:
+                if should_accept is not None:
+                    pipe.turn_down(count, should_accept)
+                if (episodes := pipe.take(count)) is not None:
+                    break
                 pipe.check_not_stuck(count)
                 pipe.sleep(deadline, f"{count} episodes")
         return concat_padded(self._hand_out(episodes, begun))

@@ -151,6 +151,22 @@ class Pipeline:
         self.check()
         return ready
 
+    def turn_down(self, count: int, should_accept: ShouldAccept) -> None:
+        """Counts those as rejected of the next `count` accepted episodes that `should_accept` does
+        not want; it is asked about each once. *"""
+        for episode in list(self.live.values()):
+            if count == 0 or not episode.counted:
+                break
+            assert episode.batch is not None
+            if episode.wanted_by is should_accept or should_accept(episode.batch):
+                episode.wanted_by = should_accept
+                count -= 1
+            else:
+                self.staleness.turn_down()
+                del self.live[episode.number]
+                self.failed_samples.add(episode.failed)
+                self.start_soon()
+
     def check(self) -> None:
         """Raises AccountingError unless every episode is accounted for. *"""
         self.staleness.check(in_flight=len(self.live) - len(self.pending))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from megarl.config.rollout import ServerConfig
 from megarl.observability.logging import get_logger
@@ -126,6 +128,7 @@ def start_server(
     *,
     model_path: str,
     dtype: str,
+    override_config: Mapping[str, Any] | None = None,
     log_path: Path | str,
     port: int | None = None,
     host: str = "127.0.0.1",
@@ -136,11 +139,18 @@ def start_server(
     """Starts one server of `server.type` on `port` (default: a free one).
 
     `model_path` and `dtype` stand in where `server.path` is empty and `server.dtype` is "auto".
+    `override_config`: keys of the model's config.json that have another value.
     wait=False returns at once, to start several together; then call `wait_healthy`.
     """
     port, with_key = free_port(host, port or 0), job_token() is not None
     command = server_command(
-        server, model_path=model_path, dtype=dtype, host=host, port=port, with_key=with_key
+        server,
+        model_path=model_path,
+        dtype=dtype,
+        override_config=override_config,
+        host=host,
+        port=port,
+        with_key=with_key,
     )
     process = ServerProcess(
         command,
@@ -162,6 +172,7 @@ def server_command(
     *,
     model_path: str,
     dtype: str,
+    override_config: Mapping[str, Any] | None = None,
     host: str,
     port: int,
     with_key: bool = False,
@@ -187,6 +198,8 @@ def server_command(
         "--max-running-requests",
         str(server.max_running_requests),
     ]
+    if override_config:
+        command += ["--json-model-override-args", json.dumps(override_config)]
     if sglang:
         command += ["--tp-size", str(server.tp)]
         if server.deterministic:

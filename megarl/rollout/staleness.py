@@ -109,6 +109,12 @@ class StalenessManager:
         self.accepted -= 1
         self.dropped += 1
 
+    def turn_down(self) -> None:
+        """Counts an accepted episode as rejected: the consumer does not want it."""
+        assert self.accepted > self.handed_out, "turn_down without an accepted episode"
+        self.accepted -= 1
+        self.rejected += 1
+
     def hand_out(self, count: int) -> None:
         """Counts one batch of `count` episodes as handed out."""
         self.handed_out += count

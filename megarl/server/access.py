@@ -31,7 +31,7 @@ class Access:
 
     @property
     def _local(self) -> bool:
-        return is_loopback(f"{self._host}:0")
+        return is_loopback(self._host)
 
     def check(self, request: Request, *, control: bool) -> None:
         """Raises ServerError with 401, 403 or 415 for a call that is refused. control: the call

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megarl.config.bounds import TIMEOUT
 
@@ -19,6 +21,7 @@ class ServerArgs:
     host: str = "127.0.0.1"
     port: int = 30000
     dtype: str = "auto"
+    json_model_override_args: dict[str, Any] | None = None
     device: str | None = None
     context_length: int | None = None
     max_running_requests: int = 256
@@ -42,6 +45,13 @@ class ServerArgs:
             raise ValueError(f"--context-length={self.context_length}: at least 2")
 
 
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(text)
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m megarl.server", description=__doc__)
     add = p.add_argument
@@ -53,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="auto is the checkpoint's",
+    )
+    add(
+        "--json-model-override-args",
+        type=_object,
+        help="keys of config.json that have another value, as a JSON object",
     )
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--context-length", type=int, help="prompt plus response (default: the model's)")

@@ -39,7 +39,7 @@ class ModelRunner:
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_path,
-            config=transformers_config(args.model_path),
+            config=transformers_config(args.model_path, args.json_model_override_args),
             dtype=dtype,
             attn_implementation="sdpa",
         )

@@ -7,9 +7,11 @@ code that is named does.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +19,9 @@ from megarl.config.base import SeamConfig
 from megarl.config.check import engines, model_path
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError, raise_if_any
-from megarl.config.loader import run_dir
+from megarl.config.loader import load_config, own_class, run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of
 from megarl.data import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
@@ -29,6 +32,45 @@ from megarl.utils.isolated import call_isolated
 T = TypeVar("T")
 IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
 _TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+
+def read_config(
+    source: str | None, overrides: Sequence[str], *, foreign: bool, path: Sequence[str] = ()
+) -> BaseConfig:
+    """Returns load_config's configuration, without importing code of the user's: where this decides
+    the dataclass, a process of its own imports it, with `path` in front of the import path, and
+    checks all keys. Of these the result has megarl's. Raises ConfigError."""
+    own = own_class(source, overrides)
+    if own is None:
+        return load_config(source, overrides, foreign=foreign)
+    found = _isolated(_read_as_ours, source, overrides, foreign, path, what=[own])
+    if isinstance(found, tuple):
+        raise ConfigError(found)
+    return found
+
+
+def _read_as_ours(
+    source: str | None, overrides: Sequence[str], foreign: bool, path: Sequence[str]
+) -> BaseConfig | tuple[str, ...]:
+    """Returns the configuration, which can be unpickled without the user's code; or what is wrong
+    with it."""
+    sys.path[:0] = path
+    try:
+        cfg: BaseConfig = _as_ours(load_config(source, overrides, foreign=foreign))
+    except ConfigError as e:
+        return e.problems
+    return cfg
+
+
+def _as_ours(value: Any) -> Any:
+    """Returns `value`, of megarl's dataclasses or of those below them, in megarl's."""
+    if not is_dataclass(value):
+        return value
+    bases = inspect.getmro(type(value))
+    ours: Any = next(base for base in bases if base.__module__.startswith("megarl."))
+    made = ours(**{f.name: _as_ours(getattr(value, f.name)) for f in fields(ours)})
+    keep_written(value, made)
+    return made
 
 
 def check_place(cfg: BaseConfig) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 from megarl.api.records import FinetuneSpec
 from megarl.config.recipes import SFTConfig
 from megarl.data import build_dataloader, build_dataset, collate_sft, collator
+from megarl.observability import stats_tracker
 from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
-from megarl.observability.timers import Timers
+from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
 from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
@@ -36,7 +37,6 @@ class SFTTrainer:
 
     def __init__(self, cfg: SFTConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
-        self.timers = Timers()
         data = build_dataset(cfg.train_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
         collate = collator(cfg.train_dataset, collate_sft)
         self.loader = build_dataloader(data, cfg.train_dataset, seed=cfg.seed, collate=collate)
@@ -45,12 +45,7 @@ class SFTTrainer:
             rows = build_dataset(cfg.valid_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
             n = min(len(rows), cfg.evaluator.max_samples or len(rows))
             self.held_out = collator(cfg.valid_dataset, collate_sft)([rows[i] for i in range(n)])
-        self.spec = FinetuneSpec(
-            total_train_epochs=cfg.total_train_epochs,
-            dataset_size=len(data),
-            train_batch_size=cfg.train_dataset.batch_size,
-            max_steps=cfg.total_train_steps,
-        )
+        self.spec = FinetuneSpec.for_run(cfg, dataset_size=len(data))
         self.model = MegatronSFT(cfg.model, seed=cfg.seed)
         self.model.initialize(None, self.spec)
         self.check = SelfCheck(cfg, ctx)
@@ -94,7 +89,7 @@ class SFTTrainer:
                     stats = self._step(batch)
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 if self.ctx.wish_to_stop():
-                    self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
+                    self._log(step, stats)
                     saved = self.recovery.save_now(self._state, step=step, epoch=epoch)
                     return self.ctx.stop(saved, step)
                 done = step >= total or self._out_of_time()
@@ -103,8 +98,8 @@ class SFTTrainer:
                     stats |= self._evaluate()
                     done = done or self._good_enough()
                 self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
-                self.ctx.log_stats(step, stats | self.timers.export(), total_steps=total)
-                with self.timers.phase("recover"):
+                self._log(step, stats)
+                with record_timing("recover"):
                     self.recovery.maybe_save(
                         self._state, step=step, epoch=epoch, epoch_ended=ended, last=done
                     )
@@ -113,21 +108,25 @@ class SFTTrainer:
         if total:
             self.saver.save_final()
 
+    def _log(self, step: int, stats: dict[str, float]) -> None:
+        stats = stats | stats_tracker.export(over_ranks=False)
+        self.ctx.log_stats(step, stats, total_steps=self.spec.total_train_steps)
+
     def _step(self, batch: Padded) -> dict[str, float]:
-        with self.timers.phase("step"), self.timers.phase("train"):
+        with record_timing("step"), record_timing("train"):
             stats = self.model.train(batch) | batch_metrics(batch)
             self.model.step_lr_scheduler()
         return stats | update_speed(
             self.model.engine,
             batch,
-            seconds=self.timers.seconds()["train"],
+            seconds=stats_tracker.seconds("train"),
             peak_tflops=self.cfg.profiler.peak_tflops,
         )
 
     def _evaluate(self) -> dict[str, float]:
         if self.held_out is None:
             return {}
-        with self.timers.phase("eval"):
+        with record_timing("eval"):
             stats = self.model.evaluate(self.held_out)
         self.exact_match, n = stats["exact_match"], len(self.held_out["input_ids"])
         low, high = wilson(stats["exact_match"], n)

@@ -80,7 +80,8 @@ def check_models(cfg: BaseConfig) -> None:
     token, largest = largest_token(Path(tokenizer))
     for name, engine in engines(cfg).items():
         try:
-            model = read_hf_config(model_path(cfg, name), head=engine.head)
+            path, override = model_path(cfg, name), engine.override_config
+            model = read_hf_config(path, head=engine.head, override=override)
             check_layout(model, engine.parallel)
             if engine.lora is not None:
                 check_lora(model, engine.parallel.tp, engine.lora)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import model_path, trained_engines
+from megarl.config.check import trained_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
@@ -168,7 +168,7 @@ class Recovery:
         """Writes the marker, renames the checkpoint into place, removes older ones. Rank 0 only."""
         cfg = self._ctx.cfg
         info = pending.info
-        info["models"] = {name: architecture(model_path(cfg, name)) for name in self._models}
+        info["models"] = {name: architecture(cfg, name) for name in self._models}
         text = json.dumps(seal(info), indent=2) + "\n"
         with full_disk_named(f"saving {pending.target}", pending.staging):
             (pending.staging / MARKER).write_text(text, encoding="utf-8")

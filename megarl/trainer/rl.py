@@ -73,12 +73,7 @@ class RLTrainer:
         checkpoint. Collective."""
         cfg, ctx = self.cfg, self.ctx
         self.session.start()
-        self.spec = FinetuneSpec(
-            total_train_epochs=cfg.total_train_epochs,
-            dataset_size=self.session.dataset_size,
-            train_batch_size=cfg.train_dataset.batch_size,
-            max_steps=cfg.total_train_steps,
-        )
+        self.spec = FinetuneSpec.for_run(cfg, dataset_size=self.session.dataset_size)
         self.actor = MegatronActor(
             cfg.actor,
             temperature=cfg.gconfig.temperature,

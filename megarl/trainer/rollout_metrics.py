@@ -21,7 +21,7 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     staleness (versions [B,S]). `version` is the trainer's. Collective."""
     batch = as_batch(data)
     rewards, trained = batch["rewards"].float(), trained_tokens(batch)
-    groups = group_means(rewards, batch["group_ids"])
+    groups = group_extremes(rewards, batch["group_ids"])
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
@@ -73,7 +73,7 @@ def update_speed(
     )
 
 
-def group_means(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def group_extremes(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the "min" and "max" of `values` [B] in each group, by ascending group id [groups]."""
     _, inverse = group_ids.unique(return_inverse=True)
     n = int(inverse.max()) + 1

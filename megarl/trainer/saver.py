@@ -105,7 +105,7 @@ class Saver:
         scored = {o: s for o, s in scores.items() if s is not None and not math.isnan(s)}
         if not scored:
             log.warning(
-                "saver.keep_best: %s has no %r for a step that was saved; name a figure that is "
+                "saver.keep_best: %s has no %r for a step that was saved; name a metric that is "
                 "there, and evaluate at the steps of the saver",
                 STATS_FILE,
                 c.metric,

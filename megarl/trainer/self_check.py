@@ -272,6 +272,8 @@ def same_weights(actor: TrainEngineConfig, ref: TrainEngineConfig) -> bool:
     filled in already."""
     if actor.lora is not None and actor.lora.adapter_path:
         return False
+    if actor.override_config != ref.override_config:
+        return False
     paths = {os.path.realpath(c.path) if Path(c.path).exists() else c.path for c in (actor, ref)}
     return len(paths) == 1 and actor.init_from_scratch == ref.init_from_scratch
 

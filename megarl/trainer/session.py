@@ -52,7 +52,10 @@ class RolloutSession:
             self.driver = RolloutDriver(cfg, tokenizer, self.client)
             return len(self.driver.data)
 
-        self.dataset_size = (on_rank_zero or RankZero(cfg.collective_timeout))(make)
+        zero = on_rank_zero or RankZero(cfg.collective_timeout)
+        self.dataset_size = zero(make)
+        if on_rank_zero is None:
+            zero.close()
 
     def start(self) -> None:
         """Waits for the servers."""
@@ -126,7 +129,7 @@ class RolloutDriver:
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
         self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
-        self.model = model_path(cfg, "actor")
+        self.model, self.override = model_path(cfg, "actor"), cfg.actor.override_config
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
@@ -164,7 +167,7 @@ class RolloutDriver:
         """Has answers checked against the model's vocabulary and kept for a resume from now on, as
         the client is open."""
         pipeline = self.client.executor.pipeline
-        pipeline.vocab_size = read_hf_config(self.model).vocab_size
+        pipeline.vocab_size = read_hf_config(self.model, override=self.override).vocab_size
         pipeline.keeps_answers = self.answers is not None
 
     def next_batch(self) -> list[Padded]:

@@ -1,4 +1,5 @@
-"""Handles padded batches: dict[str, Tensor], right-padded [B,S] (+ per-sample [B] tensors)."""
+"""Handles padded batches: dict[str, Tensor] of right-padded per-token fields [B,S,...] and
+per-sample fields [B]."""
 
 from __future__ import annotations
 
@@ -14,15 +15,24 @@ PAD = {"versions": -1}
 
 
 def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether the first two dimensions of `value` are those of input_ids [B,S]."""
-    ids = batch["input_ids"]
-    return value.ndim >= 2 and value.shape[:2] == ids.shape[:2]
+    """Returns whether the field `key` is per token: it is where it has several dimensions, for
+    [B,k] numbers of a sample could not be told from [B,S] where k is S. Raises ValueError where the
+    first two are not those of input_ids [B,S]."""
+    shape = tuple(batch["input_ids"].shape[:2])
+    if value.ndim >= 2 and tuple(value.shape[:2]) != shape:
+        raise ValueError(
+            f"{key!r} of shape {tuple(value.shape)}: a field of several dimensions is per token, "
+            f"and begins with [B, S] = {list(shape)} as input_ids does; for several numbers of a "
+            f"sample use several fields [{shape[0]}]"
+        )
+    return value.ndim >= 2
 
 
 def concat_padded(batches: Sequence[Padded]) -> Padded:
     """Joins padded batches of different S along B, padding to the longest S.
 
-    Raises ValueError if the batches do not share the same keys.
+    Raises ValueError if the batches do not share the same keys, or for a field that is neither per
+    token nor per sample.
     """
     if not batches:
         raise ValueError("concat_padded: nothing to join")

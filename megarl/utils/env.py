@@ -62,24 +62,27 @@ def cores() -> int:
 def set_loopback_default(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
     """Has gloo use `lo` where every peer is on this host: else it resolves the host's name, which
     containers often cannot."""
-    if all(is_loopback(a) for a in servers) and has_interface("lo"):
+    if all(is_loopback(_host(a)) for a in servers) and has_interface("lo"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def is_loopback(address: str) -> bool:
-    """Tells whether host:port is this machine's loopback, by name or number, without a look-up."""
-    host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
+def is_loopback(host: str) -> bool:
+    """Returns whether `host` is this machine's loopback, by name or number, without a look-up."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 
 
+def _host(address: str) -> str:
+    return address.removeprefix("http://").rpartition(":")[0].strip("[]")
+
+
 def is_here(address: str) -> bool:
     """Tells whether host:port is on this machine, as a loopback address is on every machine."""
-    if is_loopback(address):
+    host = _host(address)
+    if is_loopback(host):
         return True
-    host = address.removeprefix("http://").rpartition(":")[0].strip("[]")
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as s:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.utils.env import is_loopback
 from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
 from megarl.utils.rendezvous import listen
@@ -21,7 +22,6 @@ from megarl.wire.process_group import (
     address_towards,
     destroy_update_group,
     init_update_group,
-    is_loopback,
     set_group_timeout,
 )
 

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from megarl.models.gather import Bucket, export_dtype, plan_buckets
+from megarl.models.gather import Bucket, Dtypes, export_dtype, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
 from megarl.weight_sync.senders import assign, by_turns, first_bytes
-
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.models.adapters import Adapters
+from megarl.models.gather import Dtypes
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.agreement import SLACK, Agreement
 from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import Dtypes, uniform_dtype
+from megarl.weight_sync.plan import uniform_dtype
 from megarl.weight_sync.transports import Transport, WeightSource, make_transport
 from megarl.wire.process_group import bounded
 

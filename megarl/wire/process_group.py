@@ -8,7 +8,6 @@ group and does not need one.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import sys
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.utils.env import is_loopback
 from megarl.utils.rendezvous import listen
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -107,16 +107,6 @@ def bounded(pg: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
         yield
     finally:
         c10d._set_pg_timeout(before, pg)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether `host` is this machine's loopback, by name or number, without a look-up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name
-        return False
 
 
 def address_towards(host: str) -> str:

@@ -1,13 +1,19 @@
-"""Every rank refuses faulty inputs of a pass with the same clear error, and no rank hangs."""
+"""Every rank refuses faulty inputs of a pass with the same clear error, and learns of the user's
+code that failed on one of them; no rank hangs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.algos import Actor
+from megarl.api.batch import Batch
+from megarl.config.algo import PPOActorConfig
+from megarl.utils.batch import select
 from tests.dist.engine_jobs import Tensors, batch, loss_fn, make_engine, save_model, weight_fn
 from tests.tiny import VOCAB
 
@@ -106,3 +112,62 @@ def test_ranks_with_different_batches_are_named_on_every_rank(worlds, models, pa
     ]  # fmt: skip
     arguments = differ("the call's arguments")
     assert first[:-2] == [*each * 3, arguments, arguments, differ("input_ids")]
+
+
+# ---- the user's code fails on one rank
+
+
+def failing(path: str, parallel: dict[str, Any]) -> list[str]:
+    """Lets one function after the other fail on rank 1; returns the error of each on this rank, and
+    at last whether updates are those of an engine that had no failures."""
+    actor = Actor(PPOActorConfig(), make_engine(path, parallel), temperature=1.0)
+    rows = batch() | {"rewards": torch.arange(7.0), "group_ids": torch.arange(7) // 4}
+    rows["episode_ids"] = torch.arange(7)
+    said = []
+
+    def fails(fn: Any) -> Any:
+        def on_the_second(*args: Any, **kw: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise KeyError("my own mistake")
+            return fn(*args, **kw)
+
+        return on_the_second
+
+    def error_of(verb: Any, *args: Any, **kw: Any) -> None:
+        try:
+            verb(*args, **kw)
+            said.append("fine")
+        except Exception as e:
+            said.append("".join([type(e).__name__, ": ", str(e), *getattr(e, "__notes__", ())]))
+
+    def spread(numbers: torch.Tensor, part: Tensors) -> torch.Tensor:
+        return numbers[:, None] * part["loss_mask"]
+
+    engine, spec = actor.engine, actor.advantages
+    mine = [i for i in range(7) if i % 2 == dist.get_rank()]
+    for b in (rows, Batch.from_local(select(rows, mine))):
+        error_of(engine.train_batch, b, fails(loss_fn), weight_fn, outputs=OUT)
+        error_of(engine.eval_batch, b, loss_fn, fails(weight_fn), outputs=OUT)
+        for part in (dict(per_sample=fails(spec.per_sample)), dict(per_token=fails(spread))):
+            actor.advantages = replace(spec, **part)
+            error_of(actor.compute_advantages, b)
+    error_of(engine.forward, rows, post_hook=fails(lambda outputs, row: outputs["logprobs"]))
+    stats = engine.train_batch(rows, loss_fn, weight_fn, outputs=OUT)
+    engine.destroy()
+    engine = make_engine(path, parallel)
+    fresh = engine.train_batch(rows, loss_fn, weight_fn, outputs=OUT)
+    engine.destroy()
+    return [*said, str(stats == fresh)]
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=2), dict(pp=2), dict()], ids=["tp2", "pp2", "dp2"])
+def test_the_user_s_code_that_fails_on_one_rank_is_an_error_on_all(worlds, models, parallel):
+    first, second = worlds(2).run(failing, save_model(models, "qwen3", True), parallel)
+    group = "actor.advantages=group"
+    each = ["loss_fn", "loss_weight_fn", group, group]
+    verbs = [*each, *each, "forward: post_hook or aggregate_fn"]
+    assert first == [
+        *(f"RuntimeError: {what} failed on rank 1: KeyError: 'my own mistake'" for what in verbs),
+        "True",
+    ]
+    assert second == [*(f"KeyError: 'my own mistake'({what}, rank 1)" for what in verbs), "True"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel.groups import waiting_for
 from megarl.api.records import WeightUpdateMeta
@@ -96,6 +97,28 @@ def stopped() -> str:
 
 def test_a_wish_to_stop_keeps_its_type(world):
     assert world.run(stopped) == ["a signal"] * 2
+
+
+def closing() -> list[str]:
+    """Closes one of two, and returns what both then say."""
+    said = []
+    groups = len(c10d._world.pg_map)
+    for closed in (True, False):
+        zero = RankZero(60.0)
+        if closed:
+            zero.close()
+            zero.close()
+        try:
+            said.append(str(zero(str.upper, "abc")))
+        except RuntimeError as e:
+            said.append(str(e))
+    zero.close()
+    return [*said, str(len(c10d._world.pg_map) - groups)]
+
+
+def test_a_closed_one_leaves_no_group_and_is_refused(world):
+    closed = "this RankZero is closed: what belongs to it was destroyed"
+    assert world.run(closing) == [[closed, "ABC", "0"]] * 2
 
 
 def call_of_rank_zero_alone() -> str:

@@ -5,6 +5,7 @@ A rank's parameters are those of the piece table, filled from an HF directory: n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import is_tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +50,7 @@ from tests.transports import documented_transport
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]), "dp2": {}, "cp2": dict(cp=2),
 }  # fmt: skip
+WEIGHTS = "model.safetensors"
 SOME = 60_000  # bytes of a bucket: about ten of them
 
 
@@ -123,11 +126,13 @@ def run_syncs(
     dtype: torch.dtype,
     metas: list[WeightUpdateMeta],
     sender: int = 0,
+    dtypes: dict[str, torch.dtype] | None = None,
 ) -> list[dict[str, float]]:
-    """Saves to `saved`, then uploads once for each meta through one sender."""
+    """Saves to `saved`, then uploads once for each meta through one sender; `dtypes` of what both
+    write, by HF name, None are the parameters'."""
     shards = sharded(source, parallel, dtype)
-    save_hf(saved, *shards)
-    weights = WeightSender(*shards, sender=sender)
+    save_hf(saved, *shards, dtype=dtypes)
+    weights = WeightSender(*shards, sender=sender, dtype=dtypes)
     try:
         return [weights.upload(meta) for meta in metas]
     finally:
@@ -221,6 +226,25 @@ def test_disk_and_streaming_agree_and_old_versions_go(
     stats = world.run(run_syncs, source, tmp_path / "saved", dict(tp=2), torch.float32, metas)
     assert stats[0][0]["weight_sync/buckets"] == 1
     assert checksums(untied[0]) == checksums(untied[1]) == loaded
+
+
+def test_files_for_servers_have_the_dtype_of_every_name(
+    world: World, untied: list[Server], tmp_path: Path
+) -> None:
+    source, saved = save_tiny(tmp_path / "new", "qwen2", seed=31), tmp_path / "saved"
+    want = {k: t.bfloat16() if "self_attn" in k else t for k, t in load_file(source / WEIGHTS).items()}
+    dtypes = {name: value.dtype for name, value in want.items()}
+    meta = WeightUpdateMeta(
+        type="disk", version=204, path=str(tmp_path / "shared"), addresses=addresses(untied),
+        timeout=60,
+    )  # fmt: skip
+    world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], dtypes=dtypes)
+    for written in (saved, tmp_path / "shared" / "v204"):
+        found = load_file(written / WEIGHTS)
+        assert found.keys() == want.keys()
+        assert all(f.dtype == dtypes[k] and torch.equal(f, want[k]) for k, f in found.items())
+        config = json.loads((written / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == "float32"
 
 
 def test_a_transport_from_outside_of_the_package(

@@ -65,13 +65,13 @@ def test_the_script_by_the_launcher(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_the_script_by_torchrun(model: Path, tmp_path: Path) -> None:
-    """Beside a server that runs already, weights through files; `transfer` is the script's key."""
+    """Beside a server that runs already, weights through files."""
     flags = ("--context-length", "64", "--dtype", "float32")
     with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
         run(
             ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
             + ["--master-port", str(free_port()), str(SCRIPT), *keys(model, tmp_path)]
-            + [f"rollout.addresses=[127.0.0.1:{server.port}]", "transfer=disk"]
+            + [f"rollout.addresses=[127.0.0.1:{server.port}]", "weight_sync.type=disk"]
         )
         assert server.get("/model_info")[1]["weight_version"] == str(STEPS)
     check_run(tmp_path)

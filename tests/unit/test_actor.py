@@ -13,6 +13,7 @@ from megarl.algos import SFT, Actor, Ref, sequence_weight, worst_logp_gaps
 from megarl.algos.metrics import logp_gap_stats
 from megarl.algos.minibatches import mean_metrics
 from megarl.api.batch import Batch
+from megarl.api.engine import Metrics
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import MoEConfig, TrainEngineConfig
@@ -277,6 +278,18 @@ def test_a_metric_that_some_updates_lack_is_the_mean_of_the_others():
         "loss": 2.0, "rare": 6.0, "lr": 1.0,
         "n_updates": 3.0, "skipped_updates": 0.0, "update_successful": 1.0,
     }  # fmt: skip
+
+
+def test_a_metric_counts_by_its_weight_in_every_update():
+    updates = [
+        Metrics({"loss": 1.0, "late": math.nan, "never": math.nan}, {"late": 0.0, "never": 0.0}),
+        Metrics({"loss": 2.0, "late": 8.0, "never": math.nan}, {"late": 1.0, "never": 0.0}),
+        Metrics({"loss": 6.0, "late": 4.0, "never": math.nan}, {"late": 3.0, "never": 0.0}),
+    ]
+    for update in updates:
+        update["update_successful"] = 1.0
+    means = mean_metrics(updates)
+    assert means["loss"] == 3.0 and means["late"] == 5.0 and math.isnan(means["never"])
 
 
 def test_logp_gap_by_hand():

@@ -119,6 +119,8 @@ def test_what_does_not_fit_is_named():
     batch = Batch.from_padded(padded([2, 3]))
     with pytest.raises(ValueError, match=r"batch\['x'\] = \(3,\): a per-sample field is a Tensor"):
         batch["x"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"batch\['x'\] = \(2, 5\): .* Tokens.from_padded\(value"):
+        batch["x"] = torch.zeros(2, 5)
     with pytest.raises(ValueError, match=r"batch\['x'\] = list"):
         batch["x"] = [1.0, 2.0]
     with pytest.raises(ValueError, match="Tokens of 2 rows do not fit the lengths"):
@@ -146,6 +148,7 @@ def test_what_does_not_fit_is_named():
         (nameless, "the batch has no 'input_ids'"),
         (padded([2]) | {"rewards": torch.zeros(2)}, "'rewards' has 2 rows, input_ids has 1"),
         (padded([2]) | {"name": ["x"]}, "'name' is a list"),
+        (padded([2]) | {"x": torch.ones(1, 3)}, r"'x' of shape \(1, 3\): .* \[B, S\] = \[1, 4\]"),
         (padded([2]) | {"attention_mask": torch.ones(1, 3)}, r"attention_mask \(1, 3\) and input"),
     ):
         with pytest.raises(ValueError, match=f"rank 0: {why}"):

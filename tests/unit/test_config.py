@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -340,6 +341,32 @@ def test_a_seam_is_a_name_or_a_section() -> None:
     assert cfg.train_dataset.reward == SeamConfig(type="m:f", options={"scale": 2})
     (problem,) = problems("rollout.workflow.option.turns=3")
     assert problem.startswith("rollout.workflow.option.turns: unknown key")
+
+
+def test_another_type_on_the_command_line_drops_the_options_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    text = "actor: {loss: {type: m:a, options: {eps: 1}}}\ntrain_dataset: {options: {level: 2}}\n"
+    path = write(tmp_path / "x.yaml", text)
+
+    def loss(*overrides: str) -> tuple[str, dict[str, Any]]:
+        cfg = load_config(path, overrides)
+        assert isinstance(cfg, GRPOConfig)
+        return cfg.actor.loss.type, cfg.actor.loss.options
+
+    assert loss() == loss("actor.loss=m:a") == loss("actor.loss.type=m:a") == ("m:a", {"eps": 1})
+    assert loss("actor.loss=m:b") == loss("actor.loss.type=m:b") == ("m:b", {})
+    for words in (
+        ("actor.loss.type=m:b", "actor.loss.options.x=2"),
+        ("actor.loss.options.x=2", "actor.loss.type=m:b"),
+        ("actor.loss.options.x=2", "actor.loss=m:b"),
+    ):
+        assert loss(*words) == ("m:b", {"x": 2})
+    assert loss("actor.loss={type: m:b}", "actor.loss.type=m:c") == ("m:c", {})
+    assert load_config(path, ["train_dataset.type=arithmetic"]).train_dataset.options == {
+        "level": 2
+    }
+    assert load_config(path, ["train_dataset.type=gsm8k"]).train_dataset.options == {}
 
 
 @dataclass(kw_only=True)

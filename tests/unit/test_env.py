@@ -46,5 +46,5 @@ def test_cumem_is_the_users_where_he_has_set_it() -> None:
 
 
 def test_is_loopback() -> None:
-    assert [is_loopback(a) for a in ("127.0.0.9:1", "[::1]:1", "localhost:1")] == [True] * 3
-    assert [is_loopback(a) for a in ("10.0.0.1:1", "node1:1")] == [False] * 2
+    assert [is_loopback(a) for a in ("127.0.0.9", "::1", "[::1]", "localhost")] == [True] * 4
+    assert [is_loopback(a) for a in ("10.0.0.1", "node1", "")] == [False] * 3

@@ -39,7 +39,7 @@ def changed(key: str, place: tuple[int, ...], value: Any) -> dict[str, Any]:
 def test_good_batches_pass():
     check(good())
     check_episode(good(), version=VERSION)
-    check(good() | {"truncated": torch.tensor([True, False]), "images": torch.zeros(2, 3, 4)})
+    check(good() | {"truncated": torch.tensor([True, False]), "routes": torch.zeros(2, 5, 3, 4)})
     check({k: v[:1] for k, v in good().items()})
     check(good() | {"loss_mask": torch.zeros(2, 5).bool()})  # rows without a trained token
     check(changed("versions", (0, 3), 1))  # an update came between
@@ -133,6 +133,10 @@ FAULTS = {
     "a key of one's own": (
         good() | {"turns": torch.ones(1)},
         r"turns of shape \(1,\): its first dimension is n=2",
+    ),
+    "several numbers of a sample": (
+        good() | {"scores": torch.ones(2, 3)},
+        r"'scores' of shape \(2, 3\): .* begins with \[B, S\] = \[2, 5\] .*several fields \[2\]",
     ),
     "ids as floats": (
         good() | {"input_ids": good()["input_ids"].float()},

@@ -72,6 +72,24 @@ def test_results_come_in_order_of_submission(make):
     assert row_ids(ex.wait(1, timeout=10)) == [3]
 
 
+def test_who_waits_may_reject_what_was_accepted(make):
+    ex, flow, asked = make(), Scripted(), []
+
+    def odd(batch):
+        asked.extend(row_ids(batch))
+        return row_ids(batch)[0] % 2 == 1
+
+    for row in rows(6, r1={"sleep": 0.1}):
+        ex.submit(row, flow)
+    assert row_ids(ex.wait(2, timeout=10, should_accept=odd)) == [1, 3]
+    assert asked == [0, 1, 2, 3] and ex.stats()["rejected"] == 2
+    with pytest.raises(RuntimeError, match="waiting for 2 episodes, but only 1 are left"):
+        ex.wait(2, timeout=10, should_accept=odd)
+    assert row_ids(ex.wait(1, timeout=10)) == [5]
+    counters = ex.stats()
+    assert (counters["accepted"], counters["rejected"], counters["handed_out"]) == (3, 3, 3)
+
+
 def test_workflow_builder_and_should_accept(make):
     ex, state = make(), []
 

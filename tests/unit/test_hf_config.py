@@ -16,6 +16,7 @@ from megarl.models.families.grouped_query import GroupedQuery
 from megarl.models.hf_config import parse_hf_config
 from megarl.models.rope import inv_freq
 from megarl.models.shapes import RopeScaling
+from megarl.utils.transformers_config import transformers_config
 from tests.tiny import KINDS, tiny_hf
 
 BASE: dict[str, Any] = dict(
@@ -41,6 +42,23 @@ def test_what_transformers_saves_is_read_back(kind: str, tie: bool, tmp_path: Pa
     assert isinstance(m.attention, GroupedQuery)
     assert (m.attention.qkv_bias, m.attention.qk_norm) == (kind == "qwen2", kind == "qwen3")
     assert m.rope_theta == 10000.0 and m.rope_scaling is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "kimi_k2"])
+def test_trainer_and_server_read_overridden_keys_alike(kind: str, tmp_path: Path) -> None:
+    model = tiny_hf(kind)
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
+    override = {"eos_token_id": 7, "rms_norm_eps": 0.25}
+    ours = read_hf_config(tmp_path, override=override)
+    theirs = transformers_config(tmp_path, override)
+    assert ours.raw["eos_token_id"] == theirs.eos_token_id == 7 != config.eos_token_id
+    assert ours.rms_norm_eps == theirs.rms_norm_eps == 0.25 != config.rms_norm_eps
+    as_they_are = [transformers_config(tmp_path).to_dict()[k] for k in override]
+    assert as_they_are == [config.to_dict()[k] for k in override]
 
 
 def test_both_spellings_of_rope_say_the_same() -> None:

@@ -473,6 +473,7 @@ def test_what_cannot_continue_is_refused(tmp_path, model):
     (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     with pytest.raises(ConfigError, match=r"config.json has changed since \(rope_theta .* -> 5.0"):
         check_run_dir(cfg)
+    check_run_dir(sft(tmp_path, model, "model.override_config={rope_theta: null}"))
 
 
 def test_changes_of_the_configuration_are_told_and_kept(tmp_path, model, caplog, monkeypatch):

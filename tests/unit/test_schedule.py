@@ -66,3 +66,14 @@ def test_a_constant_rate_needs_no_length():
         plan.step(1)
     with pytest.raises(ValueError, match="lr_scheduler_type='linear' needs to know the run's"):
         build_schedule(OptimizerConfig(lr_scheduler_type="linear"), optimizer, None)
+
+
+def test_the_rest_of_an_epoch_is_a_step_unless_it_is_dropped():
+    def steps(drop_last: bool, rows: int = 10, **kw: int) -> int:
+        spec = FinetuneSpec(
+            total_train_epochs=3, dataset_size=rows, train_batch_size=4, drop_last=drop_last, **kw
+        )
+        return spec.total_train_steps
+
+    assert (steps(True), steps(False), steps(True, 8), steps(False, 8)) == (6, 9, 6, 6)
+    assert steps(False, 1) == steps(True, 1) == 3 and steps(False, max_steps=7) == 7

@@ -1,5 +1,6 @@
 """Starting, watching and ending a server's process group; no real server needed."""
 
+import json
 import os
 import socket
 import sys
@@ -10,6 +11,7 @@ import pytest
 from megarl.config.rollout import ServerConfig
 from megarl.rollout import server_process
 from megarl.rollout.server_process import ServerProcess, free_port, server_command, start_server
+from megarl.server.args import parse_args
 
 HEALTHY = """
 import http.server, sys
@@ -120,6 +122,15 @@ def test_commands():
         "/opt/python", "-m", "sglang.launch_server", *common,
         "--tp-size", "4", "--enable-deterministic-inference",
     ]  # fmt: skip
+    for module in ("embedded", "sglang"):
+        given = server_command(
+            ServerConfig(type=module), model_path="m", dtype="float32", host="h", port=5,
+            override_config={"eos_token_id": 7},
+        )  # fmt: skip
+        at = given.index("--json-model-override-args")
+        assert json.loads(given[at + 1]) == {"eos_token_id": 7}
+        if module == "embedded":
+            assert parse_args(given[3:]).json_model_override_args == {"eos_token_id": 7}
     options = {
         "attention_backend": "triton",
         "enable_x": True,

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.loader import config_yaml
+from megarl.config.recipes import GRPOConfig
 from megarl.launcher import local
 from megarl.run import main
+from megarl.trainer.named import read_config
 from megarl.utils.isolated import call_isolated
 from tests.hf_stub import write_stub
 
@@ -179,6 +182,38 @@ def test_code_that_ends_the_process_does_not_end_the_launcher(
         "config error: train_dataset.reward=dies:good: cannot be imported: the process ended with "
         "status 7\n"
     )
+
+
+CONFIG = """
+import os, sys, torch
+from dataclasses import dataclass
+from megarl import GRPOConfig
+if os.path.exists("dies"): os._exit(7)
+@dataclass(kw_only=True)
+class Own(GRPOConfig):
+    bonus: int = 0
+class Trainer:
+    config_class = Own
+    def __init__(self, cfg, ctx): assert type(cfg) is Own
+    def fit(self): pass
+"""
+
+
+@pytest.mark.parametrize("named", ["recipe=confs:Own", "trainer=confs:Trainer"])
+def test_the_launcher_does_not_import_the_class_of_the_configuration(
+    home: Path, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "confs.py").write_text(CONFIG)
+    overrides = arguments(named, "bonus=2", "seed=${oc.env:SEED,5}")
+    cfg = read_config(None, overrides, foreign=False, path=[str(home)])
+    assert type(cfg) is GRPOConfig and cfg.seed == 5 and not hasattr(cfg, "bonus")
+    assert "seed: ${oc.env:SEED,5}" in config_yaml(cfg) and "confs" not in sys.modules
+    assert local.main([*arguments(named, "--check"), "bonos=2"]) == 2
+    assert "bonos: unknown key; did you mean bonus?" in capsys.readouterr().err
+    (home / "dies").touch()
+    assert local.main(arguments(named, "--check")) == 2
+    said = f"config error: {named}: cannot be imported: the process ended with status 7\n"
+    assert capsys.readouterr().err == said
 
 
 def test_code_that_never_returns_is_given_up() -> None:

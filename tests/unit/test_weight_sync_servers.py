@@ -19,7 +19,7 @@ from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.utils.liveness import Answer, Deadline
 from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
 from megarl.weight_sync.verify import Verifier, sample
-from megarl.wire.process_group import address_towards, is_loopback
+from megarl.wire.process_group import address_towards
 
 SILENCE = "silence"  # an answer that never comes
 
@@ -257,8 +257,6 @@ def test_an_exchange_names_the_silent() -> None:
 
 
 def test_which_address_others_can_reach() -> None:
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("10.0.0.1", "node-3", "")))
     assert address_towards("localhost") == "127.0.0.1"
 
 

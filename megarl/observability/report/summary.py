@@ -85,8 +85,8 @@ def _status(error: BaseException | None, *, early: bool) -> str:
     return f"failed: {type(error).__name__}: {first_line}".removesuffix(": ")
 
 
-def _total(run: Run, figure: str) -> int:
-    return int(sum(run.values(figure)))
+def _total(run: Run, metric: str) -> int:
+    return int(sum(run.values(metric)))
 
 
 def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:

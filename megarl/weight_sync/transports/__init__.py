@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.transports import Requirements, transport_class
 from megarl.models.adapters import Adapters
-from megarl.models.gather import BucketGatherer
+from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import Dtypes, SyncPlan, difference, plan_sync
+from megarl.weight_sync.plan import SyncPlan, difference, plan_sync
 
 if TYPE_CHECKING:
     from megarl.config.recipes import GRPOConfig

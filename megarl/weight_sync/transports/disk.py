@@ -7,8 +7,6 @@ import shutil
 from abc import abstractmethod
 from pathlib import Path
 
-import torch
-
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.safetensors_files import SafetensorsDir
@@ -73,11 +71,9 @@ class DiskTransport(DirectoryTransport):
     requirements = TRANSPORTS["disk"].requirements
 
     def save(self, target: Path) -> None:
-        """Writes the model's safetensors in the source's dtype, or where that is given by HF name
-        in the first parameter's. Collective."""
+        """Writes the model's safetensors in the source's dtypes. Collective."""
         s = self.source
-        dtype = s.dtype if isinstance(s.dtype, torch.dtype) else None
-        save_hf(target, s.table, s.layout, s.rank, s.params, group=s.group, dtype=dtype)
+        save_hf(target, s.table, s.layout, s.rank, s.params, group=s.group, dtype=s.dtype)
 
     def load(
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline
