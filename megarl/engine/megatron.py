@@ -145,27 +145,41 @@ class MegatronEngine(TrainEngine):
             intake.place(self.state, batch)
 
     def train_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch | Padded,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
         whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Makes one optimizer step; returns its metrics (TrainEngine.train_batch). Raises
         ValueError without an optimizer, for a batch that differs between ranks, or without anything
         to train on."""
         stats = self.backward_batch(
-            input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature,
+            input_,
+            loss_fn,
+            loss_weight_fn,
+            outputs=outputs,
+            temperature=temperature,
             whole_groups=whole_groups,
-        )  # fmt: skip
+        )
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
             lr = optimizer.current_lr(mine)
             return {**stats, "lr": lr, **optimizer.step(mine, stats["loss"])}
 
     def backward_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch | Padded,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
         whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Does train_batch's work but for the optimizer step: the gradients stay in place (see
         `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
@@ -173,28 +187,49 @@ class MegatronEngine(TrainEngine):
         with self._scope("train_batch", PARTS), self._mode(True):
             optimizer.zero_grad(self.state.optimizer, self.state.chunks)
             return passes.loss_pass(
-                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
-                temperature=temperature, whole_groups=whole_groups, backward=True,
-            )  # fmt: skip
+                self.state,
+                input_,
+                loss_fn,
+                loss_weight_fn,
+                outputs=outputs,
+                temperature=temperature,
+                whole_groups=whole_groups,
+                backward=True,
+            )
 
     def eval_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch | Padded,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
         whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Returns the loss and stats of train_batch, without gradients (TrainEngine.eval_batch)."""
         with self._inference("eval_batch"):
             return passes.loss_pass(
-                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
-                temperature=temperature, whole_groups=whole_groups, backward=False,
-            )  # fmt: skip
+                self.state,
+                input_,
+                loss_fn,
+                loss_weight_fn,
+                outputs=outputs,
+                temperature=temperature,
+                whole_groups=whole_groups,
+                backward=False,
+            )
 
     def forward(
-        self, input_: Batch | Padded, output_seqlens: Sequence[int] | None = None,
+        self,
+        input_: Batch | Padded,
+        output_seqlens: Sequence[int] | None = None,
         post_hook: Callable[[Padded, Padded], Any] | None = None,
-        aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
-    ) -> Any:  # fmt: skip
+        aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> Any:
         """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
         (passes.by_sequence), and `aggregate_fn` joins the list."""
         whole = output_seqlens is None and post_hook is None

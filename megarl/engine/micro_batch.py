@@ -103,9 +103,12 @@ def build(
         ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
         packed = pack(
-            ids, batch.lengths[rows].tolist(), align=alignment(layout, token_unit),
-            cp=layout.cp, cp_rank=cp_rank,
-        )  # fmt: skip
+            ids,
+            batch.lengths[rows].tolist(),
+            align=alignment(layout, token_unit),
+            cp=layout.cp,
+            cp_rank=cp_rank,
+        )
         out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
     return out
 

@@ -45,9 +45,13 @@ class ParkedStorages:
         return name in self._away
 
     def park(
-        self, name: str, tensors: Iterable[torch.Tensor], *, keep: bool = True,
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        *,
+        keep: bool = True,
         but_not: Iterable[torch.Tensor] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Gives up the device memory of `tensors`, but for what they share with `but_not`; returns
         the bytes.
 

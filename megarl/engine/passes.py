@@ -27,16 +27,28 @@ from megarl.parallel.placement import units_of
 
 
 def loss_pass(
-    state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-    outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
-) -> dict[str, float]:  # fmt: skip
+    state: EngineState,
+    given: Batch | Padded,
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    *,
+    outputs: Sequence[str],
+    temperature: float,
+    whole_groups: bool,
+    backward: bool,
+) -> dict[str, float]:
     """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
     it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
     whole batch do not sum to a positive number."""
     check_input(
-        state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
-        temperature=temperature, whole_groups=whole_groups,
-    )  # fmt: skip
+        state,
+        "train_batch" if backward else "eval_batch",
+        given,
+        outputs,
+        backward=backward,
+        temperature=temperature,
+        whole_groups=whole_groups,
+    )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
     weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
@@ -110,11 +122,14 @@ def plan(
     larger = None if backward else spec.forward_max_tokens_per_mb
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
     return micro_batch.plan(
-        batch, intake.home_of(state, batch, whole_groups=whole_groups).of_row, state.layout,
-        larger or spec.max_tokens_per_mb, sequence_cost(state.model),
+        batch,
+        intake.home_of(state, batch, whole_groups=whole_groups).of_row,
+        state.layout,
+        larger or spec.max_tokens_per_mb,
+        sequence_cost(state.model),
         groups=None if groups is None else units_of(groups),
         token_unit=token_unit(state.config.fp8),
-    )  # fmt: skip
+    )
 
 
 def _micro_batches(
@@ -137,9 +152,11 @@ def _taped(state: EngineState, *, record: bool = False) -> AbstractContextManage
 
 
 def by_sequence(
-    outputs: Padded, batch: Padded, output_seqlens: Sequence[int] | None,
+    outputs: Padded,
+    batch: Padded,
+    output_seqlens: Sequence[int] | None,
     post_hook: Callable[[Padded, Padded], Any] | None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Returns for every sequence its outputs {name: [n]} (the first output_seqlens[i] positions,
     all S by default), with its row of the batch through `post_hook` if there is one. Raises
     ValueError for another number of output_seqlens, and for several outputs without a post_hook."""

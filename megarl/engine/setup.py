@@ -131,9 +131,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def build(
-    cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int,
+    cfg: TrainEngineConfig,
+    what: Resolved,
+    groups: ProcessGroups,
+    seed: int,
     ft_spec: FinetuneSpec | None,
-) -> EngineState:  # fmt: skip
+) -> EngineState:
     """Makes modules, weights, adapters and optimizer, in the scope of `groups`. Collective.
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
@@ -159,20 +162,34 @@ def build(
         trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
         schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
     return EngineState(
-        config=cfg, seed=seed, model=what.model, dtype=what.dtype, groups=groups, table=made.table,
-        chunks=chunks, params=params, routing=routing, adapters=adapters, optimizer=trainer,
+        config=cfg,
+        seed=seed,
+        model=what.model,
+        dtype=what.dtype,
+        groups=groups,
+        table=made.table,
+        chunks=chunks,
+        params=params,
+        routing=routing,
+        adapters=adapters,
+        optimizer=trainer,
         schedule=schedule,
-    )  # fmt: skip
+    )
 
 
 def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
         model_parallel_cuda_manual_seed(seed)
         return build_model(
-            what.model, what.layout, dtype=what.dtype, device=mcore.device(),
-            attention=cfg.attention, seed=seed if cfg.init_from_scratch else None, moe=cfg.moe,
+            what.model,
+            what.layout,
+            dtype=what.dtype,
+            device=mcore.device(),
+            attention=cfg.attention,
+            seed=seed if cfg.init_from_scratch else None,
+            moe=cfg.moe,
             **what.fields,
-        )  # fmt: skip
+        )
 
 
 def _put_heads(
@@ -197,18 +214,26 @@ def _adapters(
     if cfg.lora is None:
         return None
     adapters = Adapters(
-        made.chunks, what.model, what.layout, cfg.lora, dtype=what.dtype, device=mcore.device(),
+        made.chunks,
+        what.model,
+        what.layout,
+        cfg.lora,
+        dtype=what.dtype,
+        device=mcore.device(),
         seed=seed,
-    )  # fmt: skip
+    )
     if cfg.lora.adapter_path:
         load_peft(cfg.lora.adapter_path, adapters)
     return adapters
 
 
 def load_base(
-    path: str, table: PieceTable, groups: ProcessGroups, params: Mapping[str, torch.Tensor],
+    path: str,
+    table: PieceTable,
+    groups: ProcessGroups,
+    params: Mapping[str, torch.Tensor],
     seed: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Loads a Hugging Face directory into the weights below any adapters. seed: see `head_seed`."""
     load_hf(path, table, groups.layout, groups.rank, base_params(params), head_seed=seed)
 

@@ -28,10 +28,21 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "BucketGatherer", "BuiltModel", "ModelConfig", "PieceTable", "build_model",
-    "build_piece_table", "check_layout", "load_params", "init_params", "local_view", "named_params",
-    "padded_vocab_size", "plan_buckets", "read_hf_config",
-]  # fmt: skip
+    "BucketGatherer",
+    "BuiltModel",
+    "ModelConfig",
+    "PieceTable",
+    "build_model",
+    "build_piece_table",
+    "check_layout",
+    "load_params",
+    "init_params",
+    "local_view",
+    "named_params",
+    "padded_vocab_size",
+    "plan_buckets",
+    "read_hf_config",
+]
 
 
 def __getattr__(name: str) -> Any:

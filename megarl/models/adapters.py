@@ -62,9 +62,17 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, of: Adapted, model: ModelConfig, layout: Layout, c: Coords, *, scale: float,
-        switch: Switch, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        of: Adapted,
+        model: ModelConfig,
+        layout: Layout,
+        c: Coords,
+        *,
+        scale: float,
+        switch: Switch,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.scale, self._switch = scale, switch
         self.row_parallel, self.is_expert = of.row_parallel, of.base.expert is not None
@@ -106,9 +114,7 @@ class Adapter(nn.Module):
         out, bias = output
         low = self._low_rank(_normed(linear, args[0]))
         weight = self._expanded(self._complete(self.B) if self.row_parallel else self.B)
-        added = torch.addmm(
-            out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale
-        )  # fmt: skip
+        added = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale)
         return added.view_as(out), bias
 
     def _low_rank(self, x: Tensor) -> Tensor:
@@ -154,10 +160,13 @@ class Adapter(nn.Module):
         on disk. Raises KeyError where `metadata` lacks "dp_cp_group"."""
         metadata = metadata or {}
         found = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix,
-            {"A": 1} if self.row_parallel else {"B": 0}, sharded_offsets,
-            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"A": 1} if self.row_parallel else {"B": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
         if self.gated:
             found[f"{prefix}B"] = apply_swiglu_sharded_factory(
                 found[f"{prefix}B"], sharded_offsets, metadata.get("singleton_local_shards", False)
@@ -215,9 +224,16 @@ class Adapters:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], model: ModelConfig, layout: Layout, cfg: LoRAConfig, *,
-        dtype: torch.dtype, device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        chunks: Sequence[nn.Module],
+        model: ModelConfig,
+        layout: Layout,
+        cfg: LoRAConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         check_lora(model, layout.tp, cfg)
         self.config, self.dtype = cfg, dtype
         self.table = adapter_table(model, layout, cfg)
@@ -229,9 +245,15 @@ class Adapters:
             for path, linear in _linears(chunk, wanted):
                 name = canonical_name(chunk, f"{path}.weight")
                 self._by_weight[name] = adapter = Adapter(
-                    wanted[name], model, layout, self.coords, scale=scale(cfg),
-                    switch=self._switch, dtype=dtype, device=device,
-                )  # fmt: skip
+                    wanted[name],
+                    model,
+                    layout,
+                    self.coords,
+                    scale=scale(cfg),
+                    switch=self._switch,
+                    dtype=dtype,
+                    device=device,
+                )
                 parent, _, leaf = path.rpartition(".")
                 chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
                 linear.register_forward_hook(adapter.add_to)

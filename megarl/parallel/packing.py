@@ -112,10 +112,16 @@ def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[
 
 
 def plan_micro_batches(
-    seqlens: Sequence[int], *, dp: int, max_tokens: int, align: Alignment = UNALIGNED,
-    multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
+    seqlens: Sequence[int],
+    *,
+    dp: int,
+    max_tokens: int,
+    align: Alignment = UNALIGNED,
+    multiple_of: int = 1,
+    cost: Cost = TOKENS,
+    groups: Sequence[Sequence[int]] | None = None,
     index: Sequence[int] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Puts every sequence once into micro-batches of at most `max_tokens` padded tokens, over dp
     ranks.
 
@@ -196,9 +202,13 @@ class Packed:
 
 
 def pack(
-    input_ids: torch.Tensor, lengths: Sequence[int], *, align: Alignment = UNALIGNED, cp: int = 1,
+    input_ids: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    align: Alignment = UNALIGNED,
+    cp: int = 1,
     cp_rank: int = 0,
-) -> Packed:  # fmt: skip
+) -> Packed:
     """Packs right-padded [b,S] rows into slots, filled up with zeros, and takes the rank's share.
 
     The filling belongs to its sequence: under causal attention nothing real sees it, and attention

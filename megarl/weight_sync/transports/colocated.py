@@ -115,10 +115,18 @@ class ColocatedTransport(Transport):
             return Verifier.of(meta, info, plan.names) if speaks else None
 
         session = ColocatedSession(
-            source=self.source, plan=plan, gatherer=gatherer, meta=meta, deadline=deadline,
-            phases=phases, verifier=together(verifier), sources=sources, pair=self._pair,
-            spread=len(feeding) > 1, servers=Servers(meta.addresses) if speaks else None,
-        )  # fmt: skip
+            source=self.source,
+            plan=plan,
+            gatherer=gatherer,
+            meta=meta,
+            deadline=deadline,
+            phases=phases,
+            verifier=together(verifier),
+            sources=sources,
+            pair=self._pair,
+            spread=len(feeding) > 1,
+            servers=Servers(meta.addresses) if speaks else None,
+        )
         try:
             together(session.begin)
             session.run()
@@ -238,9 +246,8 @@ class ColocatedSession(BucketStream):
         assert self.servers is not None, "the sender speaks to the servers"
         self.counts["bytes"] += ready.bucket.nbytes
         body: dict[str, Any] = load_body(
-            flattened=self.meta.flattened, version=self.meta.number,
-            last=self.is_last(ready.bucket),
-        )  # fmt: skip
+            flattened=self.meta.flattened, version=self.meta.number, last=self.is_last(ready.bucket)
+        )
         bodies = [
             body | {"serialized_named_tensors": [self._places[s, w] for w in range(len(ranks))]}
             for s, ranks in enumerate(self.sources)
