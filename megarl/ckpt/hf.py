@@ -202,7 +202,7 @@ def save_hf(
             rank,
             params,
             plan.buckets,
-            owner=plan.owners,
+            root=plan.writers,
             group=group,
             device=first.device,
         )

@@ -23,6 +23,7 @@ from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
 from megarl.parallel import exchange
+from megarl.parallel.packing import MicroBatchPlan
 from megarl.parallel.placement import units_of
 
 
@@ -115,7 +116,7 @@ def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
 
 def plan(
     state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
-) -> list[list[list[int]]]:
+) -> MicroBatchPlan:
     """Returns the rows of every micro-batch, [dp rank][micro-batch]."""
     batch = intake.as_batch(given)
     spec = state.config.mb_spec

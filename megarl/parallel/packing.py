@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
+MicroBatchPlan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def plan_micro_batches(
     cost: Cost = TOKENS,
     groups: Sequence[Sequence[int]] | None = None,
     index: Sequence[int] | None = None,
-) -> Plan:
+) -> MicroBatchPlan:
     """Puts every sequence once into micro-batches of at most `max_tokens` padded tokens, over dp
     ranks.
 
@@ -152,7 +152,7 @@ def plan_micro_batches(
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of
 
-    plan: Plan = []
+    plan: MicroBatchPlan = []
     for items, fallback in zip(ranks, fitted, strict=True):
         mbs = _spread_within(items, costs, sizes, [budget] * count)
         if mbs is None:
