@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.engine.micro_batch import alignment
-from megarl.models import read_hf_config
 from megarl.models.flops import sequence_cost
+from megarl.models.hf_config import read_hf_config
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import TOKENS, Cost, MicroBatchPlan, plan_micro_batches, slot_lengths
 

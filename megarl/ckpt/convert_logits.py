@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.ckpt.convert_source import DistSource
 from megarl.ckpt.dist import Sharded, load_sharded
 from megarl.ckpt.keys import settle_keys, stored_keys
-from megarl.models import build_model
+from megarl.models.build import build_model
 from megarl.models.hf_config import ModelConfig
 from megarl.models.names import unwrap
 from megarl.models.piece_table import PieceTable

@@ -18,13 +18,13 @@ from megarl.config.errors import raise_if_any
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
-from megarl.models import BuiltModel, build_model, check_layout, named_params, read_hf_config
 from megarl.models.adapters import Adapters, base_params
-from megarl.models.build import resolve_attention
+from megarl.models.build import BuiltModel, build_model, resolve_attention
 from megarl.models.context_parallel import resolve_cp_comm_type
 from megarl.models.fp8 import fp8_fields
-from megarl.models.hf_config import ModelConfig
+from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import lora_fields
+from megarl.models.names import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.models.recompute import recompute_fields
 from megarl.parallel import mcore

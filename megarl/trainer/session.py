@@ -16,10 +16,11 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, reward_of
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.models import (
-    BucketGatherer,
-    build_piece_table,
-    named_params,
-    plan_buckets,
-    read_hf_config,
-)
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.hf_config import read_hf_config
+from megarl.models.names import named_params
+from megarl.models.piece_table import build_piece_table
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import buffers as sync_buffers
