@@ -197,14 +197,7 @@ def save_hf(
             max_shard_bytes=max_shard_bytes,
         )
         gatherer = BucketGatherer(
-            table,
-            layout,
-            rank,
-            params,
-            plan.buckets,
-            root=plan.writers,
-            group=group,
-            device=first.device,
+            table, layout, rank, params, plan.buckets, plan.writers, group, first.device
         )
         together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 

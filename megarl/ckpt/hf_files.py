@@ -54,11 +54,8 @@ def plan_files(
     turns: list[tuple[int, int, Bucket]] = []  # (how many its writer has before, writer, bucket)
     count = dict.fromkeys(writers, 0)
     for file, members in files.items():
-        stages: Counter[int] = Counter()
-        for m in members:
-            stages[table.by_name[m.name].pieces[0].place.pp] += m.nbytes
-        stage_ = stages.most_common(1)[0][0]
-        near = [w for w in writers if coords[w].pp == stage_] or list(writers)
+        stage = _stage_of(members, table)
+        near = [w for w in writers if coords[w].pp == stage] or list(writers)
         writer = min(near, key=lambda w: (load[w], coords[w].tp, coords[w].cp, coords[w].dp))
         load[writer] += sum(m.nbytes for m in members)
         writer_of[file] = writer
@@ -74,6 +71,14 @@ def plan_files(
         buckets=buckets,
         writers=[writer for _, writer, _ in turns],
     )
+
+
+def _stage_of(members: Sequence[Member], table: PieceTable) -> int:
+    """Returns the pipeline stage that holds most bytes of these tensors."""
+    stages: Counter[int] = Counter()
+    for m in members:
+        stages[table.by_name[m.name].pieces[0].place.pp] += m.nbytes
+    return stages.most_common(1)[0][0]
 
 
 def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:

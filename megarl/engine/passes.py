@@ -33,14 +33,13 @@ def loss_pass(
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     *,
-    outputs: Sequence[str],
-    temperature: float,
-    whole_groups: bool,
+    outputs: Sequence[str] = ("logprobs",),
+    temperature: float = 1.0,
+    whole_groups: bool = False,
     backward: bool,
 ) -> dict[str, float]:
     """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
-    it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
-    whole batch do not sum to a positive number."""
+    it leaves the gradients in the wrappers' buffers. Raises ValueError where W is not positive."""
     check_input(
         state,
         "train_batch" if backward else "eval_batch",
@@ -52,12 +51,7 @@ def loss_pass(
     )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
-    weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
-    if not weight > 0:
-        raise ValueError(
-            f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
-            "is there nothing to train on (loss_mask all False)?"
-        )
+    weight = _whole_weight(batch, loss_weight_fn)
     job = schedule.Pass(
         outputs=tuple(outputs),
         temperature=float(temperature),
@@ -71,9 +65,19 @@ def loss_pass(
         schedule.run(state.chunks, mine, job, backward=backward)
     sums = schedule.reduce_sums(job, state.groups)
     routing = state.routing.metrics(len(mine)) if state.routing else {}
-    loss_sum, _ = sums.pop("loss")
-    means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
-    return {"loss": loss_sum / weight, **means, **routing}
+    loss = sums.pop("loss")[0] / weight
+    return {"loss": loss, **{k: s / w if w else math.nan for k, (s, w) in sums.items()}, **routing}
+
+
+def _whole_weight(batch: Batch, loss_weight_fn: LossWeightFn) -> float:
+    """Returns W, the weight of the whole batch. Raises ValueError unless it is positive."""
+    weight = math.fsum(batch.row_sums(loss_weight_fn).tolist())
+    if not weight > 0:
+        raise ValueError(
+            f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
+            "is there nothing to train on (loss_mask all False)?"
+        )
+    return weight
 
 
 def forward_pass(

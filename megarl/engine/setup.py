@@ -141,11 +141,9 @@ def build(
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
     data parallelism moves the weights."""
-    made = _modules(cfg, what, seed)
-    # what follows looks at the bare modules, so before they are wrapped
+    made = _modules(cfg, what, groups, seed)
+    # it looks at the bare modules, so before they are wrapped
     routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
-    if cfg.head == "lm":
-        _put_heads(made, cfg, what, groups)
     chunks: list[torch.nn.Module] = list(made.chunks)
     if what.dtype != torch.float32:
         chunks = [Float16Module(made.config, chunk) for chunk in chunks]
@@ -158,9 +156,9 @@ def build(
         for param in params.values():
             param.requires_grad_(False)
     else:
-        chunks = optimizer.wrap_chunks(made.config, chunks, cfg.optimizer)
-        trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
-        schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
+        chunks, trainer, schedule = optimizer.build(
+            cfg.optimizer, made.config, chunks, what.dtype, ft_spec
+        )
     return EngineState(
         config=cfg,
         seed=seed,
@@ -177,10 +175,12 @@ def build(
     )
 
 
-def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
+def _modules(
+    cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int
+) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
         model_parallel_cuda_manual_seed(seed)
-        return build_model(
+        made = build_model(
             what.model,
             what.layout,
             dtype=what.dtype,
@@ -190,13 +190,8 @@ def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
             moe=cfg.moe,
             **what.fields,
         )
-
-
-def _put_heads(
-    made: BuiltModel, cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups
-) -> None:
     for chunk in made.chunks:
-        if chunk.post_process:
+        if cfg.head == "lm" and chunk.post_process:
             chunk.output_layer = LMHead(
                 chunk.output_layer,
                 vocab_size=what.model.vocab_size,
@@ -206,6 +201,7 @@ def _put_heads(
                 keep_bytes=cfg.lm_head_keep_mb << 20,
                 topk=cfg.lm_head_topk,
             )
+    return made
 
 
 def _adapters(

@@ -242,10 +242,9 @@ class Adapters:
         self._by_weight: dict[str, Adapter] = {}
         wanted = {layer.base.name: layer for layer in adapted_layers(model, cfg)}
         for chunk in chunks:
-            for path, linear in _linears(chunk, wanted):
-                name = canonical_name(chunk, f"{path}.weight")
-                self._by_weight[name] = adapter = Adapter(
-                    wanted[name],
+            for path, linear, of in _linears(chunk, wanted):
+                adapter = Adapter(
+                    of,
                     model,
                     layout,
                     self.coords,
@@ -254,9 +253,8 @@ class Adapters:
                     dtype=dtype,
                     device=device,
                 )
-                parent, _, leaf = path.rpartition(".")
-                chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
-                linear.register_forward_hook(adapter.add_to)
+                self._by_weight[of.base.name] = adapter
+                _attach(adapter, chunk, path, linear)
             if getattr(chunk, "pre_process", False):
                 chunk.embedding.register_forward_hook(_require_grad)  # type: ignore[union-attr]
         everything = named_params(chunks)
@@ -304,13 +302,23 @@ def base_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: p for name, p in params.items() if not is_adapter(name)}
 
 
-def _linears(chunk: nn.Module, wanted: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+def _linears(
+    chunk: nn.Module, wanted: Mapping[str, Adapted]
+) -> list[tuple[str, nn.Module, Adapted]]:
+    """Returns the layers whose weights are `wanted`, each with its path and its adapters."""
     return [
-        (path, module)
+        (path, module, wanted[name])
         for path, module in chunk.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
-        and canonical_name(chunk, f"{path}.weight") in wanted
+        and (name := canonical_name(chunk, f"{path}.weight")) in wanted
     ]
+
+
+def _attach(adapter: Adapter, chunk: nn.Module, path: str, linear: nn.Module) -> None:
+    """Puts an adapter beside its layer, which stands at `path` of the chunk."""
+    parent, _, leaf = path.rpartition(".")
+    chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
+    linear.register_forward_hook(adapter.add_to)
 
 
 def _require_grad(_module: nn.Module, _args: Any, hidden: Tensor) -> None:

@@ -126,13 +126,7 @@ class SDPACoreAttention(MegatronModule):
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
             grouped = False
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=grouped,
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
 
     def _gather_kv(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:

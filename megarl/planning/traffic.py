@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
-from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
+from megarl.models.piece_table import Place, padded_vocab_size
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32, server_weights
 from megarl.weight_sync.senders import assign, by_turns, first_bytes
@@ -64,17 +64,10 @@ class Holding:
     parts: tuple[tuple[Place, int], ...]
 
 
-def holdings(
-    m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
-) -> Iterator[Holding]:
+def holdings(m: ModelConfig, layout: Layout) -> Iterator[Holding]:
     """Yields the holding of each HF tensor in HF order, from the piece table's owners."""
-    vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
-    chunk_of = {
-        i: (pp, vpp)
-        for pp in range(layout.pp)
-        for vpp in range(layout.vpp)
-        for i in layout.layers(m.num_layers, pp, vpp)
-    }
+    vocab = padded_vocab_size(m.vocab_size, layout.tp)
+    chunk_of = layout.chunk_of(m.num_layers)
     ends = {"first": (0, 0), "last": (layout.pp - 1, layout.vpp - 1)}
 
     @cache
@@ -216,7 +209,6 @@ def estimate_sync(
             sum(v for b, v in zip(buckets, values, strict=True) if b.sender == s) for s in senders
         )
 
-    slice_bytes = server_weights(m, receivers.tp)
     return SyncEstimate(
         nbytes=total,
         buckets=len(buckets),
@@ -232,9 +224,15 @@ def estimate_sync(
         bound=max(
             total / cluster.nic, busiest(nic) / cluster.nic, busiest(nvlink) / cluster.nvlink
         ),
-        sharded_bound=max(slice_bytes, slice_bytes * receivers.gpus / layout.world_size)
-        / cluster.nic,
+        sharded_bound=_sharded_bound(m, layout, receivers) / cluster.nic,
     )
+
+
+def _sharded_bound(m: ModelConfig, layout: Layout, receivers: Receivers) -> float:
+    """Returns the bytes that the busiest GPU receives or sends where each server GPU fetches its
+    slice from all training GPUs at once."""
+    slice_bytes = server_weights(m, receivers.tp)
+    return max(slice_bytes, slice_bytes * receivers.gpus / layout.world_size)
 
 
 def _incoming(b: BucketTraffic, cluster: Cluster) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models.families import family_of
 from megarl.models.families.deepseek import Latent
 from megarl.models.flops import train_flops
-from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
+from megarl.models.layers import GroupLimited
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout

@@ -110,10 +110,7 @@ class ColocatedTransport(Transport):
         feeding = {sender, *(rank for ranks in sources for rank in ranks)}
         together(self._allocate, plan.largest, rank in feeding)
         speaks = rank == sender
-
-        def verifier() -> Verifier | None:
-            return Verifier.of(meta, info, plan.names) if speaks else None
-
+        verifier = together(lambda: Verifier.of(meta, info, plan.names) if speaks else None)
         session = ColocatedSession(
             source=self.source,
             plan=plan,
@@ -121,7 +118,7 @@ class ColocatedTransport(Transport):
             meta=meta,
             deadline=deadline,
             phases=phases,
-            verifier=together(verifier),
+            verifier=verifier,
             sources=sources,
             pair=self._pair,
             spread=len(feeding) > 1,
@@ -190,9 +187,8 @@ class ColocatedSession(BucketStream):
     sources: Sequence[tuple[int, ...]]
     spread: bool
     pair: Sequence[torch.Tensor]
-    _places: dict[tuple[int, int], str] = field(
-        default_factory=dict
-    )  # (server, worker) -> where it finds the last bucket
+    # (server, worker) -> where it finds the last bucket
+    _places: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Opens an update session on the servers, from the sender."""
