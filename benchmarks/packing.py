@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.engine.micro_batch import alignment
-from megarl.models import read_hf_config
 from megarl.models.flops import sequence_cost
+from megarl.models.hf_config import read_hf_config
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import TOKENS, Cost, Plan, plan_micro_batches, slot_lengths
+from megarl.parallel.packing import TOKENS, Cost, MicroBatchPlan, plan_micro_batches, slot_lengths
 
 BATCH, ROUNDS = 512, 20
 QWEN3_8B = dict(
@@ -58,19 +58,19 @@ def cost() -> Cost:
         return sequence_cost(read_hf_config(directory))
 
 
-def make_plan(lengths: Sequence[int], layout: Layout, budget: int, by: Cost) -> Plan:
+def make_plan(lengths: Sequence[int], layout: Layout, budget: int, by: Cost) -> MicroBatchPlan:
     return plan_micro_batches(
         lengths, dp=layout.dp, max_tokens=budget * layout.cp, align=alignment(layout), cost=by
     )
 
 
-def efficiency(lengths: Sequence[int], layout: Layout, plan: Plan) -> float:
+def efficiency(lengths: Sequence[int], layout: Layout, plan: MicroBatchPlan) -> float:
     """Returns useful tokens / computed tokens; dummies of empty micro-batches count as computed."""
     rows = [slot_lengths([lengths[i] for i in mb], alignment(layout)) for mbs in plan for mb in mbs]
     return sum(lengths) / sum(map(sum, rows))
 
 
-def imbalance(lengths: Sequence[int], plan: Plan, work: Cost) -> float:
+def imbalance(lengths: Sequence[int], plan: MicroBatchPlan, work: Cost) -> float:
     """Returns the heaviest rank's work / the mean: the others wait for it at the end of a step."""
     loads = [sum(work(lengths[i]) for mb in mbs for i in mb) for mbs in plan]
     return max(loads) * len(loads) / sum(loads)

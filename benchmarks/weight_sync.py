@@ -36,7 +36,8 @@ import torch.distributed as dist
 import transformers
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models import build_piece_table, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.http import HttpError, call_json
 from megarl.weight_sync import WeightSender

@@ -37,16 +37,11 @@ if TYPE_CHECKING:
     from megarl.observability import stats_tracker
     from megarl.observability.stats_logger import StatsLogger
     from megarl.parallel.rank_zero import on_rank_zero
-    from megarl.rollout import (
-        ChatWorkflow,
-        RemoteSGLangEngine,
-        RewardPool,
-        RLVRWorkflow,
-        SGLangEngine,
-        Trajectory,
-        get_reward_fn,
-        pad,
-    )
+    from megarl.rollout.client import RemoteSGLangEngine
+    from megarl.rollout.local import SGLangEngine
+    from megarl.rollout.rewards import RewardPool, get_reward_fn
+    from megarl.rollout.trajectory import ChatWorkflow, Trajectory, pad
+    from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.trainer.evaluation import Evaluator
     from megarl.trainer.frequency import Frequency
     from megarl.trainer.ppo import PPOTrainer
@@ -83,8 +78,11 @@ _HOME = {
     "observability.stats_tracker": "stats_tracker",
     "observability.stats_logger": "StatsLogger",
     "parallel.rank_zero": "on_rank_zero",
-    "rollout": "ChatWorkflow RLVRWorkflow RemoteSGLangEngine RewardPool SGLangEngine Trajectory "
-    "get_reward_fn pad",
+    "rollout.client": "RemoteSGLangEngine",
+    "rollout.local": "SGLangEngine",
+    "rollout.rewards": "RewardPool get_reward_fn",
+    "rollout.trajectory": "ChatWorkflow Trajectory pad",
+    "rollout.workflows.rlvr": "RLVRWorkflow",
     "trainer.evaluation": "Evaluator",
     "trainer.frequency": "Frequency",
     "trainer.ppo": "PPOTrainer",

@@ -99,7 +99,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=512,
         help="weight_sync.bucket_mb (default %(default)s)",
     )
-    add("--senders", type=_positive, default=1, help="ranks that own buckets (default %(default)s)")
+    add(
+        "--senders", type=_positive, default=1, help="ranks that send buckets (default %(default)s)"
+    )
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--top", type=_positive, default=5, help="layouts in the advice (default %(default)s)")
     return parser.parse_args(argv)
@@ -225,7 +227,7 @@ def _serving(
     yield f"  {weights / GIB:.1f} GiB of weights per GPU, {kv}"
     buckets = plan_gather(
         list(holdings(m, layout)), layout, bucket_bytes=split_budget(args.bucket_mb << 20)[0],
-        owners=spread_senders(layout, args.senders),
+        senders=spread_senders(layout, args.senders),
     )  # fmt: skip
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
 
@@ -235,7 +237,7 @@ def _sync(e: SyncEstimate, layout: Layout) -> Iterator[str]:
         return f"{n / 1e9:,.1f} GB"
 
     yield f"\none weight sync: {gb(e.nbytes)} in {e.buckets} buckets (largest {gb(e.largest)})"
-    yield f"  gather to the owner    NVLink {gb(e.gather_nvlink)}, network {gb(e.gather_nic)}"
+    yield f"  gather to the sender   NVLink {gb(e.gather_nvlink)}, network {gb(e.gather_nic)}"
     yield f"  broadcast to servers   NVLink {gb(e.broadcast_nvlink)}, network {gb(e.broadcast_nic)}"
     yield (
         f"  busy                   gather {e.gather_seconds:.1f} s, broadcast "

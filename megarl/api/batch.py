@@ -47,9 +47,14 @@ class Batch:
     """
 
     def __init__(
-        self, lengths: Tensor, per_sample: Mapping[str, Tensor], per_token: Mapping[str, Tokens],
-        *, home: Home, comm: Comm | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        lengths: Tensor,
+        per_sample: Mapping[str, Tensor],
+        per_token: Mapping[str, Tokens],
+        *,
+        home: Home,
+        comm: Comm | None = None,
+    ) -> None:
         self.lengths, self.home, self.comm = lengths, home, comm
         self.per_sample, self.per_token = dict(per_sample), dict(per_token)
         self.minibatches: list[list[int]] | None = None
@@ -78,9 +83,10 @@ class Batch:
 
     @staticmethod
     def from_local(
-        padded: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None, *,
+        padded: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None,
+        *,
         comm: Comm | None = None,
-    ) -> Batch:  # fmt: skip
+    ) -> Batch:
         """Makes a batch of the rows that each rank brings: padded [b, S] tensors, or a list of such
         dicts (one for each episode, each with its own S), or None for no rows. Collective.
 

@@ -27,9 +27,15 @@ LossFn = Callable[[Padded, Padded], tuple[torch.Tensor, dict[str, tuple[Any, Any
 LossWeightFn = Callable[[Padded], float]
 
 OUTPUTS = (
-    "logprobs", "entropy", "values", "topk_logprobs", "topk_ids", "greedy_match", "logits",
+    "logprobs",
+    "entropy",
+    "values",
+    "topk_logprobs",
+    "topk_ids",
+    "greedy_match",
+    "logits",
     "routed_experts",
-)  # fmt: skip
+)
 
 # parts of an engine's memory; main weights in fp32, which several of them name, count for the first
 PARTS = ("params", "optimizer", "grads")

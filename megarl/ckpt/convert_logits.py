@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megarl.ckpt.convert_source import DistSource
 from megarl.ckpt.dist import Sharded, load_sharded
-from megarl.ckpt.keys import settle_keys, stored_keys
-from megarl.models import build_model
+from megarl.ckpt.keys import settle_keys
+from megarl.models.build import build_model
 from megarl.models.hf_config import ModelConfig
 from megarl.models.names import unwrap
 from megarl.models.piece_table import PieceTable
@@ -93,7 +93,7 @@ def _load(
     }
     states: dict[str, Any] = unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     weights = {k: v for k, v in states.items() if "_extra_state" not in k}
-    settle_keys(weights, table, stored_keys(checkpoint))
+    settle_keys(weights, table)
     state = Sharded(shared={"model": weights}, own={}, replicas=groups.dp_cp)
     loaded, _ = load_sharded(checkpoint, state)
     found = unwrap(chunk).load_state_dict(loaded["model"], strict=False)

@@ -18,6 +18,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megarl.ckpt.background import Background, to_host, writers_group
+from megarl.ckpt.hf_dir import check_target
 from megarl.ckpt.marker import (
     MARKER,
     check_contents,
@@ -60,6 +62,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isor
 # megatron-core 0.16 calls torch's older name
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", module="megatron")
 
+_check_target = partial(check_target, marker=MARKER, what="checkpoint")
 # fields of ModelConfig that do not change what the weights mean
 _NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
@@ -129,17 +132,6 @@ def begin_save(path: str | Path, state: Sharded, info: Mapping[str, Any]) -> Pen
         mine = _share_out(path, state, staging, copy=True)
         group = writers_group()
     return PendingSave(path, staging, info, lambda: _write(path, staging, mine, group))
-
-
-def _check_target(target: Path) -> None:
-    """Raises ValueError if `target` is something a save must not replace."""
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"cannot save to {target}: a file is there; choose another directory")
-    if target.exists() and any(target.iterdir()) and not (target / MARKER).is_file():
-        raise ValueError(
-            f"cannot save to {target}: it is not empty and holds no checkpoint (no {MARKER}), and "
-            "saving would replace it; choose another directory"
-        )
 
 
 @dataclass(frozen=True)

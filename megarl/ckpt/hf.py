@@ -190,13 +190,16 @@ def save_hf(
     dtype = dtype or first.dtype
     with staged(target, check_target, group) as staging:
         plan = plan_files(
-            table, layout, dtype, writers=_writers(staging, group), bucket_bytes=bucket_bytes,
+            table,
+            layout,
+            dtype,
+            writers=_writers(staging, group),
+            bucket_bytes=bucket_bytes,
             max_shard_bytes=max_shard_bytes,
-        )  # fmt: skip
+        )
         gatherer = BucketGatherer(
-            table, layout, rank, params, plan.buckets, owner=plan.owners, group=group,
-            device=first.device,
-        )  # fmt: skip
+            table, layout, rank, params, plan.buckets, plan.writers, group, first.device
+        )
         together(what, lambda: write_files(staging, plan, gatherer, rank), group)
 
         def finish() -> None:

@@ -29,15 +29,16 @@ SIDECARS = (
 )
 
 
-def check_target(target: Path, marker: str = "config.json") -> None:
-    """Raises ValueError if `target` is something that a save must not replace."""
+def check_target(target: Path, marker: str = "config.json", what: str = "model") -> None:
+    """Raises ValueError if `target` is something that a save must not replace: a file, or anything
+    but a `what`, which has a file `marker`."""
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"cannot save to {target}: a file is there; choose another directory")
     if any(target.iterdir()) and not (target / marker).is_file():
         raise ValueError(
-            f"cannot save to {target}: it is not empty and holds no model (no {marker}), and "
+            f"cannot save to {target}: it is not empty and holds no {what} (no {marker}), and "
             "saving would replace it; choose another directory"
         )
 

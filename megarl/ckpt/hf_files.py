@@ -24,13 +24,13 @@ from megarl.wire.buckets import Bucket, Member
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
     """Says which rank writes which file. files: the tensors of each file, by the file's name.
-    owner_of: the rank that writes each file. buckets: in the order of gathering, each within one
-    file and gathered to the rank at its index in `owners`."""
+    writer_of: the rank that writes each file. buckets: in the order of gathering, each within one
+    file and gathered to the rank at its index in `writers`."""
 
     files: dict[str, list[Member]]
-    owner_of: dict[str, int]
+    writer_of: dict[str, int]
     buckets: list[Bucket]
-    owners: list[int]
+    writers: list[int]
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -60,27 +60,35 @@ def plan_files(
     files = plan_shards(list(whole), max_shard_bytes)
     load = dict.fromkeys(writers, 0)
     coords = {w: layout.coords(w) for w in writers}
-    owner_of: dict[str, int] = {}
-    turns: list[tuple[int, int, Bucket]] = []  # (how many its owner has before, owner, bucket)
+    writer_of: dict[str, int] = {}
+    turns: list[tuple[int, int, Bucket]] = []  # (how many its writer has before, writer, bucket)
     count = dict.fromkeys(writers, 0)
     for file, members in files.items():
-        stages: Counter[int] = Counter()
-        for m in members:
-            stages[table.by_name[m.name].pieces[0].place.pp] += m.nbytes
-        stage_ = stages.most_common(1)[0][0]
-        near = [w for w in writers if coords[w].pp == stage_] or list(writers)
-        owner = min(near, key=lambda w: (load[w], coords[w].tp, coords[w].cp, coords[w].dp))
-        load[owner] += sum(m.nbytes for m in members)
-        owner_of[file] = owner
+        stage = _stage_of(members, table)
+        near = [w for w in writers if coords[w].pp == stage] or list(writers)
+        writer = min(near, key=lambda w: (load[w], coords[w].tp, coords[w].cp, coords[w].dp))
+        load[writer] += sum(m.nbytes for m in members)
+        writer_of[file] = writer
         part = replace(table, tensors=tuple(table.by_name[m.name] for m in members))
         for bucket in plan_buckets(part, dtype, bucket_bytes):
-            turns.append((count[owner], owner, bucket))
-            count[owner] += 1
+            turns.append((count[writer], writer, bucket))
+            count[writer] += 1
     turns.sort(key=lambda turn: turn[:2])
     buckets = [replace(bucket, index=i) for i, (_, _, bucket) in enumerate(turns)]
     return FilePlan(
-        files=files, owner_of=owner_of, buckets=buckets, owners=[owner for _, owner, _ in turns]
+        files=files,
+        writer_of=writer_of,
+        buckets=buckets,
+        writers=[writer for _, writer, _ in turns],
     )
+
+
+def _stage_of(members: Sequence[Member], table: PieceTable) -> int:
+    """Returns the pipeline stage that holds most bytes of these tensors."""
+    stages: Counter[int] = Counter()
+    for m in members:
+        stages[table.by_name[m.name].pieces[0].place.pp] += m.nbytes
+    return stages.most_common(1)[0][0]
 
 
 def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: int) -> None:
@@ -88,20 +96,20 @@ def write_files(staging: Path, plan: FilePlan, gatherer: BucketGatherer, rank: i
 
     A failure to write is raised at the end: the other ranks go on gathering, and need this one.
     """
-    mine = {f: members for f, members in plan.files.items() if plan.owner_of[f] == rank}
+    mine = {f: members for f, members in plan.files.items() if plan.writer_of[f] == rank}
     rooms = [torch.empty(0, dtype=torch.uint8, device=gatherer.device)] * 2
     writing: Future[None] | None = None
     with ExitStack() as stack:
-        writer = stack.enter_context(ShardWriter(staging, mine))
+        shards = stack.enter_context(ShardWriter(staging, mine))
         thread = stack.enter_context(ThreadPoolExecutor(1))
         failure: BaseException | None = None
 
         def write(bucket: Bucket, flat: Tensor) -> None:
             for name, tensor in bucket.views(flat):
-                writer.write(name, tensor)
+                shards.write(name, tensor)
 
-        for bucket, owner in zip(plan.buckets, plan.owners, strict=True):
-            if owner != rank:
+        for bucket, writer in zip(plan.buckets, plan.writers, strict=True):
+            if writer != rank:
                 gatherer.gather(bucket)
                 continue
             rooms.reverse()  # the other one is being written

@@ -83,9 +83,9 @@ def read_info(path: str | Path) -> dict[str, Any]:
 
 def check_contents(path: Path, names: Iterable[str] | None = None) -> None:
     """Reads files of the checkpoint at `path` (None: all). Raises ValueError for bytes that are not
-    those that were written. A checkpoint without checksums passes."""
-    known = read_marker(path).get("xxh3_128", {})
-    wanted = [n for n in (known if names is None else names) if n in known]
+    those that were written."""
+    known = read_marker(path)["xxh3_128"]
+    wanted = list(known if names is None else names)
     with ThreadPoolExecutor(_READERS) as pool:
         for name, found in zip(wanted, pool.map(lambda n: file_digest(path / n), wanted)):
             if found != known[name]:

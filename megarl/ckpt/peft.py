@@ -68,8 +68,8 @@ def load_peft(path: str | Path, adapters: Adapters) -> None:
     file = Path(path) / WEIGHTS
     try:
         with safe_open(str(file), framework="pt", device="cpu") as stored:
-            _check_tensors({n: stored.get_slice(n).get_shape() for n in stored.keys()},  # noqa: SIM118
-                           adapters.table, file)  # fmt: skip
+            shapes = {n: stored.get_slice(n).get_shape() for n in stored.keys()}  # noqa: SIM118
+            _check_tensors(shapes, adapters.table, file)
 
             def read(tensor: HfTensor, box: tuple[slice, ...]) -> Tensor:
                 found: Tensor = stored.get_slice(tensor.name)[box]

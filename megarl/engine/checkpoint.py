@@ -7,7 +7,6 @@ from.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from megarl.ckpt.dist import (
     save_sharded,
 )
 from megarl.ckpt.dist import begin_save as write_behind
-from megarl.ckpt.keys import settle_keys, stored_keys
+from megarl.ckpt.keys import settle_keys
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
 from megarl.engine import optimizer as opt
 from megarl.engine.optimizer_state import load_state, sharded_state
@@ -103,7 +102,7 @@ def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
     info = open_checkpoint(path, lambda found: _check(state, path, found, with_optim))
     mine = _info(state, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
-    tensors: dict[str, Any] = _model_state(state, stored_keys(path))
+    tensors: dict[str, Any] = _model_state(state)
     own: dict[Any, Any] = {}
     if with_optim:
         hyperparameters = opt.hyperparameters(state.optimizer)
@@ -143,16 +142,16 @@ def _chunk_names(state: EngineState) -> list[str]:
     return [f"model{i}" for i in range(len(state.chunks))] if len(state.chunks) > 1 else ["model"]
 
 
-def _model_state(state: EngineState, stored: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the parameters of each chunk, under the keys they are saved under, or have in
-    `stored`. Transformer Engine's extra state is left out: it is empty outside of fp8, and a
-    checkpoint of the local layers has none."""
+def _model_state(state: EngineState) -> dict[str, Any]:
+    """Returns the parameters of each chunk, under the keys they are saved under. Transformer
+    Engine's extra state is left out: it is empty outside of fp8, and a checkpoint of the local
+    layers has none."""
     states = [unwrap(c).sharded_state_dict(metadata=_metadata(state)) for c in state.chunks]  # type: ignore[operator]
     kept = {
         name: {k: v for k, v in tensors.items() if "_extra_state" not in k and _is_kept(k, state)}
         for name, tensors in zip(_chunk_names(state), states, strict=True)
     }
-    settle_keys(kept, state.table, stored)
+    settle_keys(kept, state.table)
     return kept
 
 

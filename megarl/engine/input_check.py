@@ -26,9 +26,15 @@ _HOME = "who holds which rows"
 
 
 def check_input(
-    state: EngineState, verb: str, given: Batch | Padded, outputs: Sequence[str], *, backward: bool,
-    temperature: float, **arguments: Any,
-) -> None:  # fmt: skip
+    state: EngineState,
+    verb: str,
+    given: Batch | Padded,
+    outputs: Sequence[str],
+    *,
+    backward: bool,
+    temperature: float,
+    **arguments: Any,
+) -> None:
     """Raises ValueError, on every rank, for a batch or arguments that differ between ranks, and for
     those that this engine cannot work on. Collective where there are several ranks.
 

@@ -47,9 +47,16 @@ class LMHead(torch.nn.Module):
     """Maps [T,1,H] hidden states to [T,1,K] numbers; `split` takes the K numbers apart by name."""
 
     def __init__(
-        self, output_layer: Any, *, vocab_size: int, tp_group: dist.ProcessGroup,
-        sequence_parallel: bool, chunk_tokens: int, keep_bytes: int = 0, topk: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        output_layer: Any,
+        *,
+        vocab_size: int,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        chunk_tokens: int,
+        keep_bytes: int = 0,
+        topk: int = 1,
+    ) -> None:
         """Takes over the weight of `output_layer`. See `token_outputs` for the last three
         arguments."""
         super().__init__()
@@ -66,9 +73,11 @@ class LMHead(torch.nn.Module):
         self._job = job
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    ) -> tuple[torch.Tensor, None]:
         """Returns ([T,1,K], None) for the job of `prepare`, from hidden states [T,1,H], or
         [T/tp,1,H] under sequence parallelism. `weight` [V/tp,H]: that of a tied embedding."""
         job, self._job = self._job, None
@@ -81,9 +90,11 @@ class LMHead(torch.nn.Module):
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         rows = weight.shape[0]
         shard = VocabShard(
-            start=self.tp_group.rank() * rows, rows=rows, vocab_size=self.vocab_size,
+            start=self.tp_group.rank() * rows,
+            rows=rows,
+            vocab_size=self.vocab_size,
             group=self.tp_group,
-        )  # fmt: skip
+        )
         return self._answer(hidden.flatten(0, 1), weight, shard, job)[:, None], None
 
     def _answer(
@@ -95,11 +106,17 @@ class LMHead(torch.nn.Module):
         if names:
             parts.append(
                 token_outputs(
-                    hidden, weight, job.labels, shard=shard, outputs=names,
-                    temperature=job.temperature, chunk_tokens=self.chunk_tokens,
-                    keep_bytes=self.keep_bytes, topk=self.topk,
+                    hidden,
+                    weight,
+                    job.labels,
+                    shard=shard,
+                    outputs=names,
+                    temperature=job.temperature,
+                    chunk_tokens=self.chunk_tokens,
+                    keep_bytes=self.keep_bytes,
+                    topk=self.topk,
                 )
-            )  # fmt: skip
+            )
         if "logits" in job.outputs:
             with torch.no_grad():
                 parts.append(
@@ -125,9 +142,13 @@ class LMHead(torch.nn.Module):
     ) -> Any:
         """Returns the weight's part of a checkpoint, like megatron-core's ColumnParallelLinear."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 def output_widths(vocab_size: int, topk: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, intake, optimizer, passes, weights
-from megarl.engine.memory import Memory
+from megarl.engine.offload import Memory
 from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
@@ -30,7 +30,14 @@ from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope,
 from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
 
-_UNINITIALIZED = "the engine is not initialized: call initialize() first"
+T = TypeVar("T")
+
+
+def _made(part: T | None) -> T:
+    """Returns what `initialize` makes. Raises RuntimeError before it."""
+    if part is None:
+        raise RuntimeError("the engine is not initialized: call initialize() first")
+    return part
 
 
 class MegatronEngine(TrainEngine):
@@ -94,23 +101,17 @@ class MegatronEngine(TrainEngine):
     @property
     def groups(self) -> ProcessGroups:
         """Returns the process groups of the layout. Raises RuntimeError before `initialize`."""
-        if self._groups is None:
-            raise RuntimeError(_UNINITIALIZED)
-        return self._groups
+        return _made(self._groups)
 
     @property
     def state(self) -> EngineState:
         """Returns all that `initialize` made. Raises RuntimeError before it."""
-        if self._built is None:
-            raise RuntimeError(_UNINITIALIZED)
-        return self._built
+        return _made(self._built)
 
     @property
     def memory(self) -> Memory:
         """Returns the keeper of offloaded parts. Raises RuntimeError before `initialize`."""
-        if self._memory is None:
-            raise RuntimeError(_UNINITIALIZED)
-        return self._memory
+        return _made(self._memory)
 
     @contextmanager
     def _scope(self, what: str, needs: Sequence[str] = ("params",)) -> Iterator[None]:
@@ -146,17 +147,26 @@ class MegatronEngine(TrainEngine):
             intake.place(self.state, batch)
 
     def train_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch | Padded,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
         whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Makes one optimizer step; returns its metrics (TrainEngine.train_batch). Raises
         ValueError without an optimizer, for a batch that differs between ranks, or without anything
         to train on."""
         stats = self.backward_batch(
-            input_, loss_fn, loss_weight_fn, outputs=outputs, temperature=temperature,
+            input_,
+            loss_fn,
+            loss_weight_fn,
+            outputs=outputs,
+            temperature=temperature,
             whole_groups=whole_groups,
-        )  # fmt: skip
+        )
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
             lr = optimizer.current_lr(mine)
@@ -164,39 +174,51 @@ class MegatronEngine(TrainEngine):
         return stats
 
     def backward_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
-        whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
-        """Does train_batch's work but for the optimizer step: the gradients stay in place (see
-        `hf_state`). Raises ValueError without an optimizer."""
+        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, **how: Any
+    ) -> dict[str, float]:
+        """Does train_batch's work, with its arguments, but for the optimizer step: the gradients
+        stay in place (see `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
         with self._scope("train_batch", PARTS), self._mode(True):
             optimizer.zero_grad(self.state.optimizer, self.state.chunks)
             return passes.loss_pass(
-                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
-                temperature=temperature, whole_groups=whole_groups, backward=True,
-            )  # fmt: skip
+                self.state, input_, loss_fn, loss_weight_fn, backward=True, **how
+            )
 
     def eval_batch(
-        self, input_: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
+        self,
+        input_: Batch | Padded,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
         whole_groups: bool = False,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Returns the loss and stats of train_batch, without gradients (TrainEngine.eval_batch)."""
         with self._inference("eval_batch"):
             return passes.loss_pass(
-                self.state, input_, loss_fn, loss_weight_fn, outputs=outputs,
-                temperature=temperature, whole_groups=whole_groups, backward=False,
-            )  # fmt: skip
+                self.state,
+                input_,
+                loss_fn,
+                loss_weight_fn,
+                outputs=outputs,
+                temperature=temperature,
+                whole_groups=whole_groups,
+                backward=False,
+            )
 
     def forward(
-        self, input_: Batch | Padded, output_seqlens: Sequence[int] | None = None,
+        self,
+        input_: Batch | Padded,
+        output_seqlens: Sequence[int] | None = None,
         post_hook: Callable[[Padded, Padded], Any] | None = None,
-        aggregate_fn: Callable[[list[Any]], Any] = torch.cat, *,
-        outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
-    ) -> Any:  # fmt: skip
+        aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
+        *,
+        outputs: Sequence[str] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> Any:
         """See TrainEngine. With `output_seqlens` or `post_hook` every sequence is taken by itself
         (passes.by_sequence), and `aggregate_fn` joins the list."""
         whole = output_seqlens is None and post_hook is None

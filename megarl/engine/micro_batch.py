@@ -15,7 +15,14 @@ from torch import Tensor
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import Alignment, Cost, Packed, pack, plan_micro_batches
+from megarl.parallel.packing import (
+    Alignment,
+    Cost,
+    MicroBatchPlan,
+    Packed,
+    pack,
+    plan_micro_batches,
+)
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -73,7 +80,7 @@ def plan(
     *,
     groups: Sequence[Sequence[int]] | None = None,
     token_unit: int = 1,
-) -> list[list[list[int]]]:
+) -> MicroBatchPlan:
     """Returns the rows of every micro-batch, [dp rank][micro-batch]. `of_row` [B]: a row's dp rank;
     `max_tokens`: the tokens that one device holds of a micro-batch. The rows of each of `groups`
     share a micro-batch. Under the interleaved schedule the micro-batches are a multiple of pp."""
@@ -103,9 +110,12 @@ def build(
         ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
         packed = pack(
-            ids, batch.lengths[rows].tolist(), align=alignment(layout, token_unit),
-            cp=layout.cp, cp_rank=cp_rank,
-        )  # fmt: skip
+            ids,
+            batch.lengths[rows].tolist(),
+            align=alignment(layout, token_unit),
+            cp=layout.cp,
+            cp_rank=cp_rank,
+        )
         out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
     return out
 

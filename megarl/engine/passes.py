@@ -23,29 +23,37 @@ from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
 from megarl.parallel import exchange
+from megarl.parallel.packing import MicroBatchPlan
 from megarl.parallel.placement import units_of
 
 
 def loss_pass(
-    state: EngineState, given: Batch | Padded, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *,
-    outputs: Sequence[str], temperature: float, whole_groups: bool, backward: bool,
-) -> Metrics:  # fmt: skip
+    state: EngineState,
+    given: Batch | Padded,
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    *,
+    outputs: Sequence[str],
+    temperature: float,
+    whole_groups: bool,
+    backward: bool,
+) -> Metrics:
     """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
     it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
     whole batch do not sum to a positive number, and an error on every rank where one of the
     functions raises on one."""
     check_input(
-        state, "train_batch" if backward else "eval_batch", given, outputs, backward=backward,
-        temperature=temperature, whole_groups=whole_groups,
-    )  # fmt: skip
+        state,
+        "train_batch" if backward else "eval_batch",
+        given,
+        outputs,
+        backward=backward,
+        temperature=temperature,
+        whole_groups=whole_groups,
+    )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
-    weight = math.fsum(batch.row_sums(loss_weight_fn, what="loss_weight_fn").tolist())
-    if not weight > 0:
-        raise ValueError(
-            f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
-            "is there nothing to train on (loss_mask all False)?"
-        )
+    weight = _whole_weight(batch, loss_weight_fn)
     job = schedule.Pass(
         outputs=tuple(outputs),
         temperature=float(temperature),
@@ -59,10 +67,21 @@ def loss_pass(
         schedule.run(state.chunks, mine, job, backward=backward)
     sums = schedule.reduce_sums(job, state.groups)
     routing = state.routing.metrics(len(mine)) if state.routing else {}
-    loss_sum, _ = sums.pop("loss")
-    means = {k: s / w if w else float("nan") for k, (s, w) in sums.items()}
+    loss = sums.pop("loss")[0] / weight
+    means = {k: s / w if w else math.nan for k, (s, w) in sums.items()}
     weights = {k: w for k, (_, w) in sums.items()}
-    return Metrics({"loss": loss_sum / weight, **means, **routing}, weights)
+    return Metrics({"loss": loss, **means, **routing}, weights)
+
+
+def _whole_weight(batch: Batch, loss_weight_fn: LossWeightFn) -> float:
+    """Returns W, the weight of the whole batch. Raises ValueError unless it is positive."""
+    weight = math.fsum(batch.row_sums(loss_weight_fn, what="loss_weight_fn").tolist())
+    if not weight > 0:
+        raise ValueError(
+            f"loss_weight_fn gave {weight} for the whole batch, but the loss is divided by it; "
+            "is there nothing to train on (loss_mask all False)?"
+        )
+    return weight
 
 
 def forward_pass(
@@ -105,18 +124,21 @@ def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
 
 def plan(
     state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
-) -> list[list[list[int]]]:
+) -> MicroBatchPlan:
     """Returns the rows of every micro-batch, [dp rank][micro-batch]."""
     batch = intake.as_batch(given)
     spec = state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
     return micro_batch.plan(
-        batch, intake.home_of(state, batch, whole_groups=whole_groups).of_row, state.layout,
-        larger or spec.max_tokens_per_mb, sequence_cost(state.model),
+        batch,
+        intake.home_of(state, batch, whole_groups=whole_groups).of_row,
+        state.layout,
+        larger or spec.max_tokens_per_mb,
+        sequence_cost(state.model),
         groups=None if groups is None else units_of(groups),
         token_unit=token_unit(state.config.fp8),
-    )  # fmt: skip
+    )
 
 
 def _micro_batches(
@@ -139,9 +161,11 @@ def _taped(state: EngineState, *, record: bool = False) -> AbstractContextManage
 
 
 def by_sequence(
-    outputs: Padded, batch: Padded, output_seqlens: Sequence[int] | None,
+    outputs: Padded,
+    batch: Padded,
+    output_seqlens: Sequence[int] | None,
     post_hook: Callable[[Padded, Padded], Any] | None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Returns for every sequence its outputs {name: [n]} (the first output_seqlens[i] positions,
     all S by default), with its row of the batch through `post_hook` if there is one. Raises
     ValueError for another number of output_seqlens, and for several outputs without a post_hook."""

@@ -66,9 +66,13 @@ class RouterTape:
         self._recomputed_later.clear()
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None,
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, their numbers), [T,k]; the router calls it."""
         if self.given is None and self._model_choice is not None:
             values, chosen = self._model_choice.get_replay_topk(
@@ -100,9 +104,12 @@ class Routing:
     """Holds the tapes of an engine's chunks: replays routing, collects and measures it."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], model: ModelConfig, config: MoEConfig,
+        self,
+        chunks: Sequence[torch.nn.Module],
+        model: ModelConfig,
+        config: MoEConfig,
         groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert model.moe is not None
         self.model, self.shape, self.config, self.groups = model, model.moe, config, groups
         self._tapes = {

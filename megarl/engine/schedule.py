@@ -60,9 +60,12 @@ class Pass:
 
 
 def run(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], job: Pass, *,
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    job: Pass,
+    *,
     backward: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Runs all micro-batches through all chunks; with `backward`, gradients go into the wrappers'
     buffers."""
     iterators: list[Iterator[MicroBatch]] = [iter(micro_batches) for _ in chunks]
@@ -173,9 +176,12 @@ def _accumulate(
 
 
 def collect_outputs(
-    job: Pass, micro_batches: Sequence[MicroBatch], frame: Frame, groups: ProcessGroups,
+    job: Pass,
+    micro_batches: Sequence[MicroBatch],
+    frame: Frame,
+    groups: ProcessGroups,
     extra: dict[str, int],
-) -> dict[str, Tokens]:  # fmt: skip
+) -> dict[str, Tokens]:
     """Returns the outputs, one number a token (or extra[name] numbers), of the tokens of `frame` on
     the ranks it says. Every rank of the last stage has them; for the rest of the world, each number
     has one owner. Collective."""

@@ -18,13 +18,13 @@ from megarl.config.errors import raise_if_any
 from megarl.engine import optimizer
 from megarl.engine.lm_head import LMHead, output_widths
 from megarl.engine.routing import Routing
-from megarl.models import BuiltModel, build_model, check_layout, named_params, read_hf_config
 from megarl.models.adapters import Adapters, base_params
-from megarl.models.build import resolve_attention
+from megarl.models.build import BuiltModel, build_model, resolve_attention
 from megarl.models.context_parallel import resolve_cp_comm_type
 from megarl.models.fp8 import fp8_fields
-from megarl.models.hf_config import ModelConfig
+from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import lora_fields
+from megarl.models.names import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.models.recompute import recompute_fields
 from megarl.parallel import mcore
@@ -131,18 +131,19 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def build(
-    cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int,
+    cfg: TrainEngineConfig,
+    what: Resolved,
+    groups: ProcessGroups,
+    seed: int,
     ft_spec: FinetuneSpec | None,
-) -> EngineState:  # fmt: skip
+) -> EngineState:
     """Makes modules, weights, adapters and optimizer, in the scope of `groups`. Collective.
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
     data parallelism moves the weights."""
-    made = _modules(cfg, what, seed)
-    # what follows looks at the bare modules, so before they are wrapped
+    made = _modules(cfg, what, groups, seed)
+    # it looks at the bare modules, so before they are wrapped
     routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
-    if cfg.head == "lm":
-        _put_heads(made, cfg, what, groups)
     chunks: list[torch.nn.Module] = list(made.chunks)
     if what.dtype != torch.float32:
         chunks = [Float16Module(made.config, chunk) for chunk in chunks]
@@ -155,31 +156,42 @@ def build(
         for param in params.values():
             param.requires_grad_(False)
     else:
-        chunks = optimizer.wrap_chunks(made.config, chunks, cfg.optimizer)
-        trainer = optimizer.build_optimizer(cfg.optimizer, chunks, what.dtype)
-        schedule = optimizer.build_schedule(cfg.optimizer, trainer, ft_spec)
+        chunks, trainer, schedule = optimizer.build(
+            cfg.optimizer, made.config, chunks, what.dtype, ft_spec
+        )
     return EngineState(
-        config=cfg, seed=seed, model=what.model, dtype=what.dtype, groups=groups, table=made.table,
-        chunks=chunks, params=params, routing=routing, adapters=adapters, optimizer=trainer,
+        config=cfg,
+        seed=seed,
+        model=what.model,
+        dtype=what.dtype,
+        groups=groups,
+        table=made.table,
+        chunks=chunks,
+        params=params,
+        routing=routing,
+        adapters=adapters,
+        optimizer=trainer,
         schedule=schedule,
-    )  # fmt: skip
+    )
 
 
-def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
+def _modules(
+    cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int
+) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
         model_parallel_cuda_manual_seed(seed)
-        return build_model(
-            what.model, what.layout, dtype=what.dtype, device=mcore.device(),
-            attention=cfg.attention, seed=seed if cfg.init_from_scratch else None, moe=cfg.moe,
+        made = build_model(
+            what.model,
+            what.layout,
+            dtype=what.dtype,
+            device=mcore.device(),
+            attention=cfg.attention,
+            seed=seed if cfg.init_from_scratch else None,
+            moe=cfg.moe,
             **what.fields,
-        )  # fmt: skip
-
-
-def _put_heads(
-    made: BuiltModel, cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups
-) -> None:
+        )
     for chunk in made.chunks:
-        if chunk.post_process:
+        if cfg.head == "lm" and chunk.post_process:
             chunk.output_layer = LMHead(
                 chunk.output_layer,
                 vocab_size=what.model.vocab_size,
@@ -189,6 +201,7 @@ def _put_heads(
                 keep_bytes=cfg.lm_head_keep_mb << 20,
                 topk=cfg.lm_head_topk,
             )
+    return made
 
 
 def _adapters(
@@ -197,18 +210,26 @@ def _adapters(
     if cfg.lora is None:
         return None
     adapters = Adapters(
-        made.chunks, what.model, what.layout, cfg.lora, dtype=what.dtype, device=mcore.device(),
+        made.chunks,
+        what.model,
+        what.layout,
+        cfg.lora,
+        dtype=what.dtype,
+        device=mcore.device(),
         seed=seed,
-    )  # fmt: skip
+    )
     if cfg.lora.adapter_path:
         load_peft(cfg.lora.adapter_path, adapters)
     return adapters
 
 
 def load_base(
-    path: str, table: PieceTable, groups: ProcessGroups, params: Mapping[str, torch.Tensor],
+    path: str,
+    table: PieceTable,
+    groups: ProcessGroups,
+    params: Mapping[str, torch.Tensor],
     seed: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Loads a Hugging Face directory into the weights below any adapters. seed: see `head_seed`."""
     load_hf(path, table, groups.layout, groups.rank, base_params(params), head_seed=seed)
 

@@ -36,10 +36,14 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
         save_peft(meta.path, state.adapters, state.layout, state.groups.rank, base_model_path=base)
     else:
         save_hf(
-            meta.path, state.table, state.layout, state.groups.rank, state.whole_weights(),
+            meta.path,
+            state.table,
+            state.layout,
+            state.groups.rank,
+            state.whole_weights(),
             base_model_path=base,
             tokenizer=meta.tokenizer,
-        )  # fmt: skip
+        )
     state.groups.barrier()
 
 
@@ -74,10 +78,15 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 def sender(state: EngineState) -> WeightSender:
     """Makes the sender of this engine's weights to servers."""
     return WeightSender(
-        state.table, state.layout, state.groups.rank, state.whole_weights(), state.groups.world,
-        dtype=state.dtype if state.adapters else None, adapters=state.adapters,
+        state.table,
+        state.layout,
+        state.groups.rank,
+        state.whole_weights(),
+        state.groups.world,
+        dtype=state.dtype if state.adapters else None,
+        adapters=state.adapters,
         base_model_path=state.config.path,
-    )  # fmt: skip
+    )
 
 
 def reallocation(source: EngineState, target: EngineState) -> Reallocator:
@@ -96,9 +105,13 @@ def reallocation(source: EngineState, target: EngineState) -> Reallocator:
                 f"{theirs[name]!r}; weights go between engines of one model"
             )
     return Reallocator(
-        source.table, target.table, target.groups.rank, dtype=source.dtype,
-        group=target.groups.world, device=mcore.device(),
-    )  # fmt: skip
+        source.table,
+        target.table,
+        target.groups.rank,
+        dtype=source.dtype,
+        group=target.groups.world,
+        device=mcore.device(),
+    )
 
 
 def reallocate(move: Reallocator, source: EngineState, target: EngineState) -> dict[str, float]:

@@ -62,9 +62,17 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, of: Adapted, model: ModelConfig, layout: Layout, c: Coords, *, scale: float,
-        switch: Switch, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        of: Adapted,
+        model: ModelConfig,
+        layout: Layout,
+        c: Coords,
+        *,
+        scale: float,
+        switch: Switch,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.scale, self._switch = scale, switch
         self.row_parallel, self.is_expert = of.row_parallel, of.base.expert is not None
@@ -106,9 +114,7 @@ class Adapter(nn.Module):
         out, bias = output
         low = self._low_rank(_normed(linear, args[0]))
         weight = self._expanded(self._complete(self.B) if self.row_parallel else self.B)
-        added = torch.addmm(
-            out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale
-        )  # fmt: skip
+        added = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), weight.t(), alpha=self.scale)
         return added.view_as(out), bias
 
     def _low_rank(self, x: Tensor) -> Tensor:
@@ -154,10 +160,13 @@ class Adapter(nn.Module):
         on disk. Raises KeyError where `metadata` lacks "dp_cp_group"."""
         metadata = metadata or {}
         found = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix,
-            {"A": 1} if self.row_parallel else {"B": 0}, sharded_offsets,
-            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"A": 1} if self.row_parallel else {"B": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
         if self.gated:
             found[f"{prefix}B"] = apply_swiglu_sharded_factory(
                 found[f"{prefix}B"], sharded_offsets, metadata.get("singleton_local_shards", False)
@@ -215,9 +224,16 @@ class Adapters:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], model: ModelConfig, layout: Layout, cfg: LoRAConfig, *,
-        dtype: torch.dtype, device: torch.device, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        chunks: Sequence[nn.Module],
+        model: ModelConfig,
+        layout: Layout,
+        cfg: LoRAConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         check_lora(model, layout.tp, cfg)
         self.config, self.dtype = cfg, dtype
         self.table = adapter_table(model, layout, cfg)
@@ -226,15 +242,19 @@ class Adapters:
         self._by_weight: dict[str, Adapter] = {}
         wanted = {layer.base.name: layer for layer in adapted_layers(model, cfg)}
         for chunk in chunks:
-            for path, linear in _linears(chunk, wanted):
-                name = canonical_name(chunk, f"{path}.weight")
-                self._by_weight[name] = adapter = Adapter(
-                    wanted[name], model, layout, self.coords, scale=scale(cfg),
-                    switch=self._switch, dtype=dtype, device=device,
-                )  # fmt: skip
-                parent, _, leaf = path.rpartition(".")
-                chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
-                linear.register_forward_hook(adapter.add_to)
+            for path, linear, of in _linears(chunk, wanted):
+                adapter = Adapter(
+                    of,
+                    model,
+                    layout,
+                    self.coords,
+                    scale=scale(cfg),
+                    switch=self._switch,
+                    dtype=dtype,
+                    device=device,
+                )
+                self._by_weight[of.base.name] = adapter
+                _attach(adapter, chunk, path, linear)
             if getattr(chunk, "pre_process", False):
                 chunk.embedding.register_forward_hook(_require_grad)  # type: ignore[union-attr]
         everything = named_params(chunks)
@@ -282,13 +302,23 @@ def base_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: p for name, p in params.items() if not is_adapter(name)}
 
 
-def _linears(chunk: nn.Module, wanted: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+def _linears(
+    chunk: nn.Module, wanted: Mapping[str, Adapted]
+) -> list[tuple[str, nn.Module, Adapted]]:
+    """Returns the layers whose weights are `wanted`, each with its path and its adapters."""
     return [
-        (path, module)
+        (path, module, wanted[name])
         for path, module in chunk.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
-        and canonical_name(chunk, f"{path}.weight") in wanted
+        and (name := canonical_name(chunk, f"{path}.weight")) in wanted
     ]
+
+
+def _attach(adapter: Adapter, chunk: nn.Module, path: str, linear: nn.Module) -> None:
+    """Puts an adapter beside its layer, which stands at `path` of the chunk."""
+    parent, _, leaf = path.rpartition(".")
+    chunk.get_submodule(parent).add_module(f"{leaf}_lora", adapter)
+    linear.register_forward_hook(adapter.add_to)
 
 
 def _require_grad(_module: nn.Module, _args: Any, hidden: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.attention_batching import Plan, make_plan
+from megarl.models.attention_batching import AttentionPlan, make_plan
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -94,11 +94,11 @@ class SDPACoreAttention(MegatronModule):
             plans[self.window] = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
         return self._grouped(q, k, v, plans[self.window])
 
-    def _plan(self, lengths: list[int], device: torch.device) -> Plan:
+    def _plan(self, lengths: list[int], device: torch.device) -> AttentionPlan:
         cp = self.cp_group
         return make_plan(lengths, cp.size(), cp.rank(), device, self.window)
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """Computes attention group by group: q [T, nq, d], k [T, nk, d], v [T, nk, v] -> [T, nq *
         v]."""
         assert plan.tokens == len(q), "cu_seqlens must span all tokens"
@@ -126,16 +126,10 @@ class SDPACoreAttention(MegatronModule):
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
             grouped = False
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=grouped,
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
 
-    def _gather_kv(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _gather_kv(self, k: Tensor, v: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """Gathers k [T, nk, d], v [T, nk, v] as [T * cp, nk, d], [T * cp, nk, v], in global
         order."""
         if plan.kv_order is None:

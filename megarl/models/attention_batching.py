@@ -52,7 +52,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Says how a rank's tokens become the rows of the groups, and how the groups' outputs become
     tokens again. Each group has n * q_len rows of queries and n * k_len of keys, one group after
     another.
@@ -97,7 +97,7 @@ def length_class(n: int) -> int:
 
 def make_plan(
     lengths: Sequence[int], cp: int, rank: int, device: torch.device, window: int | None = None
-) -> Plan:
+) -> AttentionPlan:
     """Makes the plan of context-parallel rank `rank` for packed sequences of (padded, global)
     `lengths`; its groups together hold every query of the rank once. `window`: a token attends to
     itself and the `window` - 1 tokens before it; None: to all before it."""
@@ -118,13 +118,13 @@ def make_plan(
         q_rows.append(q_index)
         k_rows.append(k_index)
     if cp == 1 and row == tokens and torch.equal(take, torch.arange(tokens)):
-        return Plan(tokens, tuple(groups), None, None, None, None)
+        return AttentionPlan(tokens, tuple(groups), None, None, None, None)
     q_index, k_index, take = (x.to(device) for x in (torch.cat(q_rows), torch.cat(k_rows), take))
     kv_order = None
     if cp > 1:
         held = torch.cat([zigzag_index(lengths, cp, r) for r in range(cp)])
         kv_order = torch.argsort(held).to(device)
-    return Plan(tokens, tuple(groups), q_index, k_index, take, kv_order)
+    return AttentionPlan(tokens, tuple(groups), q_index, k_index, take, kv_order)
 
 
 def _group(

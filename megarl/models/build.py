@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from megarl.config.engine import MoEConfig
 from megarl.models.attention import SDPACoreAttention
 from megarl.models.families import family_of
-from megarl.models.grouped_routing import GroupLimited
-from megarl.models.layers import RMSNorm
+from megarl.models.layers import GroupLimited, RMSNorm
 from megarl.models.marks import mark_params
 from megarl.models.names import named_params
 from megarl.models.param_loading import init_params
@@ -68,13 +67,7 @@ def build_model(
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
     use_te = resolve_attention(attention, device) == "te"
     config = transformer_config(
-        model,
-        layout,
-        dtype=dtype,
-        device=device,
-        use_te=use_te,
-        moe=moe,
-        **overrides,
+        model, layout, dtype=dtype, device=device, use_te=use_te, moe=moe, **overrides
     )
     chunks = [
         _chunk(model, config, table.padded_vocab_size, i if layout.vpp > 1 else None, use_te)

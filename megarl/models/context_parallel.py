@@ -18,24 +18,30 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
     Raises ValueError, naming value and fix, where the attention, the model or the installed
     Transformer Engine cannot do it.
     """
-    asked, cp, tp = parallel.cp_comm_type, parallel.cp, parallel.tp
-    window = model.attention.window
-    slides = window is not None and cp > 1
+    asked = parallel.cp_comm_type
+    slides = model.attention.window is not None and parallel.cp > 1
     if asked == "auto":
         if attention == "te" and not slides:
             return "p2p"
         asked = "all_gather"
-    if attention == "te" and asked == "p2p" and slides:
+    if attention == "te":
+        _check_te(model, asked, parallel, slides)
+    elif asked != "all_gather":
         raise ValueError(
-            f"parallel.cp_comm_type='p2p': Transformer Engine takes a sliding window (of {window} "
-            f"tokens in {model.family}) by 'all_gather' and 'a2a' only; use 'auto'"
+            f"parallel.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
         )
-    if attention == "sdpa":
-        if asked != "all_gather":
-            raise ValueError(
-                f"parallel.cp_comm_type={asked!r} needs Transformer Engine's attention; use 'auto'"
-            )
-        return asked
+    return asked
+
+
+def _check_te(model: ModelConfig, asked: str, parallel: ParallelConfig, slides: bool) -> None:
+    """Raises ValueError where the installed Transformer Engine cannot do this for the model.
+    slides: it has a sliding window, and cp > 1."""
+    if asked == "p2p" and slides:
+        raise ValueError(
+            f"parallel.cp_comm_type='p2p': Transformer Engine takes a sliding window (of "
+            f"{model.attention.window} tokens in {model.family}) by 'all_gather' and 'a2a' only; "
+            "use 'auto'"
+        )
     if model.head_dim != model.v_head_dim and asked != "p2p":
         raise ValueError(
             f"parallel.cp_comm_type={asked!r}: Transformer Engine takes keys and values of unlike "
@@ -48,9 +54,9 @@ def resolve_cp_comm_type(model: ModelConfig, parallel: ParallelConfig, attention
             + ("parallel.cp=1" if slides else "'p2p'")
         )
     heads, kv = model.num_attention_heads, model.num_key_value_heads
+    tp, cp = parallel.tp, parallel.cp
     if asked == "a2a" and (heads % (tp * cp) or kv % (tp * cp)):
         raise ValueError(
             f"parallel.cp_comm_type='a2a' shares heads out: tp*cp = {tp}*{cp} must divide "
             f"num_attention_heads={heads} and num_key_value_heads={kv}; use 'p2p'"
         )
-    return asked

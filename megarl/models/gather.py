@@ -2,12 +2,12 @@
 
 Used by saving and by weight sync; works for anything shaped like the parameters (gradients too).
 Every source rank packs its strided pieces of a bucket into one contiguous message, or into several
-where the memory for them is bounded; the owner copies received and own pieces straight into their
+where the memory for them is bounded; the root copies received and own pieces straight into their
 places in the flat bucket. Ranks that share the bucket's memory copy their pieces there themselves.
 Fused matrices are never un-fused into temporaries, and the vocabulary padding is never sent.
 
 Messages go from one rank to another, so no other rank takes part: neither the other pipeline stages
-nor, for experts that the owner holds whole (ETP=1), the other expert-parallel ranks.
+nor, for experts that the root holds whole (ETP=1), the other expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plan_buckets(
     return tuple(buckets)
 
 
-# Source rank -> its messages; the same on every rank. The owner's own parts are one.
+# Source rank -> its messages; the same on every rank. The root's own parts are one.
 _Plan = Mapping[int, Sequence[Message]]
 Packing = Callable[[], AbstractContextManager[None]]
 
@@ -82,13 +82,13 @@ class BucketGatherer:
     """Gathers buckets of one layout; every rank of the layout constructs it alike.
 
     params: canonical name -> local tensor (parameters or gradients), read at each `gather`.
-    owner:  the rank buckets are gathered to, one for all or that of each bucket.
+    root:   the rank buckets are gathered to, one for all or that of each bucket.
     group:  process group that spans the layout's ranks; None is the default group. Rank numbers are
             the layout's, which are ranks of this group.
     device: where messages and the flat bucket live (that of the parameters, and of the backend).
-    staging: bytes of messages that an owner has room for; None is as much as a bucket takes.
+    staging: bytes of messages that a root has room for; None is as much as a bucket takes.
 
-    Memory: an owner holds one bucket and `staging`, a source its own message. The memory for
+    Memory: a root holds one bucket and `staging`, a source its own message. The memory for
     messages is kept for the next bucket on hosts, where fresh pages cost more than the copy;
     `message_bytes` is the most bytes that messages have taken.
     """
@@ -100,7 +100,7 @@ class BucketGatherer:
         rank: int,
         params: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
-        owner: int | Sequence[int] = 0,
+        root: int | Sequence[int] = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         staging: int | None = None,
@@ -108,24 +108,24 @@ class BucketGatherer:
         self.layout, self.rank = layout, rank
         self.params, self.group, self.device = params, group, torch.device(device)
         self.message_bytes = 0
-        owners = [owner] * len(buckets) if isinstance(owner, int) else owner
-        self.owners = {b.index: o for b, o in zip(buckets, owners, strict=True)}
+        roots = [root] * len(buckets) if isinstance(root, int) else root
+        self.roots = {b.index: o for b, o in zip(buckets, roots, strict=True)}
         self._room: Tensor | None = None
         self._plans = {b.index: self._plan(table, b, staging) for b in buckets}
 
     def _plan(self, table: PieceTable, bucket: Bucket, staging: int | None) -> _Plan:
         parts: dict[int, list[Part]] = {}
-        owner = self.owners[bucket.index]
-        coords = self.layout.coords(owner)
+        root = self.roots[bucket.index]
+        coords = self.layout.coords(root)
         for m in bucket.members:
             for piece in table.by_name[m.name].pieces:
                 held = piece.place.holds(coords)  # in any data-parallel replica
-                src = owner if held else piece.place.rank(self.layout)
+                src = root if held else piece.place.rank(self.layout)
                 part = Part(m.name, piece, m.dtype, 0, piece.numel * m.dtype.itemsize)
                 parts.setdefault(src, []).append(part)
-        others = len(parts.keys() - {owner})
+        others = len(parts.keys() - {root})
         limit = staging // others if staging is not None and others else None
-        return {s: make_messages(p, None if s == owner else limit) for s, p in parts.items()}
+        return {s: make_messages(p, None if s == root else limit) for s, p in parts.items()}
 
     @torch.no_grad()
     def gather(
@@ -136,7 +136,7 @@ class BucketGatherer:
         shared: bool = False,
         packing: Packing = nullcontext,
     ) -> Tensor | None:
-        """Gathers one bucket. Returns it flat, uint8 [nbytes], on its owner (in `out` if given) and
+        """Gathers one bucket. Returns it flat, uint8 [nbytes], on its root (in `out` if given) and
         None on the other ranks.
 
         shared: every rank gives an `out`, and all of them are the same host memory. packing:
@@ -145,8 +145,8 @@ class BucketGatherer:
         Collective over the layout's ranks, which all gather the same buckets in the same order.
         Returns once this rank's part is done; the process group's timeout bounds the wait.
         """
-        owner, messages = self.owners[bucket.index], self._plans[bucket.index].get(self.rank, [])
-        if self.rank == owner:
+        root, messages = self.roots[bucket.index], self._plans[bucket.index].get(self.rank, [])
+        if self.rank == root:
             if out is None:
                 out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
             (self._meet if shared else self._receive)(bucket, out, packing)
@@ -155,14 +155,14 @@ class BucketGatherer:
             assert out is not None
             with packing():
                 self._place_own(bucket, out)
-            self._send(self._take_room(1), owner)
+            self._send(self._take_room(1), root)
             return None
         room = self._take_room(max(map(length, messages), default=0))
         for message in messages:
             data = room[: length(message)]
             with packing():
                 self._pack(message, data)
-            self._send(data, owner)
+            self._send(data, root)
         return None
 
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:

@@ -22,10 +22,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # transformers' values of absent keys, unless a family's own `defaults` say otherwise
 DEFAULTS: Mapping[str, Any] = {
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 2048, "initializer_range": 0.02, "norm_topk_prob": False,
-    "decoder_sparse_step": 1, "routed_scaling_factor": 1.0,
-}  # fmt: skip
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "routed_scaling_factor": 1.0,
+}
 
 
 def read_hf_config(

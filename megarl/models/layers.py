@@ -1,15 +1,41 @@
-"""RMSNorm for megatron-core's local layer spec, with Hugging Face's numerics."""
+"""Defines what megatron-core's layers lack: RMSNorm and multi-head latent attention with Hugging
+Face's numerics, experts chosen by group, and layers that also normalise their outputs.
+
+T tokens, H hidden, E experts in equal groups, k experts per token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from megarl.models.shapes import MoEShape
+from megarl.parallel import mcore  # noqa: F401  before megatron
+
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.tensor_parallel import ColumnParallelLinear  # isort: skip
+from megatron.core.transformer import TransformerConfig, TransformerLayer  # isort: skip
+from megatron.core.transformer import multi_latent_attention  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
+
+# megatron-core 0.16 checks that its wrappers of Transformer Engine import, which they also do, as
+# mocks, without Transformer Engine
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
+
+# eps of the latents' norms: neither Hugging Face's nor DeepSeek's own read rms_norm_eps
+LATENT_NORM_EPS = 1e-6
+
+WithBias = tuple[Tensor, Tensor | None]
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
     """Normalises in fp32, casts, then scales, as HF does.
 
     megatron-core's own torch norm refuses sequence parallelism, which needs only the attribute by
@@ -58,3 +84,99 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ weight).div_(x.shape[-1])[..., None]
         d_x = torch.mul(g, weight, out=product).addcmul_(normed, mean, value=-1).mul_(r)
         return d_x, d_weight, None
+
+
+class GroupLimited:
+    """Chooses a token's experts from its best groups alone. megatron-core judges a group by its
+    best k // (groups a token may go to) experts; DeepSeek-V2 judges by the best one (2024, section
+    2.2.2), V3 by the best two (2024, section 2.1.2)."""
+
+    def __init__(self, shape: MoEShape) -> None:
+        self.shape = shape
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Returns (scores of the chosen experts, their numbers), both [T,k], for scores [T,E]."""
+        shape = self.shape
+        grouped = scores.unflatten(1, (shape.groups, -1))
+        of_group = grouped.topk(shape.group_best, dim=-1).values.sum(-1)
+        open_ = of_group.topk(shape.top_groups, dim=-1).indices
+        closed = of_group.new_ones(of_group.shape).scatter(1, open_, 0.0).bool()
+        masked = grouped.masked_fill(closed[..., None], -float("inf")).flatten(1)
+        return masked.topk(topk, dim=1)
+
+
+class SandwichLayer(TransformerLayer):
+    """Also normalises what attention and MLP add to the residual stream, as GLM-4 does: x +
+    norm(attention(norm(x))), then the same with the MLP. `norm`: the class of these two norms, with
+    the arguments of megatron-core's."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, norm: Callable[..., nn.Module], **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_self_attn_layernorm = norm(**sizes)
+        self.post_mlp_layernorm = norm(**sizes)
+        # megatron-core calls these with a block's output and the residual stream, by default with
+        # gradients enabled: norms, unlike sums, would then keep a graph where none is wanted
+        self.bias_dropout_add_exec_handler = nullcontext
+        self.self_attn_bda = partial(_add, self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda = partial(_add, self.mlp_bda, self.post_mlp_layernorm)
+
+
+def _add(
+    bias_dropout_add: Callable[..., Any], norm: nn.Module, *settings: bool
+) -> Callable[[WithBias, Tensor, float], Tensor]:
+    """Returns bias_dropout_add(*settings), applied to the normalised output."""
+    add = bias_dropout_add(*settings)
+
+    def normed_add(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
+        x, bias = output
+        assert bias is None
+        out: Tensor = add((norm(x), None), residual, dropout)
+        return out
+
+    return normed_add
+
+
+def settle_mla(chunk: GPTModel) -> None:
+    """Sets what MLASelfAttention's constructor takes no argument for: the eps of the latents'
+    norms, and projections to a latent that are whole on every rank."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            _settle(module)
+
+
+def _settle(attention: MLASelfAttention) -> None:
+    for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+        module: Any = getattr(attention, name, None)
+        if hasattr(module, "eps"):  # the norm, or Transformer Engine's linear with a norm inside
+            module.eps = LATENT_NORM_EPS
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        linear = getattr(attention, name, None)
+        if isinstance(linear, ColumnParallelLinear):
+            whole = WholeLinear(linear.config, linear.input_size, linear.output_size)
+            setattr(attention, name, whole)
+
+
+class WholeLinear(nn.Module):
+    """Maps [...,cols] to [...,rows] on this rank's own tokens, whole on every tensor-parallel rank.
+
+    Transformer Engine's spec has such projections to a latent. The local spec cuts them, for which
+    every rank needs all tokens' hidden states; a latent is a fraction of their size.
+    """
+
+    def __init__(self, config: Any, cols: int, rows: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        empty = torch.empty(rows, cols, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(empty)
+        # its gradients are parts, to be summed over ranks as those of the norms are
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Returns (x times the weight transposed, no bias), as megatron-core's linear layers do."""
+        return F.linear(x, self.weight), None

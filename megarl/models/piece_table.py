@@ -168,12 +168,7 @@ def build_piece_table(
     vocab = padded_vocab_size(model.vocab_size, layout.tp, vocab_divisible_by)
     tensors: list[HfTensor] = []
     local: list[LocalParam] = []
-    chunk_of = {
-        i: (pp, vpp)
-        for pp in range(layout.pp)
-        for vpp in range(layout.vpp)
-        for i in layout.layers(model.num_layers, pp, vpp)
-    }
+    chunk_of = layout.chunk_of(model.num_layers)
     last = (layout.pp - 1, layout.vpp - 1)
     cuts: dict[tuple[Op, int], ShardMap] = {}  # layers and experts are cut alike
     for param, layer in family_of(model).params(model) if params is None else params:

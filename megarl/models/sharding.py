@@ -85,9 +85,8 @@ def _merge(segments: list[Segment]) -> Iterator[list[Segment]]:
 
 def _continues(run: list[Segment], s: Segment) -> bool:
     a = run[-1]
-    if (a.tp, a.rows, a.hf_col, a.cols, a.hf_row + a.rows) != (
-        s.tp, s.rows, s.hf_col, s.cols, s.hf_row,
-    ):  # fmt: skip
+    below = (a.tp, a.rows, a.hf_col, a.cols, a.hf_row + a.rows)
+    if below != (s.tp, s.rows, s.hf_col, s.cols, s.hf_row):
         return False
     return len(run) < 2 or s.row - a.row == a.row - run[-2].row
 

@@ -45,9 +45,11 @@ class ValueHead(torch.nn.Module):
         """Ignores the job, which the LM head needs: values need no labels and no temperature."""
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None,
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    ) -> tuple[torch.Tensor, None]:
         """Returns (values [T,1,1] in fp32, no bias) of hidden states [T,1,H]; under sequence
         parallelism `hidden` has this rank's tokens, the values those of all. The other arguments
         are ignored."""
@@ -69,6 +71,10 @@ class ValueHead(torch.nn.Module):
         """Returns megatron-core's sharded tensors of weight and bias, which every rank holds whole.
         Raises KeyError where `metadata` lacks "dp_cp_group"."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=(metadata or {})["dp_cp_group"],
-        )  # fmt: skip
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )

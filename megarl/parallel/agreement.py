@@ -166,7 +166,10 @@ def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     name = from_zero(f"megarl_agreement_{uuid.uuid4().hex[:8]}", group)
     return join_group(
-        c10d._get_default_store(), rank=dist.get_rank(group),
-        world_size=dist.get_world_size(group), group_name=name, backend="gloo",
+        c10d._get_default_store(),
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        group_name=name,
+        backend="gloo",
         timeout=CONNECT_TIMEOUT,
-    )  # fmt: skip
+    )

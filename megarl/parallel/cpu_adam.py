@@ -15,9 +15,15 @@ class CpuFusedAdam(torch.optim.Optimizer):
     and the state is {exp_avg, exp_avg_sq}, so optimizer checkpoints are the same as on GPUs."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, adam_w_mode: bool = True, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
         self.adam_w_mode = adam_w_mode
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True

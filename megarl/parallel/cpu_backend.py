@@ -126,9 +126,11 @@ def p9_uneven_all_gather() -> None:
     even = mappings._gather_along_first_dim
 
     def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None,
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Any = None,
         use_global_buffer: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return even(input_, group, None, use_global_buffer)
         sizes = [int(n) for n in output_split_sizes]
@@ -277,10 +279,16 @@ def p16_no_whole_weights() -> None:
     from megatron.core.transformer.moe import experts
 
     def mark_and_draw(
-        weight: torch.Tensor, output_size: int, input_size: int, per_partition_size: int,
-        partition_dim: int, init_method: Callable[[torch.Tensor], Any], stride: int = 1,
-        skip_set_tensor_parallel_attributes: bool = False, **_: Any,
-    ) -> None:  # fmt: skip
+        weight: torch.Tensor,
+        output_size: int,
+        input_size: int,
+        per_partition_size: int,
+        partition_dim: int,
+        init_method: Callable[[torch.Tensor], Any],
+        stride: int = 1,
+        skip_set_tensor_parallel_attributes: bool = False,
+        **_: Any,
+    ) -> None:
         if not skip_set_tensor_parallel_attributes:
             layers.set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
         init_method(weight)

@@ -81,16 +81,12 @@ def p2_streams_and_memory() -> None:
     """Makes torch.cuda's streams, events and ranges null objects, and its memory counters 0 bytes:
     work on a CPU is synchronous."""
     null = NullStream()
-    for name in (
-        "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect",
-        "reset_peak_memory_stats",
-    ):  # fmt: skip
+    silent = "synchronize empty_cache set_device set_stream ipc_collect reset_peak_memory_stats"
+    for name in silent.split():
         # one function per name: torch._dynamo keys its rules by function and refuses duplicates
         patch(torch.cuda, **{name: lambda *_, **__: None})
-    for name in (
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-    ):  # fmt: skip
-        patch(torch.cuda, **{name: lambda *_, **__: 0})
+    counters = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    patch(torch.cuda, **{name: lambda *_, **__: 0 for name in counters.split()})
     patch(
         torch.cuda,
         Stream=NullStream,
@@ -122,10 +118,8 @@ def p3_tensor_placement() -> None:
     # torch.device("meta") as a context knows factories by identity, cached at its first use:
     # let it see the real ones, or models built under it (from_pretrained) get uninitialised buffers
     _device_constructors()
-    for name in (
-        "tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like",
-        "ones_like",
-    ):  # fmt: skip
+    factories = "tensor zeros ones empty full arange empty_like zeros_like ones_like"
+    for name in factories.split():
         patch(torch, **{name: on_cpu(getattr(torch, name))})
     patch(
         torch.Tensor,

@@ -188,9 +188,14 @@ def _same(a: Home, b: Home) -> bool:
 
 
 def move(
-    tokens: Tokens, lengths: Tensor, before: Home, after: Home, comm: Any,
-    plan: Sequence[Flow] | None = None, buffers: list[Tensor] | None = None,
-) -> Tokens:  # fmt: skip
+    tokens: Tokens,
+    lengths: Tensor,
+    before: Home,
+    after: Home,
+    comm: Any,
+    plan: Sequence[Flow] | None = None,
+    buffers: list[Tensor] | None = None,
+) -> Tokens:
     """Returns one field of the rows held under `before`, as the rows held under `after`.
     Collective.
 
@@ -238,9 +243,14 @@ class _Mover:
     """Sends rows that a rank had, or received to pass on, and receives rows that it will have."""
 
     def __init__(
-        self, source: Tokens, had: Tensor, target: Tokens, wanted: Tensor, comm: WorldComm,
+        self,
+        source: Tokens,
+        had: Tensor,
+        target: Tokens,
+        wanted: Tensor,
+        comm: WorldComm,
         buffers: list[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.had, self.target, self.wanted = source, had, target, wanted
         self.comm, self.buffers = comm, buffers
         self._sends: deque[tuple[Any, Tensor, Tensor | None]] = deque()

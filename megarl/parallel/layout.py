@@ -94,6 +94,15 @@ class Layout:
         """Returns the rank of the experts at (pp, ep, etp), of replica edp."""
         return etp + self.etp * (ep + self.ep * (edp + self.edp * pp))
 
+    def chunk_of(self, num_layers: int) -> dict[int, tuple[int, int]]:
+        """Returns the chunk (pp, vpp) of each layer, by global number."""
+        return {
+            i: (pp, vpp)
+            for pp in range(self.pp)
+            for vpp in range(self.vpp)
+            for i in self.layers(num_layers, pp, vpp)
+        }
+
     def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
         """Returns the global layer numbers of chunk (pp, vpp). Raises ValueError for a misfit."""
         chunks = self.pp * self.vpp

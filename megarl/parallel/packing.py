@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
+MicroBatchPlan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,12 @@ def spread(costs: Sequence[int], bins: int) -> list[list[int]]:
 
 
 def _spread_within(
-    items: Sequence[int], costs: Sequence[int], sizes: Sequence[int], room: Sequence[int]
+    items: Sequence[int], costs: Sequence[int], sizes: Sequence[int], room: int, count: int
 ) -> list[list[int]] | None:
-    """Puts items into bins of `room` tokens by LPT over their cost; a sequence that is too long has
-    a bin of its own.
-
-    Returns None where a sequence finds no bin.
-    """
-    bins: list[list[int]] = [[] for _ in room]
-    load, left = [0] * len(room), list(room)
+    """Puts items into `count` bins of `room` tokens by LPT over their cost; a sequence that is too
+    long has a bin of its own. Returns None where a sequence finds no bin."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load, left = [0] * count, [room] * count
     for i in sorted(items, key=lambda i: (-costs[i], i)):
         fits = [k for k in range(len(bins)) if sizes[i] <= left[k] or not bins[k]]
         if not fits:
@@ -112,10 +109,16 @@ def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[
 
 
 def plan_micro_batches(
-    seqlens: Sequence[int], *, dp: int, max_tokens: int, align: Alignment = UNALIGNED,
-    multiple_of: int = 1, cost: Cost = TOKENS, groups: Sequence[Sequence[int]] | None = None,
+    seqlens: Sequence[int],
+    *,
+    dp: int,
+    max_tokens: int,
+    align: Alignment = UNALIGNED,
+    multiple_of: int = 1,
+    cost: Cost = TOKENS,
+    groups: Sequence[Sequence[int]] | None = None,
     index: Sequence[int] | None = None,
-) -> Plan:  # fmt: skip
+) -> MicroBatchPlan:
     """Puts every sequence once into micro-batches of at most `max_tokens` padded tokens, over dp
     ranks.
 
@@ -136,24 +139,26 @@ def plan_micro_batches(
     slots = [padded_length(n, align.slot) for n in seqlens]
     sizes = [sum(slots[i] for i in unit) for unit in units]
     costs = [sum(cost(slots[i]) for i in unit) for unit in units]
-    if index is None:
-        ranks = spread(costs, dp)
-    else:
-        ranks = [[] for _ in range(dp)]
-        for number, unit in enumerate(units):
-            ranks[index[unit[0]]].append(number)
+    ranks = spread(costs, dp) if index is None else _placed(units, index, dp)
     fitted = [_first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of
-
-    plan: Plan = []
+    plan: MicroBatchPlan = []
     for items, fallback in zip(ranks, fitted, strict=True):
-        mbs = _spread_within(items, costs, sizes, [budget] * count)
+        mbs = _spread_within(items, costs, sizes, budget, count)
         if mbs is None:
             mbs = fallback + [[] for _ in range(count - len(fallback))]
         mbs.sort(key=lambda mb: (-sum(costs[i] for i in mb), sorted(mb)))
         plan.append([sorted(i for unit in mb for i in units[unit]) for mb in mbs])
     return plan
+
+
+def _placed(units: Sequence[Sequence[int]], index: Sequence[int], dp: int) -> list[list[int]]:
+    """Returns the numbers of the units on each dp rank; `index` has the rank of every sequence."""
+    ranks: list[list[int]] = [[] for _ in range(dp)]
+    for number, unit in enumerate(units):
+        ranks[index[unit[0]]].append(number)
+    return ranks
 
 
 def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
@@ -196,9 +201,13 @@ class Packed:
 
 
 def pack(
-    input_ids: torch.Tensor, lengths: Sequence[int], *, align: Alignment = UNALIGNED, cp: int = 1,
+    input_ids: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    align: Alignment = UNALIGNED,
+    cp: int = 1,
     cp_rank: int = 0,
-) -> Packed:  # fmt: skip
+) -> Packed:
     """Packs right-padded [b,S] rows into slots, filled up with zeros, and takes the rank's share.
 
     The filling belongs to its sequence: under causal attention nothing real sees it, and attention

@@ -46,9 +46,14 @@ def split_minibatches(unit_ids: Tensor, n: int, *, seed: int) -> list[list[int]]
 
 
 def place_rows(
-    lengths: Sequence[int], unit_ids: Tensor, minibatches: Sequence[Sequence[int]] | None, *,
-    dp: int, cost: Cost = TOKENS, slot: int = 1,
-) -> Tensor:  # fmt: skip
+    lengths: Sequence[int],
+    unit_ids: Tensor,
+    minibatches: Sequence[Sequence[int]] | None,
+    *,
+    dp: int,
+    cost: Cost = TOKENS,
+    slot: int = 1,
+) -> Tensor:
     """Returns the data-parallel index of every row, [B] int64.
 
     Within each mini-batch (None: one of all rows; rows of none make another) no index has more work

@@ -124,9 +124,8 @@ def columns(outputs: Sequence[str], topk: int) -> dict[str, slice]:
 
 
 def _reduce_chunk(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str],
-    topk: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str], topk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reduces [c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
 
     There are two collectives, one more for greedy_match and one for the top k. Entropy is 0 where
@@ -185,10 +184,17 @@ class _TokenOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
-        shard: VocabShard, outputs: tuple[str, ...], temperature: float, chunk: int,
-        keep_bytes: int, topk: int,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        shard: VocabShard,
+        outputs: tuple[str, ...],
+        temperature: float,
+        chunk: int,
+        keep_bytes: int,
+        topk: int,
+    ) -> torch.Tensor:
         real = weight[: shard.real_rows]
         parts, log_zs, entropies, ctx.kept = [], [], [], []
         wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
@@ -245,9 +251,13 @@ def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
 
 
 def _grad_logits(
-    log_p: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor,
-    shard: VocabShard, at: dict[str, slice],
-) -> torch.Tensor:  # fmt: skip
+    log_p: torch.Tensor,
+    labels: torch.Tensor,
+    entropy: torch.Tensor,
+    grad: torch.Tensor,
+    shard: VocabShard,
+    at: dict[str, slice],
+) -> torch.Tensor:
     """Returns the gradient [c,v] of the logits, for `grad` [c,K] of the outputs, which stand `at`
     columns. Overwrites log_p."""
 
@@ -269,10 +279,17 @@ def _grad_logits(
 
 
 def token_outputs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *,
-    shard: VocabShard, outputs: Sequence[str] = ("logprobs",), temperature: float = 1.0,
-    chunk_tokens: int = 4096, keep_bytes: int = 0, topk: int = 1,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shard: VocabShard,
+    outputs: Sequence[str] = ("logprobs",),
+    temperature: float = 1.0,
+    chunk_tokens: int = 4096,
+    keep_bytes: int = 0,
+    topk: int = 1,
+) -> torch.Tensor:
     """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS);
     `columns` says where each stands. logprobs and entropy have gradients.
 
@@ -285,9 +302,16 @@ def token_outputs(
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
     assert topk <= shard.vocab_size < 1 << 24, (topk, shard)
     return _TokenOutputs.apply(
-        hidden, weight, labels, shard, tuple(outputs), float(temperature), chunk_tokens,
-        keep_bytes, topk,
-    )  # fmt: skip
+        hidden,
+        weight,
+        labels,
+        shard,
+        tuple(outputs),
+        float(temperature),
+        chunk_tokens,
+        keep_bytes,
+        topk,
+    )
 
 
 def gathered_logits(

@@ -19,7 +19,7 @@ from functools import lru_cache
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
-from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, padded_vocab_size
+from megarl.models.piece_table import padded_vocab_size
 from megarl.parallel.layout import Layout
 
 BF16, FP32 = 2, 4
@@ -85,17 +85,10 @@ def parameters(m: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-def stage_numel(
-    m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
-) -> list[Numel]:
+def stage_numel(m: ModelConfig, layout: Layout) -> list[Numel]:
     """Returns the parameters of a rank of each pipeline stage; its ranks hold equally many."""
-    vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
-    stage_of = {
-        i: pp
-        for pp in range(layout.pp)
-        for vpp in range(layout.vpp)
-        for i in layout.layers(m.num_layers, pp, vpp)
-    }
+    vocab = padded_vocab_size(m.vocab_size, layout.tp)
+    stage_of = {i: pp for i, (pp, _) in layout.chunk_of(m.num_layers).items()}
     local: dict[tuple[Op, bool], int] = {}
     dense, expert = [0] * layout.pp, [0] * layout.pp
     for (layer, stage, op, is_expert, tied, _), count in _census(m).items():

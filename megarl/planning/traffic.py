@@ -1,7 +1,7 @@
 """Estimates what one weight sync moves over which links, and how long that takes, on any cluster.
 
 The plan is that of the distributed transport: buckets of HF tensors, each gathered to a sender
-(`owner` in this module) and broadcast to all servers. Its cost per HF tensor is constant: the
+and broadcast to all servers. Its cost per HF tensor is constant: the
 shares of an op's tensors are worked out once, however many layers and experts have them.
 """
 
@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import Op
-from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, Place, padded_vocab_size
+from megarl.models.piece_table import Place, padded_vocab_size
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32, server_weights
 from megarl.weight_sync.senders import assign, by_turns, first_bytes
@@ -64,17 +64,10 @@ class Holding:
     parts: tuple[tuple[Place, int], ...]
 
 
-def holdings(
-    m: ModelConfig, layout: Layout, vocab_divisible_by: int = VOCAB_DIVISIBLE_BY
-) -> Iterator[Holding]:
+def holdings(m: ModelConfig, layout: Layout) -> Iterator[Holding]:
     """Yields the holding of each HF tensor in HF order, from the piece table's owners."""
-    vocab = padded_vocab_size(m.vocab_size, layout.tp, vocab_divisible_by)
-    chunk_of = {
-        i: (pp, vpp)
-        for pp in range(layout.pp)
-        for vpp in range(layout.vpp)
-        for i in layout.layers(m.num_layers, pp, vpp)
-    }
+    vocab = padded_vocab_size(m.vocab_size, layout.tp)
+    chunk_of = layout.chunk_of(m.num_layers)
     ends = {"first": (0, 0), "last": (layout.pp - 1, layout.vpp - 1)}
 
     @cache
@@ -109,52 +102,52 @@ def _cuts(m: ModelConfig, op: Op, tp: int, vocab: int) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BucketTraffic:
-    """Says that bucket `index` is gathered from `sources` (rank -> bytes) to `owner`, which is
+    """Says that bucket `index` is gathered from `sources` (rank -> bytes) to `sender`, which is
     among them."""
 
     index: int
-    owner: int
+    sender: int
     nbytes: int
     tensors: int
     sources: dict[int, int]
 
 
 def plan_gather(
-    held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, owners: Sequence[int] = (0,)
+    held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, senders: Sequence[int] = (0,)
 ) -> list[BucketTraffic]:
     """Returns the buckets of the distributed transport (weight_sync.plan.plan_sync), in order."""
-    chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, owners)
-    mine: dict[int, list[Holding]] = {owner: [] for owner in owners}
-    for h, owner in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
-        mine[owner].append(h)
-    queues = {o: list(_buckets(own, layout, bucket_bytes, o)) for o, own in mine.items() if own}
-    turns = by_turns({owner: len(queue) for owner, queue in queues.items()})
-    return [replace(queues[owner].pop(0), index=i) for i, owner in enumerate(turns)]
+    chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, senders)
+    mine: dict[int, list[Holding]] = {sender: [] for sender in senders}
+    for h, sender in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
+        mine[sender].append(h)
+    queues = {s: list(_buckets(own, layout, bucket_bytes, s)) for s, own in mine.items() if own}
+    turns = by_turns({sender: len(queue) for sender, queue in queues.items()})
+    return [replace(queues[sender].pop(0), index=i) for i, sender in enumerate(turns)]
 
 
 def _buckets(
-    held: Sequence[Holding], layout: Layout, bucket_bytes: int, owner: int
+    held: Sequence[Holding], layout: Layout, bucket_bytes: int, sender: int
 ) -> Iterator[BucketTraffic]:
-    """Yields the buckets of one owner, numbered as if it were alone."""
-    coords, sources = layout.coords(owner), dict[int, int]()
+    """Yields the buckets of one sender, numbered as if it were alone."""
+    coords, sources = layout.coords(sender), dict[int, int]()
     index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
 
     @cache
     def source(place: Place) -> int:
-        return owner if place.holds(coords) else place.rank(layout)
+        return sender if place.holds(coords) else place.rank(layout)
 
     for h in held:
         start = -(-end // h.itemsize) * h.itemsize
         nbytes = h.numel * h.itemsize
         if tensors and start + nbytes > limit:
-            yield BucketTraffic(index, owner, end, tensors, sources)
+            yield BucketTraffic(index, sender, end, tensors, sources)
             index, limit = index + 1, min(2 * limit, bucket_bytes)
             sources, start, tensors = {}, 0, 0
         for place, n in h.parts:
             rank = source(place)
             sources[rank] = sources.get(rank, 0) + n * h.itemsize
         end, tensors = start + nbytes, tensors + 1
-    yield BucketTraffic(index, owner, end, tensors, sources)
+    yield BucketTraffic(index, sender, end, tensors, sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +190,10 @@ def estimate_sync(
     cluster: Cluster,
     buckets: Sequence[BucketTraffic],
 ) -> SyncEstimate:
-    """Estimates one sync. Gathers overlap with sending earlier buckets: an owner holds two, and
+    """Estimates one sync. Gathers overlap with sending earlier buckets: a sender holds two, and
     bucket k+1 goes out after the servers' answer for k. gather_seconds, broadcast_seconds and
-    load_seconds are sums over buckets (for gathers, of the busiest owner)."""
-    owners = sorted({b.owner for b in buckets})
+    load_seconds are sums over buckets (for gathers, of the busiest sender)."""
+    senders = sorted({b.sender for b in buckets})
     gathers = [_gather(b, cluster) for b in buckets]
     rate = cluster.nic * cluster.link_efficiency
     sends = [b.nbytes / rate + cluster.latency * receivers.gpus for b in buckets]
@@ -213,10 +206,9 @@ def estimate_sync(
 
     def busiest(values: Sequence[float]) -> float:
         return max(
-            sum(v for b, v in zip(buckets, values, strict=True) if b.owner == o) for o in owners
+            sum(v for b, v in zip(buckets, values, strict=True) if b.sender == s) for s in senders
         )
 
-    slice_bytes = server_weights(m, receivers.tp)
     return SyncEstimate(
         nbytes=total,
         buckets=len(buckets),
@@ -228,20 +220,26 @@ def estimate_sync(
         gather_seconds=busiest(gathers),
         broadcast_seconds=sum(sends),
         load_seconds=sum(loads),
-        seconds=_pipelined(gathers, [s + x for s, x in zip(sends, loads)], len(owners)),
+        seconds=_pipelined(gathers, [s + x for s, x in zip(sends, loads)], len(senders)),
         bound=max(
             total / cluster.nic, busiest(nic) / cluster.nic, busiest(nvlink) / cluster.nvlink
         ),
-        sharded_bound=max(slice_bytes, slice_bytes * receivers.gpus / layout.world_size)
-        / cluster.nic,
+        sharded_bound=_sharded_bound(m, layout, receivers) / cluster.nic,
     )
 
 
+def _sharded_bound(m: ModelConfig, layout: Layout, receivers: Receivers) -> float:
+    """Returns the bytes that the busiest GPU receives or sends where each server GPU fetches its
+    slice from all training GPUs at once."""
+    slice_bytes = server_weights(m, receivers.tp)
+    return max(slice_bytes, slice_bytes * receivers.gpus / layout.world_size)
+
+
 def _incoming(b: BucketTraffic, cluster: Cluster) -> tuple[int, int]:
-    """Returns the bytes that reach the owner over the network, and from its node."""
-    node = b.owner // cluster.gpus_per_node
+    """Returns the bytes that reach the sender over the network, and from its node."""
+    node = b.sender // cluster.gpus_per_node
     near = sum(n for r, n in b.sources.items() if r // cluster.gpus_per_node == node)
-    return sum(b.sources.values()) - near, near - b.sources.get(b.owner, 0)
+    return sum(b.sources.values()) - near, near - b.sources.get(b.sender, 0)
 
 
 def _gather(b: BucketTraffic, cluster: Cluster) -> float:
@@ -250,13 +248,13 @@ def _gather(b: BucketTraffic, cluster: Cluster) -> float:
     return seconds + cluster.latency * len(b.sources)
 
 
-def _pipelined(gathers: Sequence[float], sends: Sequence[float], owners: int) -> float:
+def _pipelined(gathers: Sequence[float], sends: Sequence[float], senders: int) -> float:
     """Returns when the last bucket is answered for, in seconds from the start."""
     gathered: list[float] = []
     answered: list[float] = []
     for k, (gather, send) in enumerate(zip(gathers, sends, strict=True)):
-        idle = gathered[k - owners] if k >= owners else 0.0
-        free = answered[k - 2 * owners] if k >= 2 * owners else 0.0
+        idle = gathered[k - senders] if k >= senders else 0.0
+        free = answered[k - 2 * senders] if k >= 2 * senders else 0.0
         gathered.append(max(idle, free) + gather)
         answered.append(max(gathered[k], answered[-1] if answered else 0.0) + send)
     return answered[-1]

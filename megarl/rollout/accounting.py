@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+_COUNTS = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
+
 
 class AccountingError(AssertionError):
     """Says that the counts do not balance, which is a fault in the code."""
@@ -81,16 +83,12 @@ class SampleAccounting:
         """Returns the counts for a checkpoint. Episodes that were handed out but not trained yet
         cannot be saved: check() comes first."""
         self.check()
-        names = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _COUNTS}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restores the counts of `state_dict`."""
-        self.mark, self.episodes, self.samples = (
-            state[name] for name in ("mark", "episodes", "samples")
-        )
-        self.skipped_episodes = state.get("skipped_episodes", 0)
-        self.skipped_samples = state.get("skipped_samples", 0)
+        for name in _COUNTS:
+            setattr(self, name, state[name])
 
 
 class FailedSamples:

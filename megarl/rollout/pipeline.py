@@ -208,9 +208,8 @@ class Pipeline:
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
-            if "failed_samples" in state:  # else from before they were counted
-                self.failed_samples.load_state_dict(state["failed_samples"])
-            self.kept = KeptAnswers(state.get("answers", ()))
+            self.failed_samples.load_state_dict(state["failed_samples"])
+            self.kept = KeptAnswers(state["answers"])
             self.staleness.load_state_dict(state["counters"])
             self.staleness.begin(self._engine.get_version())
 

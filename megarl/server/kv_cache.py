@@ -28,7 +28,7 @@ _SPLIT_FROM = 16384
 _Part = tuple[torch.Tensor | None, slice, torch.Tensor | None]
 
 
-class Plan(Protocol):
+class CachePlan(Protocol):
     def attend(
         self,
         layer: int,
@@ -297,7 +297,7 @@ def _attend(
     v: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Plan,
+    plan: CachePlan,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megarl.observability.logging import get_logger
-from megarl.rollout import RemoteSGLangEngine
 from megarl.rollout.answers import Kept
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.disk import DiskFull, full_disk_named
 
 log = get_logger(__name__)

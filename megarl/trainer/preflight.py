@@ -14,7 +14,7 @@ from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models import check_layout, read_hf_config
+from megarl.models.hf_config import check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.utils.env import attention_problems
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.rollout import RemoteSGLangEngine
+from megarl.rollout.client import RemoteSGLangEngine
 
 
 class Uploads(Protocol):

@@ -89,7 +89,13 @@ class Recovery:
             model.set_version(found.info["version"])
         for name, clock in self._clocks.items():
             clock.load_state_dict(saved["clocks"][name])
-        load_state(saved["state"])
+        try:
+            load_state(saved["state"])
+        except KeyError as e:
+            raise RuntimeError(
+                f"{found.path} lacks {e}, so another version of megarl wrote it: continue the run "
+                "with that version, or set another trial_name"
+            ) from e
         return found.step
 
     def maybe_save(

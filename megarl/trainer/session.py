@@ -18,10 +18,11 @@ from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout import RemoteSGLangEngine, RewardPool, check_rows, reward_of
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
@@ -232,14 +233,14 @@ class RolloutDriver:
         """Continues from what `state_dict` returned. Where the training data has changed, its first
         epoch begins and prompts in flight are dropped."""
         rollout = state["rollout"]
-        written = self.answers.read(state.get("version", -1)) if self.answers else None
+        written = self.answers.read(state["version"]) if self.answers else None
         if same_data(state["data"], self.data_key):
             self.loader.load_state_dict(state["loader"])
             if written is not None:  # since the checkpoint
                 rollout = rollout | {"answers": written}
         else:
             rollout = rollout | {"rows": [], "answers": []}
-        if kept := [a for _, answers in rollout.get("answers", ()) for a in answers]:
+        if kept := [a for _, answers in rollout["answers"] for a in answers]:
             tokens = sum(len(a["tokens"]) for a in kept)
             log.info("going on with %d answers of before, of %d tokens", len(kept), tokens)
         self.client.executor.load_state_dict(rollout)

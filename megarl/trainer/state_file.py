@@ -59,8 +59,7 @@ def check_state(checkpoint: Checkpoint) -> None:
     path = checkpoint.path / STATE_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    known = checkpoint.info.get(CHECKSUM)
-    if known is not None and file_digest(path) != known:
+    if file_digest(path) != checkpoint.info.get(CHECKSUM):
         raise ValueError(f"{path} is damaged: its checksum is not what trainer.json says")
     read_state(checkpoint)
 

@@ -169,7 +169,7 @@ def _of_call(code: Named, fn: Any) -> Iterator[str]:
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
         yield from (f"{said}{problem}" for problem in _of_episode(fn))
     if code.kind == "backend" and inspect.isclass(fn):
-        from megarl.rollout import RemoteSGLangEngine
+        from megarl.rollout.client import RemoteSGLangEngine
 
         if not issubclass(fn, RemoteSGLangEngine):
             yield f"{said}no subclass of megarl.RemoteSGLangEngine; make it one"

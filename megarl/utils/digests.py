@@ -35,14 +35,11 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broken_seal(content: Any) -> str | None:
-    """Returns what is wrong with the content of a `seal`ed file, None if nothing is. Content
-    without a seal passes."""
+    """Returns what is wrong with the content of a `seal`ed file, None if nothing is."""
     if not isinstance(content, dict):
         return "it is no json object"
-    found = content.get(_SEAL)
-    if found is None or found == _of_json({k: v for k, v in content.items() if k != _SEAL}):
-        return None
-    return "its content does not fit its checksum"
+    found = _of_json({k: v for k, v in content.items() if k != _SEAL})
+    return None if found == content.get(_SEAL) else "its content does not fit its checksum"
 
 
 def _of_json(content: Mapping[str, Any]) -> str:

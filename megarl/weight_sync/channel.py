@@ -51,9 +51,12 @@ class UpdateChannel:
         address = _address_for(servers)
         store = listen(address, timeout=deadline.left)
         group: dict[str, Any] = {
-            "master_address": address, "master_port": store.port,
-            "world_size": world_size, "group_name": self.group_name, "backend": backend,
-        }  # fmt: skip
+            "master_address": address,
+            "master_port": store.port,
+            "world_size": world_size,
+            "group_name": self.group_name,
+            "backend": backend,
+        }
         bodies = [{**group, "rank_offset": n} for n in offsets]
         asked = servers.start("/init_weights_update_group", bodies, deadline.left)
         joined = in_thread(init_update_group, **group, rank=0, timeout=deadline.left, store=store)

@@ -34,11 +34,19 @@ class Reallocator:
     """
 
     def __init__(
-        self, source: PieceTable, target: PieceTable, rank: int, *, dtype: torch.dtype,
-        source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES, node_size: int = 8,
-        group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        source: PieceTable,
+        target: PieceTable,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        source_ranks: Sequence[int] | None = None,
+        target_ranks: Sequence[int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        node_size: int = 8,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}: use at least 1")
         self._from = _ranks("source_ranks", source_ranks, source)

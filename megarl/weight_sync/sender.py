@@ -56,10 +56,18 @@ class WeightSender:
             )
         trained = {n: p for n, p in params.items() if n not in table.buffers}
         self._source = WeightSource(
-            table=table, layout=layout, rank=rank, params=params, group=group, sender=sender,
-            dtype=dtype or uniform_dtype(trained), device=next(iter(params.values())).device,
-            adapters=adapters, base_model_path=base_model_path, agreement=Agreement(group),
-        )  # fmt: skip
+            table=table,
+            layout=layout,
+            rank=rank,
+            params=params,
+            group=group,
+            sender=sender,
+            dtype=dtype or uniform_dtype(trained),
+            device=next(iter(params.values())).device,
+            adapters=adapters,
+            base_model_path=base_model_path,
+            agreement=Agreement(group),
+        )
         self._transports: dict[str, Transport] = {}  # by type and options
 
     def upload(self, meta: WeightUpdateMeta) -> dict[str, float]:

@@ -21,23 +21,25 @@ def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...
 
 
 def assign(
-    tensors: Iterable[tuple[Parts, int]], layout: Layout, owners: Sequence[int]
+    tensors: Iterable[tuple[Parts, int]], layout: Layout, senders: Sequence[int]
 ) -> list[int]:
     """Returns the sender of each tensor, given as its parts and bytes: the one for which least
     comes from other stages, then from other ranks, then the one that has least to send."""
-    coords = {owner: layout.coords(owner) for owner in owners}
-    load = dict.fromkeys(owners, 0)
+    coords = {sender: layout.coords(sender) for sender in senders}
+    load = dict.fromkeys(senders, 0)
 
     @cache
-    def absent(parts: Parts, owner: int) -> tuple[int, int]:
+    def absent(parts: Parts, sender: int) -> tuple[int, int]:
         """Numbers that come from another stage, and from any other rank."""
-        c = coords[owner]
+        c = coords[sender]
         far = sum(n for place, n in parts if place.pp != c.pp)
         return far, sum(n for place, n in parts if not place.holds(c))
 
     chosen = []
     for parts, nbytes in tensors:
-        best = min(owners, key=lambda o: (*absent(parts, o), load[o])) if owners[1:] else owners[0]
+        best = (
+            min(senders, key=lambda s: (*absent(parts, s), load[s])) if senders[1:] else senders[0]
+        )
         load[best] += nbytes
         chosen.append(best)
     return chosen
@@ -45,8 +47,8 @@ def assign(
 
 def by_turns(counts: Mapping[int, int]) -> list[int]:
     """Returns the senders in turn, each as often as it has buckets, evenly spread."""
-    turns = [((i + 0.5) / n, owner) for owner, n in counts.items() for i in range(n)]
-    return [owner for _, owner in sorted(turns)]
+    turns = [((i + 0.5) / n, sender) for sender, n in counts.items() for i in range(n)]
+    return [sender for _, sender in sorted(turns)]
 
 
 def split_budget(bucket_bytes: int) -> tuple[int, int]:

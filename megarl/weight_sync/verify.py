@@ -61,9 +61,10 @@ class Verifier:
         if not self.comparable:
             return
         wanted = (
-            (n, t) for n, t in tensors
+            (n, t)
+            for n, t in tensors
             if self.names is None or n.removesuffix(block_fp8.SUFFIX) in self.names
-        )  # fmt: skip
+        )
         self.sent |= {
             n: tensor_checksum(t.to(self.dtype or t.dtype))
             for n, t in block_fp8.dequantized(wanted)

@@ -26,9 +26,11 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SUFFIX = "_scale_inv"
 # what an HF config.json says about a directory of such weights
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
-}  # fmt: skip
+}
 # the maps of attention, of dense layers and of experts (Mixtral calls its w1, w2, w3), but not
 # eh_proj, by which DeepSeek's extra layers join embeddings and hidden states
 _LINEAR = re.compile(r"\.layers\.\d+\..*\.(?!eh_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")

@@ -149,9 +149,10 @@ def _encode_chunk(
     skips = gaps // _SKIP
     nothing, changed = new.new_empty(0, dtype=torch.uint8), positions.numel()
     lengths = {
-        "gaps": changed + int(skips.sum()), "bitmap": -(-new.numel() // 8),
+        "gaps": changed + int(skips.sum()),
+        "bitmap": -(-new.numel() // 8),
         "dense": (new.numel() - changed) * new.itemsize,
-    }  # fmt: skip
+    }
     kind = min(lengths, key=lengths.__getitem__)
     if kind == "dense":
         return kind, nothing, new, changed
@@ -211,5 +212,7 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
 
 
 _UNPACK: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "gaps": _unpack_gaps, "bitmap": _unpack_bits, "dense": _unpack_all,
-}  # fmt: skip
+    "gaps": _unpack_gaps,
+    "bitmap": _unpack_bits,
+    "dense": _unpack_all,
+}

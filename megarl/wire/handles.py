@@ -26,17 +26,17 @@ from torch.multiprocessing import reductions
 from megarl.wire.buckets import Bucket
 
 _DEVICE = 6  # which argument of torch's rebuild_cuda_tensor is the device
-_DTYPES = {str(d).removeprefix("torch.") for d in (
-    torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16,
-)}  # fmt: skip
+_DTYPES = {
+    str(d).removeprefix("torch.")
+    for d in (torch.uint8, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+_REBUILDERS = ("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename")
 _ALLOWED = {
     *(("torch", name) for name in ("Tensor", "Size", *_DTYPES)),
     *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
-    *(("torch.multiprocessing.reductions", name) for name in (
-        "rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename",
-    )),
+    *(("torch.multiprocessing.reductions", name) for name in _REBUILDERS),
     ("types", "SimpleNamespace"),
-}  # fmt: skip
+}
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -59,11 +59,15 @@ def pack(bucket: Bucket, flat: torch.Tensor, *, flattened: bool) -> str:
     if flattened:
         members = [
             SimpleNamespace(
-                name=m.name, shape=m.shape, dtype=m.dtype, start_idx=m.offset,
-                end_idx=m.offset + m.nbytes, numel=m.nbytes,
+                name=m.name,
+                shape=m.shape,
+                dtype=m.dtype,
+                start_idx=m.offset,
+                end_idx=m.offset + m.nbytes,
+                numel=m.nbytes,
             )
             for m in bucket.members
-        ]  # fmt: skip
+        ]
         content = {"flattened_tensor": flat, "metadata": members}
     out = io.BytesIO()
     _Pickler(out).dump(content)

@@ -26,9 +26,16 @@ _NEVER_SENT = 0x6E65  # tag of a message nobody sends
 
 
 def init_update_group(
-    *, master_address: str, master_port: int, rank: int, world_size: int, group_name: str,
-    backend: str, timeout: float, store: dist.Store | None = None,
-) -> dist.ProcessGroup:  # fmt: skip
+    *,
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout: float,
+    store: dist.Store | None = None,
+) -> dist.ProcessGroup:
     """Joins the group `group_name` of `world_size` ranks; returns when all of them have joined.
 
     Rank 0 listens at master_address:master_port, or already does at `store` (see `listen`). A
@@ -45,9 +52,13 @@ def init_update_group(
         store.set_timeout(wait)
     with _loopback_gloo(master_address):
         return join_group(
-            store, rank=rank, world_size=world_size, group_name=group_name, backend=backend,
+            store,
+            rank=rank,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
             timeout=timeout,
-        )  # fmt: skip
+        )
 
 
 def join_group(
@@ -56,10 +67,14 @@ def join_group(
     """Joins a group whose ranks meet at `store`, where no group may have had this name before."""
     with _independent_of_default_group(backend):
         pg, _ = c10d._new_process_group_helper(
-            world_size, rank, [], dist.Backend(backend), dist.PrefixStore(group_name, store),
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(group_name, store),
             group_name=group_name,  # type: ignore[arg-type]
             timeout=timedelta(seconds=timeout),
-        )  # fmt: skip
+        )
     # what dist.broadcast(src=...) reads; new_group() would do it for subgroups of the default
     c10d._world.pg_group_ranks[pg] = {i: i for i in range(world_size)}
     return pg

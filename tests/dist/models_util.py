@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from megarl.ckpt.hf import load_hf
 from megarl.config.parallel import ParallelConfig
-from megarl.models import BuiltModel, build_model, named_params, read_hf_config
+from megarl.models.build import BuiltModel, build_model
+from megarl.models.hf_config import read_hf_config
+from megarl.models.names import named_params
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout
 

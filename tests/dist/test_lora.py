@@ -21,7 +21,7 @@ from megarl.algos import Actor, LoRARef, Ref
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import LoRAConfig
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import adapter_config, adapter_table
 from megarl.parallel.layout import Layout
 from tests.dist.engine_jobs import (

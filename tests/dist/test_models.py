@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.models import BucketGatherer, named_params, plan_buckets
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.names import named_params
 from megarl.models.build import resolve_attention
 from megarl.parallel.packing import zigzag_index
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd

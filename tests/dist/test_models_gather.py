@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.models import (
-    BucketGatherer,
-    build_piece_table,
-    named_params,
-    plan_buckets,
-    read_hf_config,
-)
+from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.hf_config import read_hf_config
+from megarl.models.names import named_params
+from megarl.models.piece_table import build_piece_table
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import buffers as sync_buffers
@@ -69,7 +66,7 @@ def test_offsets_are_aligned_when_dtypes_mix(model_path: Path) -> None:
         assert len(dict(b.views(torch.zeros(b.nbytes, dtype=torch.uint8)))) == len(b.members)
 
 
-def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) -> dict[str, Any]:
+def run_gather(path: Path, parallel: dict[str, Any], root: int, mixed: bool) -> dict[str, Any]:
     """Gathers twice into one buffer, doubled the second time; returns the second tensors."""
     with built_model(path, parallel) as (model, groups):
         params = {n: p.detach() for n, p in named_params(model.chunks).items()}
@@ -80,7 +77,7 @@ def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) ->
             }
         buckets = plan_buckets(model.table, dtype, 30_000)
         gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, params, buckets, owner=owner
+            model.table, groups.layout, groups.rank, params, buckets, root=root
         )
         out = torch.empty(max(b.nbytes for b in buckets) + 64, dtype=torch.uint8)
         for bucket in buckets:
@@ -89,8 +86,8 @@ def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) ->
             p.mul_(2)  # the gatherer reads at gather time
         result: dict[str, Any] = {}
         for bucket in buckets:
-            flat = gatherer.gather(bucket, out if groups.rank == owner else None)
-            assert (flat is None) == (groups.rank != owner)
+            flat = gatherer.gather(bucket, out if groups.rank == root else None)
+            assert (flat is None) == (groups.rank != root)
             if flat is not None:
                 assert flat.numel() == bucket.nbytes and flat.data_ptr() == out.data_ptr()
                 result.update({n: t.clone() for n, t in bucket.views(flat)})
@@ -99,7 +96,7 @@ def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) ->
 
 # senders that hold only norms, a data-parallel replica, and a middle stage
 @pytest.mark.parametrize(
-    "parallel, owner, mixed",
+    "parallel, root, mixed",
     (
         (dict(tp=2, pp=2), 3, False),
         (dict(tp=2, pp=2, sequence_parallel=True), 0, True),
@@ -110,13 +107,13 @@ def run_gather(path: Path, parallel: dict[str, Any], owner: int, mixed: bool) ->
     ),
 )
 def test_any_rank_can_gather(
-    world: World, model_path: Path, parallel: dict[str, Any], owner: int, mixed: bool
+    world: World, model_path: Path, parallel: dict[str, Any], root: int, mixed: bool
 ) -> None:
-    results = world.run(run_gather, model_path, parallel, owner, mixed)
-    assert [bool(r) for r in results] == [rank == owner for rank in range(4)]
+    results = world.run(run_gather, model_path, parallel, root, mixed)
+    assert [bool(r) for r in results] == [rank == root for rank in range(4)]
     want = load_file(model_path / "model.safetensors")
-    assert results[owner].keys() == want.keys()
-    for name, tensor in results[owner].items():
+    assert results[root].keys() == want.keys()
+    for name, tensor in results[root].items():
         expected = 2 * want[name]
         if mixed and "norm" in name:
             expected = expected.to(HALF)
@@ -137,13 +134,13 @@ def batched() -> Iterator[list[torch.Tensor]]:
         yield sent
 
 
-def run_count(path: Path, parallel: dict[str, Any], owner: int) -> int:
+def run_count(path: Path, parallel: dict[str, Any], root: int) -> int:
     """Returns how many messages this rank sends for one bucket, all in batches: for a message
     outside of a batch NCCL would make a communicator of its own."""
     with built_model(path, parallel) as (model, groups):
         (bucket,) = plan_buckets(model.table, torch.float32, 1 << 30)
         gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], owner
+            model.table, groups.layout, groups.rank, named_params(model.chunks), [bucket], root
         )
         with batched() as sent:
             gatherer.gather(bucket)
@@ -157,7 +154,7 @@ def test_one_message_per_source_and_none_from_replicas(world: World, model_path:
     assert world.run(run_count, model_path, dict(), 1) == [0, 0, 0, 0]
 
 
-def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict[str, Any]]:
+def run_shared(path: Path, root: int, reachable: bool) -> tuple[bool, int, dict[str, Any]]:
     """Returns whether the buffers are shared, the bytes of this rank's largest message, and the
     gathered tensors. Unless `reachable`, rank 1 cannot attach to the sender's memory.
     """
@@ -167,9 +164,9 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
         params = named_params(model.chunks)
         buckets = plan_buckets(model.table, torch.float32, 30_000)
         gatherer = BucketGatherer(
-            model.table, groups.layout, groups.rank, params, buckets, owner=owner
+            model.table, groups.layout, groups.rank, params, buckets, root=root
         )
-        buffers = sync_buffers.BucketBuffers(agreement, owner, torch.device("cpu"))
+        buffers = sync_buffers.BucketBuffers(agreement, root, torch.device("cpu"))
         lost = not reachable and groups.rank == 1
         with mock.patch.object(sync_buffers, "attach", (lambda _: None) if lost else attach):
             buffers.take(max(b.nbytes for b in buckets))
@@ -184,16 +181,16 @@ def run_shared(path: Path, owner: int, reachable: bool) -> tuple[bool, int, dict
     return buffers.shared, max((message.numel() for message in sent), default=0), result
 
 
-@pytest.mark.parametrize("owner", (0, 3))
+@pytest.mark.parametrize("root", (0, 3))
 @pytest.mark.parametrize("reachable", (True, False))
 def test_ranks_of_one_host_put_their_pieces_in_place(
-    world: World, model_path: Path, owner: int, reachable: bool
+    world: World, model_path: Path, root: int, reachable: bool
 ) -> None:
-    ranks = world.run(run_shared, model_path, owner, reachable)
+    ranks = world.run(run_shared, model_path, root, reachable)
     want = load_file(model_path / "model.safetensors")
     for rank, (shared, largest, result) in enumerate(ranks):
         assert shared is reachable
-        if rank == owner:
+        if rank == root:
             assert result.keys() == want.keys()
             assert all(torch.equal(result[name], want[name]) for name in want)
         else:

@@ -12,7 +12,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.stats_tracker import StatsTracker
 from megarl.parallel.rank_zero import RankZero, on_rank_zero
-from megarl.rollout import RemoteSGLangEngine
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
 from megarl.utils.stopping import StopRequested
 from megarl.wire.process_group import bounded

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.models import build_piece_table, init_params, named_params, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.names import named_params
+from megarl.models.param_loading import init_params
+from megarl.models.piece_table import build_piece_table
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import layer_activations

@@ -17,7 +17,7 @@ from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from megarl.config.algo import PPOCriticConfig, ValueModelConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from tests.dist.engine_jobs import OPTIMIZER, Tensors, state
 from tests.dist.reference import hf_model, hf_values
 from tests.tiny import random_batch, save_tiny, tiny_hf

@@ -29,7 +29,8 @@ from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine

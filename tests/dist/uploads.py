@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
 from megarl.config.parallel import ParallelConfig
-from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import WeightSender
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout import RemoteSGLangEngine, SGLangEngine
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.local import SGLangEngine
 from tests.dist.world import World
 from tests.sglang import servers
 from tests.sglang.servers import RealServer, launch, save_model, serving

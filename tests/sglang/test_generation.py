@@ -14,7 +14,7 @@ import torch
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.rollout import RemoteSGLangEngine
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.servers import Servers
 from tests.sglang.conftest import Pair

@@ -13,14 +13,11 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.data import build_dataloader, build_dataset
-from megarl.rollout import (
-    RemoteSGLangEngine,
-    RewardPool,
-    RLVRWorkflow,
-    SGLangEngine,
-    get_reward_fn,
-    start_server,
-)
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.local import SGLangEngine
+from megarl.rollout.rewards import RewardPool, get_reward_fn
+from megarl.rollout.server_process import start_server
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.utils.http import call_json
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer

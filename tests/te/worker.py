@@ -150,7 +150,7 @@ def summary(made: Any, groups: Any) -> Facts:
 
 
 def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
-    """Returns, for every owner, how many ranks send to it in a whole sync."""
+    """Returns, for every sender, how many ranks send to it in a whole sync."""
     from megarl.models.gather import BucketGatherer
     from megarl.weight_sync.plan import plan_sync
     from megarl.weight_sync.senders import split_budget, spread_senders
@@ -162,9 +162,9 @@ def pairs(table: Any, layout: Any, count: int) -> dict[str, int]:
     )
     sources: dict[int, set[int]] = {}
     for bucket, messages in gatherer._plans.items():
-        owner = gatherer.owners[bucket]
-        sources.setdefault(owner, set()).update(messages.keys() - {owner})
-    return {str(owner): len(found) for owner, found in sources.items()}
+        sender = gatherer.roots[bucket]
+        sources.setdefault(sender, set()).update(messages.keys() - {sender})
+    return {str(sender): len(found) for sender, found in sources.items()}
 
 
 if __name__ == "__main__":

@@ -326,8 +326,6 @@ def test_samples_whose_update_was_skipped_are_not_trained():
     again = SampleAccounting()
     again.load_state_dict(accounting.state_dict())
     assert again.state_dict() == accounting.state_dict()
-    again.load_state_dict({"mark": 1, "episodes": 2, "samples": 4})  # from before they were counted
-    assert again.skipped_samples == 0
 
 
 def test_ledger_stays_small_and_survives_a_resume():

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.ckpt.hf import load_hf
-from megarl.models import PieceTable, build_piece_table, read_hf_config
 from megarl.models.gather import Bucket, BucketGatherer, Member
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.encoding import quantize_bucket, quantized
 from megarl.weight_sync.plan import plan_sync, update_body

@@ -27,8 +27,10 @@ from megarl.config.recipes import RECIPES, GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.schema import Key, all_keys, key_table
 from megarl.data import build_dataset
-from megarl.rollout import RemoteSGLangEngine, RewardPool, Trajectory, get_reward_fn
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command
+from megarl.rollout.trajectory import Trajectory
 from tests.sglang import servers as sglang
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.rollout_fakes import FakeServer

@@ -10,9 +10,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megarl.models import read_hf_config
 from megarl.models.families.grouped_query import GroupedQuery
-from megarl.models.hf_config import parse_hf_config
+from megarl.models.hf_config import parse_hf_config, read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.models.rope import inv_freq
 from megarl.parallel.layout import Layout

@@ -97,16 +97,16 @@ def test_files_are_spread_over_the_ranks_that_hold_them() -> None:
         )  # fmt: skip
 
     every = plan(list(range(8)))
-    assert every.files.keys() == plan([0]).files.keys() == every.owner_of.keys()
-    assert list(every.owner_of.values())[:4] == [0, 2, 1, 3]  # rank = tp + 2 dp
+    assert every.files.keys() == plan([0]).files.keys() == every.writer_of.keys()
+    assert list(every.writer_of.values())[:4] == [0, 2, 1, 3]  # rank = tp + 2 dp
     load = dict.fromkeys(range(8), 0)
-    for file, owner in every.owner_of.items():
-        load[owner] += sum(m.nbytes for m in every.files[file])
+    for file, writer in every.writer_of.items():
+        load[writer] += sum(m.nbytes for m in every.files[file])
     assert max(load.values()) <= 1.5 * min(load.values())
-    first = every.owners[:8]
+    first = every.writers[:8]
     assert sorted(first) == list(range(8))  # of the first eight buckets, one for each
     for file, members in every.files.items():
         stages = {table.by_name[m.name].pieces[0].place.pp for m in members}
-        assert layout.coords(every.owner_of[file]).pp in stages
-    assert set(plan([0, 5]).owner_of.values()) == {0, 5}
-    assert set(plan([0]).owners) == {0}
+        assert layout.coords(every.writer_of[file]).pp in stages
+    assert set(plan([0, 5]).writer_of.values()) == {0, 5}
+    assert set(plan([0]).writers) == {0}

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.engine import LoRAConfig
-from megarl.models import build_model, named_params
 from megarl.models.adapters import Adapters
+from megarl.models.build import build_model
 from megarl.models.hf_config import parse_hf_config
 from megarl.models.marks import mark_params
+from megarl.models.names import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.parallel.groups import ProcessGroups, model_scope
 from megarl.parallel.layout import Layout

@@ -13,8 +13,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models.families import family_of
 from megarl.models.families.deepseek import Latent
 from megarl.models.flops import train_flops
-from megarl.models.grouped_routing import GroupLimited
 from megarl.models.hf_config import ModelConfig, check_layout, parse_hf_config
+from megarl.models.layers import GroupLimited
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.layout import Layout
@@ -101,7 +101,7 @@ def test_kimi_k2_has_its_published_size() -> None:
 def test_every_element_once_in_every_layout(kind: str, tmp_path: Any) -> None:
     """check_coverage runs inside build_piece_table."""
     save_tiny(tmp_path, kind)
-    from megarl.models import read_hf_config
+    from megarl.models.hf_config import read_hf_config
 
     m = read_hf_config(tmp_path)
     for layout in (Layout(tp=4, ep=2, dp=1), Layout(tp=2, pp=2, vpp=2, etp=2), Layout(cp=2, ep=2)):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.safetensors_files import INDEX, SINGLE, SafetensorsDir
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.staging import put_in_place, stage

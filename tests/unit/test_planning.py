@@ -89,20 +89,20 @@ def test_weights_and_holdings_are_the_piece_tables(architecture: str, tie: bool)
             assert h.itemsize == (4 if t.buffer else 2)
 
 
-@pytest.mark.parametrize("owners", ((0,), (3,), (0, 5)))
-def test_the_planned_buckets_are_those_that_are_sent(owners: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("senders", ((0,), (3,), (0, 5)))
+def test_the_planned_buckets_are_those_that_are_sent(senders: tuple[int, ...]) -> None:
     m, layout = config("DeepseekV3ForCausalLM"), Layout(tp=2, pp=2, dp=2, ep=4)
     table = build_piece_table(m, layout)
-    plan = plan_sync(table, torch.bfloat16, 700, owners)
+    plan = plan_sync(table, torch.bfloat16, 700, senders)
     want = plan.buckets
-    have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, owners=owners)
+    have = plan_gather(list(holdings(m, layout)), layout, bucket_bytes=700, senders=senders)
     assert [(b.nbytes, b.tensors) for b in have] == [(b.nbytes, len(b.members)) for b in want]
-    for b, bucket, owner in zip(have, want, plan.senders, strict=True):
-        assert (b.index, b.owner) == (bucket.index, owner)
-        coords, sources = layout.coords(b.owner), dict[int, int]()
+    for b, bucket, sender in zip(have, want, plan.senders, strict=True):
+        assert (b.index, b.sender) == (bucket.index, sender)
+        coords, sources = layout.coords(b.sender), dict[int, int]()
         for member in bucket.members:
             for p in table.by_name[member.name].pieces:
-                src = b.owner if p.place.holds(coords) else p.place.rank(layout)
+                src = b.sender if p.place.holds(coords) else p.place.rank(layout)
                 sources[src] = sources.get(src, 0) + p.numel * member.dtype.itemsize
         assert b.sources == sources
 
@@ -192,10 +192,10 @@ def test_one_buckets_links() -> None:
 def test_an_estimate_is_no_better_than_its_bound() -> None:
     m, layout = tool.read_model("llama-3.1-405b"), Layout(tp=8, pp=2, dp=4)
     for senders in (1, 4):
-        owners = spread_senders(layout, senders)
-        assert len(set(owners)) == senders
+        ranks = spread_senders(layout, senders)
+        assert len(set(ranks)) == senders
         buckets = plan_gather(
-            list(holdings(m, layout)), layout, bucket_bytes=1 << 29, owners=owners
+            list(holdings(m, layout)), layout, bucket_bytes=1 << 29, senders=ranks
         )
         e = estimate_sync(m, layout, Receivers(gpus=32, tp=16), Cluster(), buckets)
         assert e.seconds > e.bound > e.sharded_bound > 0

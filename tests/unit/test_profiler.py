@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.run import ProfilerConfig
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.observability.profiler import Profiler
 from megarl.observability.timers import Timers
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization

@@ -29,7 +29,9 @@ from megarl.trainer.frequency import Frequency
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
+from megarl.trainer.state_file import CHECKSUM
 from megarl.utils import staging
+from megarl.utils.digests import file_digest, seal
 from megarl.utils.disk import DiskFull
 from tests.hf_stub import write_stub
 from tests.hostile import Hostile
@@ -395,13 +397,19 @@ def test_the_trainers_state_is_plain_data(tmp_path, model):
     path = tmp_path / "e" / "t" / "recover" / "step_000001"
     plain = torch.load(path / "trainer.pt", weights_only=True)
     marker = json.loads((path / "trainer.json").read_text())
-    older = {k: v for k, v in marker.items() if "checksum" not in k and "xxh3" not in k}
-    (path / "trainer.json").write_text(json.dumps(older))  # from before there were checksums
-    torch.save(plain | {"evil": Hostile(tmp_path / "ran")}, path / "trainer.pt")
+
+    def replace_state(state: dict[str, Any]) -> None:
+        """Replaces the state together with its checksums, which are no protection."""
+        torch.save(state, path / "trainer.pt")
+        found = {k: v for k, v in marker.items() if k != "checksum"}
+        found[CHECKSUM] = file_digest(path / "trainer.pt")
+        (path / "trainer.json").write_text(json.dumps(seal(found)))
+
+    replace_state(plain | {"evil": Hostile(tmp_path / "ran")})
     with pytest.raises(RuntimeError, match=r"more than plain data .*mkdir"):
         Start(cfg)
     assert not (tmp_path / "ran").exists()
-    torch.save(plain, path / "trainer.pt")
+    replace_state(plain)
     start = Start(cfg)
     assert start.step == 1
     start.state["row"] = Hostile(tmp_path / "ran")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models import PieceTable, build_piece_table, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.checksum import tensor_checksum
 from megarl.weight_sync import WeightSender

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.models import build_piece_table, read_hf_config
+from megarl.models.hf_config import read_hf_config
+from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.buffers import BucketBuffers

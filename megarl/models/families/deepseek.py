@@ -215,13 +215,9 @@ class DeepSeek(Family):
             )
         return fields
 
-    def patch_spec(self, spec: Any) -> None:
-        """Imports megarl.models.mla, which mends megatron-core's layers; `spec` stays as it is."""
-        from megarl.models import mla  # noqa: F401  mends megatron-core's layers
-
     def patch(self, chunk: Any, m: ModelConfig) -> None:
         """Sets the latents' norms and projections; the frequencies stay megatron-core's own."""
-        from megarl.models.mla import settle_mla
+        from megarl.models.layers import settle_mla
 
         settle_mla(chunk)
 

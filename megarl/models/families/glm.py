@@ -33,7 +33,7 @@ class Glm4(Glm):
 
     def patch_spec(self, spec: Any) -> None:
         """Makes every layer of `spec` a SandwichLayer."""
-        from megarl.models.sandwich_norm import SandwichLayer
+        from megarl.models.layers import SandwichLayer
 
         for layer in spec.layer_specs:
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}

@@ -96,9 +96,16 @@ class Transport(ABC):
             if self._planned is None or self._planned[0] != key:
                 plan = plan_sync(s.table, s.dtype, bucket_bytes, senders or (s.sender,))
                 gatherer = BucketGatherer(
-                    s.table, s.layout, s.rank, s.params, plan.buckets, plan.senders,
-                    group=s.group, device=s.device, **({"staging": staging} if staging else {}),
-                )  # fmt: skip
+                    s.table,
+                    s.layout,
+                    s.rank,
+                    s.params,
+                    plan.buckets,
+                    plan.senders,
+                    group=s.group,
+                    device=s.device,
+                    **({"staging": staging} if staging else {}),
+                )
                 self._planned = key, plan, gatherer
             return self._planned[1:]
 

@@ -110,15 +110,20 @@ class ColocatedTransport(Transport):
         feeding = {sender, *(rank for ranks in sources for rank in ranks)}
         together(self._allocate, plan.largest, rank in feeding)
         speaks = rank == sender
-
-        def verifier() -> Verifier | None:
-            return Verifier.of(meta, info, plan.names) if speaks else None
-
+        verifier = together(lambda: Verifier.of(meta, info, plan.names) if speaks else None)
         session = ColocatedSession(
-            source=self.source, plan=plan, gatherer=gatherer, meta=meta, deadline=deadline,
-            phases=phases, verifier=together(verifier), sources=sources, pair=self._pair,
-            spread=len(feeding) > 1, servers=Servers(meta.addresses) if speaks else None,
-        )  # fmt: skip
+            source=self.source,
+            plan=plan,
+            gatherer=gatherer,
+            meta=meta,
+            deadline=deadline,
+            phases=phases,
+            verifier=verifier,
+            sources=sources,
+            pair=self._pair,
+            spread=len(feeding) > 1,
+            servers=Servers(meta.addresses) if speaks else None,
+        )
         try:
             together(session.begin)
             session.run()
@@ -182,9 +187,8 @@ class ColocatedSession(BucketStream):
     sources: Sequence[tuple[int, ...]]
     spread: bool
     pair: Sequence[torch.Tensor]
-    _places: dict[tuple[int, int], str] = field(
-        default_factory=dict
-    )  # (server, worker) -> where it finds the last bucket
+    # (server, worker) -> where it finds the last bucket
+    _places: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Opens an update session on the servers, from the sender."""
@@ -238,9 +242,8 @@ class ColocatedSession(BucketStream):
         assert self.servers is not None, "the sender speaks to the servers"
         self.counts["bytes"] += ready.bucket.nbytes
         body: dict[str, Any] = load_body(
-            flattened=self.meta.flattened, version=self.meta.number,
-            last=self.is_last(ready.bucket),
-        )  # fmt: skip
+            flattened=self.meta.flattened, version=self.meta.number, last=self.is_last(ready.bucket)
+        )
         bodies = [
             body | {"serialized_named_tensors": [self._places[s, w] for w in range(len(ranks))]}
             for s, ranks in enumerate(self.sources)

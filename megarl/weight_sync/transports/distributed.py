@@ -189,14 +189,21 @@ class DistributedTransport(Transport):
     def _join(self, sender: int, target: _Target, deadline: Deadline) -> None:
         if self.source.rank == sender:
             self._channel = UpdateChannel(
-                Servers(target.addresses), backend=target.backend, device=self.source.device,
+                Servers(target.addresses),
+                backend=target.backend,
+                device=self.source.device,
                 deadline=deadline,
-            )  # fmt: skip
+            )
 
     def _open(
-        self, plan: SyncPlan, gatherer: BucketGatherer, changes: Changes | None,
-        meta: WeightUpdateMeta, deadline: Deadline, phases: Phases,
-    ) -> GroupStream:  # fmt: skip
+        self,
+        plan: SyncPlan,
+        gatherer: BucketGatherer,
+        changes: Changes | None,
+        meta: WeightUpdateMeta,
+        deadline: Deadline,
+        phases: Phases,
+    ) -> GroupStream:
         """Opens a session on the servers, and makes the stream."""
         channel, verifier = self._channel, None
         if channel is not None:
@@ -206,16 +213,24 @@ class DistributedTransport(Transport):
             if changes is not None and unable and speaks:
                 log.warning(
                     "weight_sync.delta: all weights are sent, for %s cannot apply changes (a stock "
-                    "SGLang server cannot, megarl's embedded server can)", ", ".join(unable),
-                )  # fmt: skip
+                    "SGLang server cannot, megarl's embedded server can)",
+                    ", ".join(unable),
+                )
             changes = None if unable else changes
             if speaks:
                 channel.servers.begin_update(deadline)
         return GroupStream(
-            source=self.source, plan=plan, gatherer=gatherer, meta=meta, deadline=deadline,
-            phases=phases, verifier=verifier, channel=channel, changes=changes,
+            source=self.source,
+            plan=plan,
+            gatherer=gatherer,
+            meta=meta,
+            deadline=deadline,
+            phases=phases,
+            verifier=verifier,
+            channel=channel,
+            changes=changes,
             buffers=self._buffers,
-        )  # fmt: skip
+        )
 
     def _close_session(self, deadline: Deadline) -> None:
         """Ends the session on the one sender that opened it."""
@@ -253,9 +268,11 @@ class GroupStream(BucketStream):
         buffers = self.buffers[self.plan.senders[index]]
         with self.phases.time_on(device, "gather"):
             flat = self.gatherer.gather(
-                bucket, buffers.slot(self.plan.turns[index]), shared=buffers.shared,
+                bucket,
+                buffers.slot(self.plan.turns[index]),
+                shared=buffers.shared,
                 packing=partial(self.phases.time_on, device, "pack"),
-            )  # fmt: skip
+            )
         if flat is None:
             return None
         last = self.is_last(bucket)
