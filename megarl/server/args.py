@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megarl.config.bounds import TIMEOUT
 
@@ -15,7 +15,6 @@ class ServerArgs:
     Raises ValueError for a number out of its bounds."""
 
     model_path: str
-    tokenizer_path: str | None = None
     host: str = "127.0.0.1"
     port: int = 30000
     dtype: str = "auto"
@@ -23,7 +22,6 @@ class ServerArgs:
     context_length: int | None = None
     max_running_requests: int = 256
     max_total_tokens: int | None = None
-    max_prefill_tokens: int = 16384
     deterministic: bool = False
     threads: int = 0
     random_seed: int | None = None
@@ -31,9 +29,8 @@ class ServerArgs:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("max_running_requests", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
+        if self.max_running_requests < 1:
+            raise ValueError(f"--max-running-requests={self.max_running_requests}: at least 1")
         if not TIMEOUT.allow(self.dist_timeout):
             raise ValueError(
                 f"--dist-timeout={self.dist_timeout}: must be {TIMEOUT} ({TIMEOUT.note})"
@@ -46,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m megarl.server", description=__doc__)
     add = p.add_argument
     add("--model-path", required=True, help="HF model directory")
-    add("--tokenizer-path", help="HF tokenizer directory (default: the model's)")
     add("--host", help="address to bind")
     add("--port", type=int)
     add(
@@ -62,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="bound of the KV cache (default: by the memory there is)",
     )
-    add("--max-prefill-tokens", type=int, help="padded prompt tokens in one prefill batch")
     add(
         "--deterministic",
         "--enable-deterministic-inference",
@@ -85,8 +80,3 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
         return ServerArgs(**given)
     except ValueError as e:
         parser.error(str(e))
-
-
-def as_dict(args: ServerArgs) -> dict[str, object]:
-    """Returns the flags as /server_info shows them."""
-    return {f.name: getattr(args, f.name) for f in fields(args)}

@@ -6,12 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.server.errors import ServerError, UnknownFieldError
+from megarl.server.errors import ServerError
 from megarl.server.limits import MAX_STOP_LENGTH, MAX_STOPS
 
-# parameters that only SGLang has: values that ask for nothing pass
+# parameters that only SGLang has: values that ask for nothing new pass
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
+    "min_p": (None, 0, 0.0),
+    "skip_special_tokens": (None, True),
+    "no_stop_trim": (None, False),
     "stop_regex": (None, [], ""),
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
@@ -42,12 +45,9 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +55,6 @@ class SamplingParams:
         for name, ok, wanted in (
             ("temperature", self.temperature >= 0.0, "non-negative"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (disable) or at least 1"),
             ("min_new_tokens", least >= 0, "non-negative"),
             ("max_new_tokens", most is None or most >= least, f"at least min_new_tokens={least}"),
@@ -96,7 +95,7 @@ def parse_sampling_params(given: Any) -> SamplingParams:
                 )
         else:
             known = ", ".join(f"`{name}`" for name in (*_READERS, *_NEUTRAL))
-            raise UnknownFieldError(f"unknown field `{key}`, expected one of {known}")
+            raise ServerError(f"unknown field `{key}`, expected one of {known}")
     return SamplingParams(**values)
 
 
@@ -143,10 +142,7 @@ _READERS: dict[str, Any] = {
     "sampling_seed": _int,
     "temperature": _float,
     "top_p": _float,
-    "min_p": _float,
     "stop": _strings,
     "stop_token_ids": _ints,
     "ignore_eos": _bool,
-    "skip_special_tokens": _bool,
-    "no_stop_trim": _bool,
 }
