@@ -251,9 +251,9 @@ def test_bounds_are_named(server):
     one = {"input_ids": [5]}
     for params, words in (
         ({"n": 2}, "n=2 is not supported"),
-        ({"stop": ["x"] * 2000}, "2000 strings, at most 1024"),
-        ({"stop": ["x" * 5000]}, "more than 4096 characters"),
-        ({"stop_token_ids": [5] * 2000}, "2000 ids, at most 1024"),
+        ({"stop": ["x"] * 2000}, "at most 1024 items"),
+        ({"stop": ["x" * 5000]}, "at most 4096 characters"),
+        ({"stop_token_ids": [5] * 2000}, "at most 1024 items"),
     ):
         assert words in refused(server, "/generate", one | {"sampling_params": params})
     many = {"input_ids": [[5]] * 8193}
