@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import asdict
 
 from starlette.requests import Request
@@ -11,7 +10,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from megarl.server.core import ServerCore
 from megarl.server.errors import ServerError
-from megarl.server.limits import MAX_FLUSH_WAIT
 from megarl.server.replies import answer, read_json
 from megarl.server.scheduler import PAUSE_MODES
 from megarl.server.text import render
@@ -121,20 +119,11 @@ class Endpoints:
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Gives the KV memory back; waits up to `timeout` seconds until no sequence holds it."""
-        try:
-            timeout = float(request.query_params.get("timeout", 0))
-        except ValueError:
-            timeout = math.nan
-        if not 0 <= timeout <= MAX_FLUSH_WAIT:
-            raise ServerError(f"timeout must be a number of seconds from 0 to {MAX_FLUSH_WAIT:g}")
-        deadline = asyncio.get_running_loop().time() + timeout
+        """Gives the KV memory back; answers 400 while sequences hold it."""
         scheduler = self.core.scheduler
-        while not await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
-            if asyncio.get_running_loop().time() >= deadline:
-                return PlainTextResponse("Flush cache failed.\n", status_code=400)
-            await asyncio.sleep(0.05)
-        return PlainTextResponse(_FLUSHED)
+        if await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
+            return PlainTextResponse(_FLUSHED)
+        return PlainTextResponse("Flush cache failed.\n", status_code=400)
 
 
 async def _disconnected(request: Request) -> None:

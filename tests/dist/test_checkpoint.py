@@ -29,24 +29,6 @@ BF16: dict[str, Any] = dict(dtype="bfloat16")
 VERSION = 7
 
 
-@pytest.fixture(scope="module")
-def world1():
-    with World(1) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world2():
-    with World(2) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world4():
-    with World(4) as w:
-        yield w
-
-
 def dist_meta(path: Path | str, with_optim: bool = True) -> SaveLoadMeta:
     return SaveLoadMeta(path=str(path), weight_format="dist", with_optim=with_optim)
 
@@ -412,7 +394,7 @@ def changed_config(path: str, out: str) -> tuple[float, float, int]:
 
 
 def save_under_two_names(path: str, out: Path) -> dict[str, Any]:
-    """Saves one state as engines do and as megatron-core's local layers would; a step after each."""
+    """Saves one state as engines do and as megatron-core's local layers would; a step each."""
     from megarl.ckpt.convert_source import read_metadata
 
     engine = engine_for(path, {}, ZERO)
@@ -607,7 +589,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
         assert r["differ"] == [] == r["differ2"] and r["resumed"] > 0
         assert r["figures"] == r["again"] and r["version"] == VERSION
         assert re.search(
-            r"DiskFull: saving .*ck failed on rank 1: .*disk full: .*MiB are needed, .* free .*fileroot",
+            r"DiskFull: saving .*ck failed on rank 1: .*disk full: .*MiB are needed, "
+            r".* free .*fileroot",
             r["error"],
         ), (rank, r["error"])
         assert r["left"] == ["ck", "ck-2"] and r["older"] == []

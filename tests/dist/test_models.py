@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +33,13 @@ LENGTHS = [5, 33, 1, 17, 40, 12, 12, 90]
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    with World(1) as w:
-        yield w
+def one(worlds: Any) -> World:
+    return worlds(1)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2) as w:
-        yield w
+def two(worlds: Any) -> World:
+    return worlds(2)
 
 
 def ids_of(n: int, seed: int = 0) -> torch.Tensor:

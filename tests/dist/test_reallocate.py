@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +25,8 @@ Params = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4) as w:
-        yield w
+def world(worlds: Any) -> World:
+    return worlds(4)
 
 
 @pytest.fixture(scope="module")

@@ -26,25 +26,12 @@ from megarl.ckpt.convert_report import inspect, verify
 from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import check_contents, read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
+from tests.files import Hostile, read_all, same
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]
 QUIET: dict[str, Any] = dict(quiet=True)
 SMALL: dict[str, Any] = dict(part_bytes=60_000, **QUIET)  # several files even of a tiny model
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def same(a: Path, b: Path) -> None:
-    want, have = tensors(a), tensors(b)
-    assert want.keys() == have.keys()
-    for name, t in want.items():
-        assert t.dtype == have[name].dtype and torch.equal(t, have[name]), name
 
 
 CASES = [(k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS)] + [("llama", True), ("qwen3", True)]
@@ -89,8 +76,8 @@ def test_another_dtype_casts_all_but_buffers(tmp_path: Path) -> None:
     a = save_tiny(tmp_path / "a", "deepseek_v3")
     hf2dist(a, tmp_path / "ck", dtype=torch.bfloat16, **QUIET)
     dist2hf(tmp_path / "ck", tmp_path / "b", **QUIET)
-    got = tensors(tmp_path / "b")
-    for name, t in tensors(a).items():
+    got = read_all(tmp_path / "b")
+    for name, t in read_all(a).items():
         want = t if name.endswith("e_score_correction_bias") else t.bfloat16()
         assert got[name].dtype == want.dtype and torch.equal(got[name], want), name
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -330,16 +317,6 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     (a / "model.safetensors").write_bytes(b"")
     assert inspect(a)["complete"].startswith("no: ")
     assert inspect(tmp_path)["what"].startswith("neither")
-
-
-class Hostile:
-    """Unpickled without care, it makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def test_no_command_runs_what_a_hostile_file_names(tmp_path: Path) -> None:

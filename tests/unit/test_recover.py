@@ -31,6 +31,7 @@ from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
 from megarl.utils import staging
 from megarl.utils.disk import DiskFull
+from tests.files import Hostile
 from tests.hf_stub import write_stub
 
 # ---- directories and files that are whole or not there
@@ -384,14 +385,6 @@ def test_flipped_bytes_fall_back_to_the_checkpoint_before(
     assert any("step_000004 is not whole" in m for m in caplog.messages)
     start.train(1)
     assert Start(cfg).step == 4
-
-
-class Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
 
 
 def test_the_trainers_state_is_plain_data(tmp_path, model):
