@@ -20,9 +20,7 @@ import contextlib
 import functools
 import multiprocessing as mp
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +34,12 @@ import torch.distributed as dist
 import transformers
 
 from megarl.api.records import WeightUpdateMeta
+from megarl.config.rollout import ServerConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.utils.http import HttpError, call_json
+from megarl.rollout.server_process import free_port, start_server
+from megarl.utils.http import call_json
 from megarl.weight_sync import WeightSender
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
@@ -76,12 +76,6 @@ class Sample:
     figures: dict[str, float]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def make_model(path: Path, mib: int) -> None:
     """Saves a random Qwen3 of about `mib` MiB in bf16."""
     numel = mib * 2**19
@@ -100,34 +94,21 @@ def make_model(path: Path, mib: int) -> None:
 @contextlib.contextmanager
 def servers(model: Path, count: int) -> Iterator[tuple[str, ...]]:
     """Yields healthy embedded servers, which load their weights in bf16."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    addresses, processes = [], []
-    try:
-        for _ in range(count):
-            port = free_port()
-            command = ["-m", "megarl.server", "--model-path", str(model), "--port",
-                       str(port), "--threads", "1", "--log-level", "warning"]  # fmt: skip
-            processes.append(subprocess.Popen([sys.executable, *command], env=env))
-            addresses.append(f"127.0.0.1:{port}")
-        for address, process in zip(addresses, processes, strict=True):
-            wait_healthy(address, process)
-        yield tuple(addresses)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def wait_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        try:
-            call_json("GET", address, "/health", timeout=5)
-            return
-        except HttpError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+    config = ServerConfig(threads=1, extra_args=["--log-level", "warning"])
+    with contextlib.ExitStack() as stack:
+        started = []
+        for i in range(count):
+            log = model / f"server{i}.log"
+            path, env = str(model), {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            started.append(
+                start_server(
+                    config, model_path=path, dtype="bfloat16", log_path=log, env=env, wait=False
+                )
+            )
+            stack.callback(started[-1].stop)
+        for process in started:
+            process.wait_healthy(START_TIMEOUT)
+        yield tuple(process.address for process in started)
 
 
 def processor_seconds() -> float:

@@ -74,24 +74,30 @@ class Client:
         threading.Thread(target=run, daemon=True).start()
         return future
 
-    def wait_running(self, count: int = 1, timeout: float = 20.0) -> None:
-        """Until `count` sequences decode."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            state = self.get("/server_info")[1]["internal_states"][0]
-            if state["num_running_reqs"] >= count:
-                return
-            time.sleep(0.005)
-        raise TimeoutError(f"{count} sequences did not start within {timeout} s")
+    def state(self) -> dict[str, Any]:
+        """What the scheduler does now."""
+        return dict(self.get("/server_info")[1]["internal_states"][0])
 
-    def wait_waiting(self, count: int = 1, timeout: float = 20.0) -> None:
+    def wait_running(self, count: int = 1) -> None:
+        """Until `count` sequences decode."""
+        self._wait_for("num_running_reqs", count)
+
+    def wait_waiting(self, count: int = 1) -> None:
         """Until `count` sequences or updates queue."""
+        self._wait_for("num_waiting_reqs", count)
+
+    def wait_idle(self) -> None:
+        """Until no sequence decodes or queues."""
+        self._wait_for("num_running_reqs", 0)
+        self._wait_for("num_waiting_reqs", 0)
+
+    def _wait_for(self, what: str, count: int, timeout: float = 20.0) -> None:
+        """Until `what` is at least `count`; exactly, for 0."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if self.get("/server_info")[1]["internal_states"][0]["num_waiting_reqs"] >= count:
-                return
+        while (now := self.state()[what]) < count or (now and not count):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} is {now}, not {count}, after {timeout} s")
             time.sleep(0.005)
-        raise TimeoutError(f"nothing queued within {timeout} s")
 
 
 class Server(Client):
@@ -112,26 +118,31 @@ def embedded_server(
     """A healthy server of `model` at `port` (default: a free one); its output goes to `log` and
     into the error if it does not come up.
     """
+    with _started(model, *flags, log=log, port=port) as server:
+        _wait_healthy(server, log)
+        yield server
+
+
+@contextmanager
+def two_servers(model: Path, logs: Path) -> Iterator[list[Server]]:
+    """Two healthy servers of `model`, started at the same time; their logs go to a folder."""
+    one, two = logs / "one.log", logs / "two.log"
+    with _started(model, log=one) as first, _started(model, log=two) as second:
+        _wait_healthy(first, one)
+        _wait_healthy(second, two)
+        yield [first, second]
+
+
+@contextmanager
+def _started(model: Path, *flags: str, log: Path, port: int | None = None) -> Iterator[Server]:
     port = port or free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.server",
-        "--model-path",
-        str(model),
-        "--port",
-        str(port),
-        "--threads",
-        "1",
-        *flags,
-    ]
+    command = [sys.executable, "-m", "megarl.server", "--model-path", str(model)]
+    command += ["--port", str(port), "--threads", "1", *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        server = Server(process, port)
         try:
-            _wait_healthy(server, log)
-            yield server
+            yield Server(process, port)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -147,3 +158,24 @@ def _wait_healthy(server: Server, log: Path) -> None:
         except OSError:
             time.sleep(0.1)
     raise RuntimeError(f"the server did not come up:\n{log.read_text()}")
+
+
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+def addresses(servers: list[Server]) -> tuple[str, ...]:
+    return tuple(address(s) for s in servers)
+
+
+def checksums(server: Server) -> dict[str, str]:
+    answer = server.ok("/weights_checker", {"action": "checksum"})
+    return dict(answer["ranks"][0]["checksums"])
+
+
+def version(server: Server) -> str:
+    return str(server.get("/model_info")[1]["weight_version"])
+
+
+def load(server: Server, path: Path) -> None:
+    server.ok("/update_weights_from_disk", {"model_path": str(path)})

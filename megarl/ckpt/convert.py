@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -39,7 +39,7 @@ from megarl.ckpt.convert_source import (
     row_runs,
     runs_by,
 )
-from megarl.ckpt.convert_work import Buffer, Job, make_directory
+from megarl.ckpt.convert_work import Buffer, Job, Limits, make_directory
 from megarl.ckpt.dist import complete, describe_model
 from megarl.ckpt.hf import MAX_SHARD_BYTES
 from megarl.ckpt.hf_dir import write_config, write_sidecars
@@ -53,7 +53,6 @@ from megarl.wire.buckets import Member
 
 import megatron.core  # isort: skip
 
-MAX_MEMORY = 4 << 30
 PART_BYTES = 512 << 20  # of a dist checkpoint's files, a parameter at least in each
 Add = Callable[[int], None]
 
@@ -63,17 +62,15 @@ def hf2dist(
     out: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    workers: int = 2,
-    max_memory: int = MAX_MEMORY,
     part_bytes: int = PART_BYTES,
-    quiet: bool = False,
+    **limits: Unpack[Limits],
 ) -> None:
     """Writes the dist checkpoint `out` of the model directory `hf`, without optimizer state.
 
-    dtype: the weights'; None keeps each tensor's own. workers: threads. max_memory: bytes of the
-    whole process. part_bytes: size of a file, at least one parameter each. Tokenizer and chat
-    template go along. Raises ValueError if `hf` is not whole or does not fit its config, if `out`
-    is there already, or if max_memory is too little.
+    dtype: the weights'; None keeps each tensor's own. part_bytes: size of a file, at least one
+    parameter each. limits: workers (threads), max_memory (bytes of the whole process), quiet.
+    Tokenizer and chat template go along. Raises ValueError if `hf` is not whole or does not fit its
+    config, if `out` is there already, or if max_memory is too little.
     """
     source = HfSource(Path(hf))
     dtypes = _param_dtypes(source, dtype)
@@ -92,16 +89,9 @@ def hf2dist(
         write_sidecars(staging / COMPANIONS, source.companions, None)
         complete(staging, _info(source, main_dtype(_all(source, dtype), source)))
 
+    input_ = _input(DIST, source, dtype, part_bytes)
     with _without_checksums():
-        make_directory(
-            Path(out),
-            jobs,
-            finish,
-            input_=_input(DIST, source, dtype, part_bytes),
-            workers=workers,
-            max_memory=max_memory,
-            quiet=quiet,
-        )
+        make_directory(Path(out), jobs, finish, input_=input_, **limits)
 
 
 def dist2hf(
@@ -111,9 +101,7 @@ def dist2hf(
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    workers: int = 2,
-    max_memory: int = MAX_MEMORY,
-    quiet: bool = False,
+    **limits: Unpack[Limits],
 ) -> None:
     """Writes the weights of the dist checkpoint `dist`, of any layout, as model directory `out`.
 
@@ -141,15 +129,8 @@ def dist2hf(
         write_sidecars(staging, source.companions, None)
         write_config(staging, source.model.raw, main_dtype(dtypes, source))
 
-    make_directory(
-        Path(out),
-        jobs,
-        finish,
-        input_=_input(HF, source, dtype, max_shard_bytes),
-        workers=workers,
-        max_memory=max_memory,
-        quiet=quiet,
-    )
+    input_ = _input(HF, source, dtype, max_shard_bytes)
+    make_directory(Path(out), jobs, finish, input_=input_, **limits)
 
 
 @contextmanager

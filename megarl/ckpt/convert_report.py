@@ -10,7 +10,7 @@ import torch
 
 from megarl.ckpt.convert_files import matrix
 from megarl.ckpt.convert_source import HF, Source, main_dtype, open_source
-from megarl.ckpt.convert_work import Buffer, Progress, chunk_bytes
+from megarl.ckpt.convert_work import MAX_MEMORY, Buffer, Progress, chunk_bytes
 from megarl.ckpt.marker import MARKER, read_info
 from megarl.utils.disk import human
 
@@ -35,7 +35,7 @@ def verify(
     b: str | Path,
     *,
     base: Path | None = None,
-    max_memory: int = 4 << 30,
+    max_memory: int = MAX_MEMORY,
     quiet: bool = False,
 ) -> list[Difference]:
     """Returns every HF tensor that is not the same bits in `a` and `b`, the worst first.

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from megarl.utils.staging import clean_up, put_in_place, sync, write_whole
 
 log = logging.getLogger(__name__)
 
+MAX_MEMORY = 4 << 30
 _MIN_CHUNK, _MAX_CHUNK = 1 << 20, 64 << 20
 # a worker's buffer once, and twice for what it reads in a wider dtype to cast
 _COPIES = 3
@@ -142,14 +143,22 @@ class Job:
     write: Callable[[Path, Buffer, Callable[[int], None]], Any]
 
 
+class Limits(TypedDict, total=False):
+    """Names what `make_directory` may use: threads, bytes of this process; quiet: no progress."""
+
+    workers: int
+    max_memory: int
+    quiet: bool
+
+
 def make_directory(
     target: Path,
     jobs: Mapping[str, Job],
     finish: Callable[[Path, dict[str, Any]], None],
     *,
     input_: Mapping[str, Any],
-    workers: int,
-    max_memory: int,
+    workers: int = 2,
+    max_memory: int = MAX_MEMORY,
     quiet: bool = False,
 ) -> None:
     """Makes the files of `jobs` (by name), calls `finish(directory, results)`, then renames.

@@ -19,9 +19,8 @@ answers as SGLang 0.5.23 does, what it does not support it refuses with a 4xx th
     weights.py           HF names -> tensors; validated loads, checksums
     tensor_lists.py      what an update's body says about its tensors; receiving them
     updates.py           weight-update sessions and process groups
-    text.py              tokenizer: stop strings, answers
+    text.py              tokenizer: stop strings; sequences -> answers
     generate.py          /generate: body -> sequences
-    render.py            sequences -> answers
     core.py              all of the above put together
     replies.py           bodies in and out
     endpoints.py         routes: state, generation, pause

@@ -1,7 +1,7 @@
 """Routes and life cycle: the HTTP face of the scheduler.
 
-Handlers are plain Starlette endpoints on the FastAPI app: bodies are read and answers written with
-orjson, without a model validation per token.
+Handlers are plain Starlette endpoints: bodies are read and answers written with orjson, without a
+model validation per token.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from transformers.utils.logging import disable_progress_bar
 
 from megarl.server.access import Access
@@ -44,28 +45,24 @@ _METHODS = {
 _OPEN = {"health", "ready", "model_info", "server_info", "generate"}
 
 
-def build_app(core: ServerCore, access: Access) -> FastAPI:
+def build_app(core: ServerCore, access: Access) -> Starlette:
     """Returns the app with a route for every endpoint, each behind `access`."""
-    app = FastAPI(title="megarl generation server", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = {
-        name: handler
-        for part in (Endpoints(core), WeightEndpoints(core))
-        for name, handler in inspect.getmembers(part, inspect.iscoroutinefunction)
-        if not name.startswith("_")
-    }
-    for name, handler in routes.items():
-        check = functools.partial(access.check, control=name not in _OPEN)
-        methods = list(_METHODS.get(name, ("POST",)))
-        app.add_route(f"/{name}", guarded(handler, check), methods=methods)
+    routes = []
+    for part in (Endpoints(core), WeightEndpoints(core)):
+        for name, handler in inspect.getmembers(part, inspect.iscoroutinefunction):
+            if not name.startswith("_"):
+                check = functools.partial(access.check, control=name not in _OPEN)
+                methods = _METHODS.get(name, ("POST",))
+                routes.append(Route(f"/{name}", guarded(handler, check), methods=methods))
+    have = ", ".join(route.path for route in routes)
 
     async def unknown(request: Request) -> Response:
-        have = ", ".join(f"/{name}" for name in routes)
         path = request.url.path
         message = f"{request.method} {path} is not supported by the embedded server; it has {have}"
         return answer({"error": {"message": message}}, 404)
 
-    app.add_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
-    return app
+    every = ("GET", "POST", "PUT", "DELETE", "PATCH")
+    return Starlette(routes=[*routes, Route("/{path:path}", unknown, methods=every)])
 
 
 class _HttpServer(uvicorn.Server):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megarl.config.bounds import TIMEOUT
+from megarl.config.base import arg
+from megarl.config.bounds import POSITIVE, TIMEOUT, Bounds, number_problems
+from megarl.config.schema import children
 
 
 @dataclass(kw_only=True)
@@ -16,92 +18,68 @@ class ServerArgs:
     """Holds the flags of the command line. Lengths are in tokens, `dist_timeout` is in seconds.
     Raises ValueError for a number out of its bounds."""
 
-    model_path: str
-    tokenizer_path: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 30000
-    dtype: str = "auto"
-    json_model_override_args: dict[str, Any] | None = None
-    device: str | None = None
-    context_length: int | None = None
-    max_running_requests: int = 256
-    max_total_tokens: int | None = None
-    max_prefill_tokens: int = 16384
-    deterministic: bool = False
-    threads: int = 0
-    random_seed: int | None = None
-    dist_timeout: float = 600.0
-    log_level: str = "info"
+    model_path: str = arg(help="HF model directory")
+    host: str = arg("127.0.0.1", help="address to bind")
+    port: int = arg(30000, help="port to bind")
+    dtype: str = arg(
+        "auto", help="auto is the checkpoint's", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    json_model_override_args: str = arg(
+        "", help="keys of config.json that have another value, as a JSON object"
+    )
+    device: str | None = arg(None, help="default: cuda where there is one", choices=("cpu", "cuda"))
+    context_length: int | None = arg(
+        None, bounds=Bounds(ge=2), help="prompt plus response (default: the model's)"
+    )
+    max_running_requests: int = arg(256, bounds=POSITIVE, help="sequences decoded at once")
+    max_total_tokens: int | None = arg(
+        None, help="bound of the KV cache (default: by the memory there is)"
+    )
+    deterministic: bool = arg(
+        False, help="batch-invariant: a request's bits do not depend on what else runs"
+    )
+    threads: int = arg(0, help="CPU threads; 0 leaves torch's default")
+    random_seed: int | None = arg(None, help="seeds requests that bring no sampling_seed")
+    dist_timeout: float = arg(
+        600.0, bounds=TIMEOUT, help="seconds a weight-update collective may take"
+    )
+    log_level: str = arg(
+        "info", help="which lines to log", choices=("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_running_requests", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: at least 1")
-        if not TIMEOUT.allow(self.dist_timeout):
-            raise ValueError(
-                f"--dist-timeout={self.dist_timeout}: must be {TIMEOUT} ({TIMEOUT.note})"
-            )
-        if self.context_length is not None and self.context_length < 2:
-            raise ValueError(f"--context-length={self.context_length}: at least 2")
+        for problem in number_problems(self):
+            name, _, rest = problem.partition("=")
+            raise ValueError(f"{_flag(name)}={rest.replace(', or null', '')}")
+        try:
+            self.override: dict[str, Any] = dict(json.loads(self.json_model_override_args or "{}"))
+        except (ValueError, TypeError) as e:
+            given = self.json_model_override_args
+            raise ValueError(f"--json-model-override-args={given}: no JSON object") from e
 
 
-def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(text)
-    return found
-
-
-def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m megarl.server", description=__doc__)
-    add = p.add_argument
-    add("--model-path", required=True, help="HF model directory")
-    add("--tokenizer-path", help="HF tokenizer directory (default: the model's)")
-    add("--host", help="address to bind")
-    add("--port", type=int)
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto is the checkpoint's",
-    )
-    add(
-        "--json-model-override-args",
-        type=_object,
-        help="keys of config.json that have another value, as a JSON object",
-    )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--context-length", type=int, help="prompt plus response (default: the model's)")
-    add("--max-running-requests", type=int, help="sequences decoded at once")
-    add(
-        "--max-total-tokens",
-        type=int,
-        help="bound of the KV cache (default: by the memory there is)",
-    )
-    add("--max-prefill-tokens", type=int, help="padded prompt tokens in one prefill batch")
-    add(
-        "--deterministic",
-        "--enable-deterministic-inference",
-        action="store_true",
-        help="batch-invariant: a request's bits do not depend on what else runs",
-    )
-    add("--threads", type=int, help="CPU threads; 0 leaves torch's default")
-    add("--random-seed", type=int, help="seeds requests that bring no sampling_seed")
-    add("--dist-timeout", type=float, help="seconds a weight-update collective may take")
-    add("--log-level", choices=("debug", "info", "warning", "error"))
-    return p
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Reads a command line; a flag that is not given keeps the dataclass's default. Exits with 2
     and a message where a flag is wrong."""
-    parser = _parser()
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.server", description=__doc__, argument_default=argparse.SUPPRESS
+    )
+    for key in children(ServerArgs):
+        if key.base_type is bool:
+            parser.add_argument(_flag(key.name), action="store_true", help=key.help)
+        else:
+            parser.add_argument(
+                _flag(key.name),
+                type=key.base_type,
+                choices=key.choices,
+                required=key.default is MISSING,
+                help=key.help,
+            )
     try:
-        return ServerArgs(**given)
+        return ServerArgs(**vars(parser.parse_args(argv)))
     except ValueError as e:
         parser.error(str(e))
-
-
-def as_dict(args: ServerArgs) -> dict[str, object]:
-    """Returns the flags as /server_info shows them."""
-    return {f.name: getattr(args, f.name) for f in fields(args)}

@@ -13,7 +13,7 @@ from megarl.server.errors import ServerError
 from megarl.server.generate import RequestParser
 from megarl.server.runner import ModelRunner
 from megarl.server.scheduler import Scheduler
-from megarl.server.sequence import Delivery
+from megarl.server.sequence import ServedSequence
 from megarl.server.text import TextTools, eos_token_ids
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore
@@ -30,7 +30,7 @@ class ServerCore:
         threads = args.threads or torch.get_num_threads()
         torch.set_num_threads(1)
         self.runner = ModelRunner(args)
-        self.text = TextTools(args.tokenizer_path or args.model_path)
+        self.text = TextTools(args.model_path)
         self.model_path = args.model_path
         self.updates = WeightUpdates(
             WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
@@ -63,11 +63,10 @@ class ServerCore:
         if not self.scheduler.alive:
             raise ServerError(self.scheduler.error or "the server is stopping", status=503)
 
-    def _notify(self, deliveries: list[Delivery]) -> None:
+    def _notify(self, ended: list[ServedSequence]) -> None:
+        def tell() -> None:
+            for seq in ended:
+                seq.call.one_ended()
+
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, deliveries)
-
-
-def _deliver(deliveries: list[Delivery]) -> None:
-    for seq, length, finished in deliveries:
-        seq.call.deliver(seq, length, finished)
+            self._loop.call_soon_threadsafe(tell)

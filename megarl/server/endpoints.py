@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import asdict
 
-import orjson
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 
-from megarl.server.args import as_dict
 from megarl.server.core import ServerCore
 from megarl.server.errors import ServerError
-from megarl.server.limits import MAX_FLUSH_WAIT
-from megarl.server.render import render
-from megarl.server.replies import answer, read_json, unexpected
+from megarl.server.replies import answer, read_json
 from megarl.server.scheduler import PAUSE_MODES
-from megarl.server.sequence import GenerateCall
+from megarl.server.text import render
 
 VERSION = "0.5.23+megarl"  # the SGLang release whose protocol this is
 _FLUSHED = (
@@ -49,13 +43,7 @@ class Endpoints:
             {
                 "model_path": self.core.model_path,
                 "served_model_name": self.core.model_path,
-                "tokenizer_path": self.core.args.tokenizer_path or self.core.args.model_path,
-                "is_generation": True,
-                "preferred_sampling_params": None,
                 "weight_version": self.core.scheduler.version,
-                "load_format": "auto",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
                 "model_type": config.model_type,
                 "architectures": config.architectures,
             }
@@ -64,28 +52,24 @@ class Endpoints:
     async def server_info(self, request: Request) -> Response:
         """Answers with the flags, the cache's size and what is running now."""
         runner, scheduler = self.core.runner, self.core.scheduler
-        launch = as_dict(self.core.args) | {
-            "model_path": self.core.model_path,
-            "context_length": runner.context_length,
-            "dtype": str(runner.dtype).removeprefix("torch."),
-            "device": runner.device.type,
-            "tp_size": 1,
-        }
         state = {
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": len(scheduler.waiting),
             "paused": scheduler.paused,
-            "weight_version": scheduler.version,
         }
         return answer(
-            launch
+            asdict(self.core.args)
             | {
-                "status": "ready",
+                "model_path": self.core.model_path,
+                "context_length": runner.context_length,
+                "dtype": str(runner.dtype).removeprefix("torch."),
+                "device": runner.device.type,
+                "tp_size": 1,
                 "version": VERSION,
                 "weight_version": scheduler.version,
                 "weights_id": self.core.updates.weights_id,
                 "max_total_num_tokens": runner.max_total_tokens,
-                "internal_states": [launch | state],
+                "internal_states": [state],
             }
         )
 
@@ -99,8 +83,6 @@ class Endpoints:
         call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
-        if call.stream:
-            return StreamingResponse(self._stream(call, batched), media_type="text/event-stream")
         gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({call.done, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -110,30 +92,8 @@ class Endpoints:
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        answers = [render(s, len(s.output), True, self.core.text) for s in call.sequences]
+        answers = [render(s, self.core.text) for s in call.sequences]
         return answer(answers if batched else answers[0])
-
-    async def _stream(self, call: GenerateCall, batched: bool) -> AsyncIterator[bytes]:
-        """Yields cumulative chunks; Starlette closes the generator when the client is gone."""
-        left = len(call.sequences)
-        try:
-            while left:
-                seq, length, finished = await call.updates.get()
-                left -= finished
-                if finished and seq.error:
-                    chunk: dict[str, Any] = ServerError(seq.error, status=500).body()
-                else:
-                    try:
-                        chunk = render(seq, length, finished, self.core.text)
-                    except Exception as e:
-                        chunk = unexpected(e).body()
-                if batched:
-                    chunk["index"] = seq.index
-                yield b"data: " + orjson.dumps(chunk) + b"\n\n"
-            yield b"data: [DONE]\n\n"
-        finally:
-            if left:
-                self.core.scheduler.abort_sequences(call.sequences)
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""
@@ -159,20 +119,11 @@ class Endpoints:
         return answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Gives the KV memory back; waits up to `timeout` seconds until no sequence holds it."""
-        try:
-            timeout = float(request.query_params.get("timeout", 0))
-        except ValueError:
-            timeout = math.nan
-        if not 0 <= timeout <= MAX_FLUSH_WAIT:
-            raise ServerError(f"timeout must be a number of seconds from 0 to {MAX_FLUSH_WAIT:g}")
-        deadline = asyncio.get_running_loop().time() + timeout
+        """Gives the KV memory back; answers 400 while sequences hold it."""
         scheduler = self.core.scheduler
-        while not await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
-            if asyncio.get_running_loop().time() >= deadline:
-                return PlainTextResponse("Flush cache failed.\n", status_code=400)
-            await asyncio.sleep(0.05)
-        return PlainTextResponse(_FLUSHED)
+        if await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
+            return PlainTextResponse(_FLUSHED)
+        return PlainTextResponse("Flush cache failed.\n", status_code=400)
 
 
 async def _disconnected(request: Request) -> None:

@@ -26,14 +26,6 @@ class ServerError(Exception):
         return {"error": {"message": str(self)}}
 
 
-class UnknownFieldError(ServerError):
-    """Refuses an unknown sampling parameter; SGLang's JSON layer answers a bare string here."""
-
-    def body(self) -> dict[str, Any]:
-        """Returns the JSON to answer with."""
-        return {"error": str(self)}
-
-
 class ControlError(ServerError):
     """Tells that a control call failed: {"success": false, "message": ...}."""
 

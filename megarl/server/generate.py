@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from megarl.server.errors import ServerError
-from megarl.server.limits import MAX_SEQUENCES, MAX_TOP_LOGPROBS
+from megarl.server.limits import MAX_SEQUENCES
 from megarl.server.sampling_params import (
     DEFAULT_MAX_NEW_TOKENS,
     SamplingParams,
     parse_sampling_params,
 )
-from megarl.server.sequence import GenerateCall, Report, ServedSequence
+from megarl.server.sequence import GenerateCall, ServedSequence
 
 # fields of SGLang's request that change the answer and that this server does not have
 _UNSUPPORTED = (
@@ -30,6 +30,8 @@ _UNSUPPORTED = (
     "audio_data",
     "lora_id",
     "session_params",
+    "stream",
+    "top_logprobs_num",
     "return_hidden_states",
     "custom_logit_processor",
     "token_ids_logprob",
@@ -62,17 +64,18 @@ class RequestParser:
             if body.get(key):
                 hint = "; send input_ids" if key == "text" else ""
                 raise ServerError(f"{key} is not supported by the embedded server{hint}")
+        if body.get("logprob_start_len", -1) not in (None, -1):
+            raise ServerError("logprob_start_len: the embedded server has no logprobs of prompts")
         prompts, batched = _prompts(body.get("input_ids"))
         for prompt in prompts:
             self._check_ids(prompt)
         count = len(prompts)
         params = _all_params(body.get("sampling_params"), count, batched)
-        reports = _reports(body, count, batched)
+        logprobs = _per_item(body.get("return_logprob"), count, "return_logprob", batched)
         rids = _rids(body.get("rid"), count, batched)
-        call = GenerateCall(stream=bool(body.get("stream")))
+        call = GenerateCall()
         call.sequences = [
-            self._sequence(i, *parts, call)
-            for i, parts in enumerate(zip(rids, prompts, params, reports))
+            self._sequence(*parts, call) for parts in zip(rids, prompts, params, logprobs)
         ]
         call.pending = count
         return call, batched
@@ -114,11 +117,10 @@ class RequestParser:
 
     def _sequence(
         self,
-        index: int,
         rid: str,
         prompt: list[int],
         params: SamplingParams,
-        report: Report,
+        wants_logprobs: Any,
         call: GenerateCall,
     ) -> ServedSequence:
         for token in params.stop_token_ids:
@@ -136,9 +138,8 @@ class RequestParser:
             # as in SGLang, ignore_eos is about stop tokens of every kind
             stop_ids=frozenset() if params.ignore_eos else stops,
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
-            report=report,
+            wants_logprobs=bool(wants_logprobs),
             call=call,
-            index=index,
         )
 
 
@@ -161,26 +162,6 @@ def _all_params(given: Any, count: int, batched: bool) -> list[SamplingParams]:
         return [parse_sampling_params(given)] * count
     items = _per_item(given, count, "sampling_params", batched)
     return [parse_sampling_params(p) for p in items]
-
-
-def _reports(body: dict[str, Any], count: int, batched: bool) -> list[Report]:
-    """Returns what each prompt's answer is to tell about logprobs."""
-    wanted, starts, tops = (
-        _per_item(body.get(key), count, key, batched)
-        for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
-    )
-    for name, values in (("logprob_start_len", starts), ("top_logprobs_num", tops)):
-        for v in values:
-            if v is not None and (isinstance(v, bool) or not isinstance(v, int)):
-                raise ServerError(f"{name} must be an integer, got {v!r}")
-    if bad := [t for t in tops if t is not None and not 0 <= t <= MAX_TOP_LOGPROBS]:
-        raise ServerError(f"top_logprobs_num must be from 0 to {MAX_TOP_LOGPROBS}, got {bad[0]}")
-    return [
-        Report(logprobs=True, start=-1 if start is None else start, top=top or 0)
-        if want
-        else Report()
-        for want, start, top in zip(wanted, starts, tops)
-    ]
 
 
 def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:

@@ -12,7 +12,7 @@ head has them); a forward has B rows of S positions, queries [B,K*G,S,D].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +26,6 @@ _WASTE = 2.0
 _SPLIT_FROM = 16384
 # rows of the batch (None: all), the keys that are read, and a mask over them
 _Part = tuple[torch.Tensor | None, slice, torch.Tensor | None]
-
-
-class CachePlan(Protocol):
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
-        attends to itself and the `window` - 1 before it; None: to all before it."""
 
 
 def kv_shape(config: Any) -> tuple[int, int, int, int]:
@@ -163,6 +149,8 @@ class Prefill:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        """Stores k [B,K,S,D], v [B,K,S,E]; returns the attention output [B,S,K*G,E]. A position
+        attends to itself and the `window` - 1 before it; None: to all before it."""
         rows, width = slice(self.row, self.row + k.shape[0]), k.shape[2]
         self.cache.keys[layer, rows, :, :width] = k
         self.cache.values[layer, rows, :, :width] = v
@@ -229,6 +217,7 @@ class Decode:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        """Stores and returns what `Prefill.attend` does, for S of 1."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, self.positions] = k[:, :, 0]
         values[self.rows, :, self.positions] = v[:, :, 0]
@@ -297,7 +286,7 @@ def _attend(
     v: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: CachePlan,
+    plan: Prefill | Decode,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,

@@ -8,9 +8,7 @@ MAX_BODY = 256 << 20  # bytes
 MAX_SEQUENCES = 8192  # of one /generate call
 MAX_STOPS = 1024  # stop strings, and stop token ids, of one sequence
 MAX_STOP_LENGTH = 4096  # characters of one stop string
-MAX_TOP_LOGPROBS = 1024
 MAX_JOINS = 64  # groups for weight updates whose other members are waited for
 MAX_GROUP_SIZE = 65536  # ranks
-MAX_FLUSH_WAIT = 3600.0  # seconds of /flush_cache?timeout=
 MAX_VERSION_LENGTH = 256  # characters of a weight version
 MAX_MESSAGE = 2000  # characters of an error; it may quote what was sent

@@ -66,11 +66,6 @@ def guarded(handler: Handler, check: Callable[[Request], None]) -> Handler:
             return Response(status_code=499)  # the client is gone
         except Exception as e:
             logger.exception("%s failed", request.url.path)
-            return answer(unexpected(e).body(), 500)
+            return answer(ServerError(described(e), status=500).body(), 500)
 
     return run
-
-
-def unexpected(e: BaseException) -> ServerError:
-    """Turns an error that nobody foresaw into a refusal with status 500."""
-    return ServerError(described(e), status=500)

@@ -22,7 +22,7 @@ from megarl.server.sequence import ServedSequence
 from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
-_HEAD_CHUNK = 512  # prompt positions whose logits exist at once
+_MAX_PREFILL_TOKENS = 16384  # padded prompt tokens in one prefill batch
 _LONGEST_PROMPT_RATIO = 2  # the most that prompts in one prefill batch differ in length
 
 
@@ -39,7 +39,7 @@ class ModelRunner:
         dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
             args.model_path,
-            config=transformers_config(args.model_path, args.json_model_override_args),
+            config=transformers_config(args.model_path, args.override),
             dtype=dtype,
             attn_implementation="sdpa",
         )
@@ -50,7 +50,6 @@ class ModelRunner:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.context_length = self._context_length(args)
         self.max_rows = args.max_running_requests
-        self.max_prefill_tokens = args.max_prefill_tokens
         self.max_total_tokens = args.max_total_tokens or self._fitting_tokens()
         if self.max_total_tokens < self.context_length:
             raise ValueError(
@@ -129,7 +128,7 @@ class ModelRunner:
         """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
 
         `make_room` comes first. Returns the sequences in the order of the rows they got, and
-        logits [n,V] behind the last token of each. Sequences that want prompt logprobs get them.
+        logits [n,V] behind the last token of each.
         """
         groups: dict[tuple[int, ...], list[ServedSequence]] = {}
         for s in seqs:
@@ -140,10 +139,6 @@ class ModelRunner:
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
             last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
-            for i, p in enumerate(chunk):
-                for s in groups[p]:
-                    if s.wants_prompt_logprobs:
-                        self._prompt_logprobs(s, hidden[i])
             row += len(chunk)
         order, source = self._share(prompts, groups, first_row)
         return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
@@ -177,7 +172,7 @@ class ModelRunner:
             if chunk and (
                 self.deterministic
                 or len(p) > _LONGEST_PROMPT_RATIO * len(chunk[0])
-                or len(p) * (len(chunk) + 1) > self.max_prefill_tokens
+                or len(p) * (len(chunk) + 1) > _MAX_PREFILL_TOKENS
             ):
                 yield chunk
                 chunk = []
@@ -188,21 +183,6 @@ class ModelRunner:
         width = len(prompts[-1])
         rows = [p + (0,) * (width - len(p)) for p in prompts]
         return torch.tensor(rows, device=self.device)
-
-    def _prompt_logprobs(self, seq: ServedSequence, hidden: torch.Tensor) -> None:
-        """Notes logprobs of prompt tokens after `report.start`, at temperature 1; hidden [S,H]."""
-        start, stop = seq.report.start, len(seq.prompt)
-        found: list[float | None] = [None]
-        tops: list[list[tuple[float, int]] | None] = [None]
-        for i in range(start, stop - 1, _HEAD_CHUNK):
-            j = min(i + _HEAD_CHUNK, stop - 1)
-            logprobs = torch.log_softmax(self._head(hidden[i:j]).float(), dim=-1)
-            targets = torch.tensor(seq.prompt[i + 1 : j + 1], device=self.device)
-            found += logprobs.gather(1, targets[:, None])[:, 0].tolist()
-            if seq.report.top:
-                values, ids = logprobs.topk(min(seq.report.top, self.vocab_size))
-                tops += [list(zip(v, t)) for v, t in zip(values.tolist(), ids.tolist())]
-        seq.input_logprobs, seq.input_top_logprobs = found, tops
 
     @torch.inference_mode()
     def probe(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from megarl.server.errors import described
 from megarl.server.runner import ModelRunner
 from megarl.server.sampler import SamplingBatch
-from megarl.server.sequence import Delivery, ServedSequence
+from megarl.server.sequence import ServedSequence
 from megarl.server.text import TextTools
 
 logger = logging.getLogger(__name__)
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 class RunningSequences:
     """Owns rows 0..n-1 of the KV cache, one for each of `sequences`, in their order.
 
-    `deliveries` collects the news for their calls. Only the scheduler's thread comes here.
+    `ended` collects those whose calls are to be told. Only the scheduler's thread comes here.
     """
 
     def __init__(self, runner: ModelRunner, text: TextTools) -> None:
         self.runner, self.text = runner, text
         self.sequences: list[ServedSequence] = []
-        self.deliveries: list[Delivery] = []
+        self.ended: list[ServedSequence] = []
         self._batch: SamplingBatch | None = None  # of `sequences`, while they are the same
 
     def prefill(self, new: list[ServedSequence]) -> None:
@@ -48,9 +48,7 @@ class RunningSequences:
     def decode(self) -> None:
         """Writes one more token to every sequence."""
         self.runner.make_room(self.sequences, used=len(self.sequences))
-        if (
-            self.runner.deterministic
-        ):  # row by row: no bit may depend on the other sequences of the batch
+        if self.runner.deterministic:  # row by row: no bit may depend on the rest of the batch
             for row, s in enumerate(self.sequences):
                 self._append([s], self.runner.decode([s], row), self._sampling([s]))
         else:
@@ -65,7 +63,7 @@ class RunningSequences:
     ) -> None:
         """Ends a sequence, running or not; the caller's next `drop_finished` frees its row."""
         s.finish(reason, error=error)
-        self.deliveries.append((s, len(s.output), True))
+        self.ended.append(s)
 
     def fail(self, seqs: Iterable[ServedSequence], error: str) -> None:
         """Ends those of `seqs` that are not ended, with `error`."""
@@ -110,18 +108,15 @@ class RunningSequences:
         self, seqs: list[ServedSequence], logits: torch.Tensor, batch: SamplingBatch
     ) -> None:
         """Draws one token for each of `seqs` from logits [n,V]; finishes those it completes."""
-        drawn = batch.sample(logits)
-        for i, (s, token, logprob) in enumerate(zip(seqs, drawn.tokens, drawn.logprobs)):
+        for s, token, logprob in zip(seqs, *batch.sample(logits)):
             if logprob != logprob:
                 self.finish(s, None, error=f"the model's logits are NaN (request {s.rid})")
                 continue
-            if s.max_new_tokens == 0:  # a request for prompt logprobs only
+            if s.max_new_tokens == 0:
                 self.finish(s, {"type": "length", "length": 0})
                 continue
             s.output.append(token)
             s.logprobs.append(logprob)
-            if s.report.top:
-                s.top_logprobs.append(drawn.top_logprobs[i])
             try:
                 reason = self._finish_reason(s, token)
             except Exception as e:  # a tokenizer that cannot decode what this sequence says
@@ -131,8 +126,6 @@ class RunningSequences:
                 continue
             if reason:
                 self.finish(s, reason)
-            elif s.call.stream:
-                self.deliveries.append((s, len(s.output), False))
 
     def _finish_reason(self, s: ServedSequence, token: int) -> dict[str, Any] | None:
         """Checks in SGLang's order: length, then stop tokens, then stop strings."""

@@ -1,7 +1,7 @@
 """The batched sampler: one token and its logprob for each of B rows of logits [B,V].
 
-Reported logprobs are log_softmax(logits / T): what a trainer recomputes. Truncation (top-k, top-p,
-min-p) and the stop tokens held back by min_new_tokens shape only what is drawn.
+Reported logprobs are log_softmax(logits / T): what a trainer recomputes. Truncation (top-k, top-p)
+and the stop tokens held back by min_new_tokens shape only what is drawn.
 
 Randomness is counter-based: the uniform behind a token is a hash of (seed, position in the
 sequence), so it depends neither on the batch nor on how the sequence was cut into requests.
@@ -10,7 +10,7 @@ sequence), so it depends neither on the batch nor on how the sequence was cut in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +41,11 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@dataclass(kw_only=True)
-class Sampled:
-    """Holds tokens [B], logprobs [B] and, of rows that asked for them, top_logprobs[b] = [(logprob,
-    token), ...], the likeliest first."""
+class Sampled(NamedTuple):
+    """Holds one token and its logprob for each of B sequences."""
 
     tokens: list[int]
     logprobs: list[float]
-    top_logprobs: dict[int, list[tuple[float, int]]]
 
 
 class SamplingBatch:
@@ -73,7 +70,7 @@ class SamplingBatch:
         cut = [
             i
             for i, p in enumerate(params)
-            if not greedy[i] and (0 < p.top_k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0)
+            if not greedy[i] and (0 < p.top_k < vocab_size or p.top_p < 1.0)
         ]
         self.cut = torch.tensor(cut, device=device) if cut else None
         self.top_k = torch.tensor(
@@ -82,8 +79,6 @@ class SamplingBatch:
         self.top_p = torch.tensor(
             [params[i].top_p if params[i].top_p < 1.0 else _NO_TOP_P for i in cut], device=device
         )
-        self.min_p = torch.tensor([params[i].min_p for i in cut], device=device)
-        self.tops = [i for i, s in enumerate(seqs) if s.report.top > 0]
         self.min_new_tokens = max((p.min_new_tokens for p in params), default=0)
 
     def sample(self, logits: torch.Tensor) -> Sampled:
@@ -96,7 +91,6 @@ class SamplingBatch:
         return Sampled(
             tokens=tokens.tolist(),
             logprobs=logprobs.gather(1, tokens[:, None])[:, 0].tolist(),
-            top_logprobs=self._tops(logprobs),
         )
 
     def _hold_back(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -123,7 +117,7 @@ class SamplingBatch:
             return logprobs.argmax(-1)
         probs = logprobs.exp()
         if self.cut is not None:
-            probs[self.cut] = truncate(probs[self.cut], self.top_k, self.top_p, self.min_p)
+            probs[self.cut] = truncate(probs[self.cut], self.top_k, self.top_p)
         cdf = probs.cumsum(-1)
         u = uniforms(self.keys, np.array([s.length for s in self.seqs]))
         total = cdf[:, -1:]
@@ -135,33 +129,19 @@ class SamplingBatch:
             tokens = torch.where(self.greedy, logprobs.argmax(-1), tokens)
         return tokens
 
-    def _tops(self, logprobs: torch.Tensor) -> dict[int, list[tuple[float, int]]]:
-        if not self.tops:
-            return {}
-        width = max(self.seqs[i].report.top for i in self.tops)
-        values, ids = logprobs[self.tops].topk(min(width, logprobs.shape[1]))
-        return {
-            i: list(zip(v, t))[: self.seqs[i].report.top]
-            for i, v, t in zip(self.tops, values.tolist(), ids.tolist())
-        }
 
+def truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Sets what is outside top-k and top-p [b] of probs [b,V] to 0; it does not renormalise.
 
-def truncate(
-    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """Sets what is outside top-k, top-p and min-p [b] of probs [b,V] to 0; it does not renormalise.
-
-    The three filters are joint, as SGLang applies them: rank r is kept if r < top_k, if the mass
-    before it is at most top_p, and if it has at least min_p of the most likely token's mass.
+    The filters are joint, as SGLang applies them: rank r is kept if r < top_k and if the mass
+    before it is at most top_p.
     """
     width = min(probs.shape[1], _FIRST_TOPK)
     values, ids = probs.topk(width)
-    covered = (top_k <= width) | (values.sum(-1) > top_p) | (values[:, -1] < min_p * values[:, 0])
+    covered = (top_k <= width) | (values.sum(-1) > top_p)
     if width < probs.shape[1] and not bool(covered.all()):
         values, ids = probs.sort(dim=-1, descending=True)
     rank = torch.arange(values.shape[1], device=probs.device)
     before = values.cumsum(-1) - values
-    keep = rank < top_k[:, None]
-    keep &= before <= top_p[:, None]
-    keep &= values >= min_p[:, None] * values[:, :1]
+    keep = (rank < top_k[:, None]) & (before <= top_p[:, None])
     return torch.zeros_like(probs).scatter_(1, ids, values * keep)

@@ -29,7 +29,7 @@ import torch
 from megarl.server.errors import ServerError, described
 from megarl.server.runner import ModelRunner
 from megarl.server.running import RunningSequences
-from megarl.server.sequence import ABORTED, ABORTED_IN_QUEUE, Delivery, ServedSequence
+from megarl.server.sequence import ABORTED, ABORTED_IN_QUEUE, ServedSequence
 from megarl.server.text import TextTools
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class Exclusive:
 class Scheduler:
     """Runs the generation loop in a thread of its own.
 
-    `notify`, `on_death` and `unfit` are called in that thread. `unfit` returns why nothing may be
-    generated with the weights, or "" where they are whole.
+    `notify`, `on_death` and `unfit` are called in that thread. `notify` gets the sequences that
+    have ended. `unfit` returns why nothing may be generated with the weights, or "" where they are
+    whole.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Scheduler:
         runner: ModelRunner,
         text: TextTools,
         *,
-        notify: Callable[[list[Delivery]], None],
+        notify: Callable[[list[ServedSequence]], None],
         on_death: Callable[[], None],
         unfit: Callable[[], str] = lambda: "",
         threads: int | None = None,
@@ -313,9 +314,9 @@ class Scheduler:
         self.runner.probe()
 
     def _deliver(self) -> None:
-        if self._rows.deliveries:
-            self._notify(self._rows.deliveries)
-            self._rows.deliveries = []
+        if self._rows.ended:
+            self._notify(self._rows.ended)
+            self._rows.ended = []
 
     def _die(self, message: str) -> None:
         """Tells every call in flight the error; the server is no longer healthy."""

@@ -1,7 +1,6 @@
 """One sequence that the server is writing, and the HTTP call that waits for it.
 
-Sequences are written by the scheduler thread and read by the event loop: the token lists only ever
-grow, and the loop reads no further than the length it was told.
+Sequences are written by the scheduler thread, and read by the event loop once they have ended.
 """
 
 from __future__ import annotations
@@ -16,46 +15,28 @@ from megarl.server.sampling_params import SamplingParams
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
 
-Delivery = tuple["ServedSequence", int, bool]  # (sequence, output tokens, finished)
-
 
 class GenerateCall:
-    """Waits for the sequences of one HTTP request: it counts them down, or queues what to
-    stream."""
+    """Waits for the sequences of one HTTP request; `done` is set when all of them have ended."""
 
-    def __init__(self, *, stream: bool) -> None:
+    def __init__(self) -> None:
         self.sequences: list[ServedSequence] = []
-        self.stream = stream
         self.pending = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.updates: asyncio.Queue[Delivery] = asyncio.Queue()
 
-    def deliver(self, seq: ServedSequence, length: int, finished: bool) -> None:
-        """Notes that `seq` has `length` output tokens. Called in the event loop."""
-        if self.stream:
-            self.updates.put_nowait((seq, length, finished))
-        self.pending -= finished
+    def one_ended(self) -> None:
+        """Notes that one of the sequences has ended. Called in the event loop."""
+        self.pending -= 1
         if not self.pending and not self.done.done():
             self.done.set_result(None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Says which logprobs an answer has: any at all, those of prompt tokens from `start` on (none
-    if negative), and those of the `top` likeliest tokens at each position."""
-
-    logprobs: bool = False
-    start: int = -1
-    top: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedSequence:
     """Holds a prompt and what was written to it so far.
 
-    index: its place among the sequences of its call. spans: (weight version, the first output token
-    written under it). Logprobs are in nats; `input_logprobs` is None until the prefill, and so is
-    its first element, for the token that nothing comes before. Times are those of time.monotonic().
+    spans: (weight version, the first output token written under it). Logprobs are in nats; an
+    answer has them where `wants_logprobs`. Times are those of time.monotonic().
     """
 
     rid: str
@@ -64,14 +45,10 @@ class ServedSequence:
     max_new_tokens: int
     stop_ids: frozenset[int]
     seed: int
-    report: Report
+    wants_logprobs: bool
     call: GenerateCall
-    index: int
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
-    input_logprobs: list[float | None] | None = None
-    input_top_logprobs: list[list[tuple[float, int]] | None] = field(default_factory=list)
     cached_tokens: int = 0
     retractions: int = 0
     spans: list[tuple[str, int]] = field(default_factory=list)
@@ -95,15 +72,6 @@ class ServedSequence:
     def tokens(self) -> list[int]:
         """Returns the token ids of prompt and output."""
         return self.prompt + self.output
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Tells whether its prefill must report logprobs of the prompt."""
-        return (
-            self.report.logprobs
-            and self.input_logprobs is None
-            and 0 <= self.report.start < len(self.prompt)
-        )
 
     def start_span(self, version: str) -> None:
         """Notes that the weights `version` write the tokens from here on."""

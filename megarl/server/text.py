@@ -1,4 +1,7 @@
-"""Text of token ids, for stop strings and answers. A model without a tokenizer serves ids only."""
+"""Text of token ids, for stop strings, and SGLang's answers with it.
+
+A model without a tokenizer serves ids only.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from megarl.server.sequence import ABORTED_IN_QUEUE, ServedSequence
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -30,23 +35,11 @@ class TextTools:
         tail = self.decode(ids[-window:], skip_special_tokens=False)
         return next((s for s in stops if s in tail), None)
 
-    def answer(
-        self,
-        ids: list[int],
-        finish_reason: dict[str, Any] | None,
-        *,
-        skip_special_tokens: bool,
-        no_stop_trim: bool,
-    ) -> str:
+    def answer(self, ids: list[int], finish_reason: dict[str, Any] | None) -> str:
         """Returns the text of an answer, without the stop token or stop string that ended it."""
         matched = (finish_reason or {}).get("matched")
-        trim = matched is not None and not no_stop_trim
-        if trim and isinstance(matched, int):
-            ids = ids[:-1]
-        text = self.decode(ids, skip_special_tokens=skip_special_tokens)
-        if trim and isinstance(matched, str) and (at := text.find(matched)) >= 0:
-            text = text[:at]
-        return text
+        text = self.decode(ids[:-1] if isinstance(matched, int) else ids)
+        return text.partition(matched)[0] if isinstance(matched, str) else text
 
 
 def eos_token_ids(model_path: str, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
@@ -60,3 +53,35 @@ def eos_token_ids(model_path: str, config: PretrainedConfig, tokenizer: Any) -> 
     for ids in (generation.eos_token_id, config.eos_token_id, from_tokenizer):
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
     return frozenset(int(i) for i in found)
+
+
+def render(seq: ServedSequence, text: TextTools) -> dict[str, Any]:
+    """Returns SGLang's answer for `seq`, which has ended."""
+    reason = seq.finish_reason
+    meta: dict[str, Any] = {"id": seq.rid, "finish_reason": reason}
+    if reason is ABORTED_IN_QUEUE:  # SGLang says no more about a request it never ran
+        if seq.wants_logprobs:
+            meta["output_token_logprobs"] = []
+        return {"text": "", "output_ids": [], "meta_info": meta | {"completion_tokens": 0}}
+    meta |= {
+        "prompt_tokens": len(seq.prompt),
+        "weight_version": seq.version,
+        "num_retractions": seq.retractions,
+        "weight_versions": _spans(seq),
+        "completion_tokens": len(seq.output),
+        "cached_tokens": seq.cached_tokens,
+        "e2e_latency": seq.finished_at - seq.arrived,
+    }
+    if seq.wants_logprobs:  # entries [logprob, token id, null]; SGLang may have text in the last
+        pairs = zip(seq.logprobs, seq.output, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    return {"text": text.answer(seq.output, reason), "output_ids": seq.output, "meta_info": meta}
+
+
+def _spans(seq: ServedSequence) -> list[dict[str, Any]]:
+    ends = [start for _, start in seq.spans[1:]] + [len(seq.output)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (version, start), end in zip(seq.spans, ends)
+        if end > start
+    ]

@@ -32,6 +32,28 @@ def worlds() -> Iterator[Callable[[int], World]]:
 
 
 @pytest.fixture(scope="module")
+def world1(worlds: Callable[[int], World]) -> World:
+    return worlds(1)
+
+
+@pytest.fixture(scope="module")
+def world2(worlds: Callable[[int], World]) -> World:
+    return worlds(2)
+
+
+@pytest.fixture(scope="module")
+def world4(worlds: Callable[[int], World]) -> World:
+    return worlds(4)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Two processes that answer within two minutes: those of the tests of weight sync."""
+    with World(2, timeout=120) as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the file's tiny models."""
     return tmp_path_factory.mktemp("models")

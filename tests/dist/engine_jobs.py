@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
-from megarl.api.records import FinetuneSpec
+from megarl.api.records import FinetuneSpec, SaveLoadMeta
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.parallel import ParallelConfig
 from tests.tiny import random_batch, save_tiny
 
 Tensors = dict[str, torch.Tensor]
+Parallel = dict[str, Any]
+SP: Parallel = dict(tp=2, sequence_parallel=True)
+ZERO: dict[str, Any] = dict(optimizer={})
+PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
+RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
 TEMPERATURE = 0.8
 # with a large epsilon Adam's first step is not the mere sign of gradients near zero
 OPTIMIZER: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, beta2=0.95, eps=1e-3)
@@ -75,3 +80,9 @@ def save_model(root: Path, kind: str, tie: bool) -> str:
         family = kind.removesuffix("-dense-first")
         save_tiny(path, family, tie=tie, **(DENSE_FIRST[family] if family != kind else {}))
     return str(path)
+
+
+def run_save(path: str, parallel: Parallel, out: str) -> None:
+    engine = make_engine(path, parallel, trained=False)
+    engine.save(SaveLoadMeta(path=out, weight_format="hf"))
+    engine.destroy()

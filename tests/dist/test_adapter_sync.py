@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
-from tests.dist.engine_jobs import make_engine
-from tests.dist.test_lora import SP, lora, write_adapter
-from tests.dist.test_weight_sync import address, checksums, load, version
-from tests.embedded_server import Server, embedded_server
+from tests.dist.engine_jobs import SP, make_engine
+from tests.dist.lora_files import lora, write_adapter
+from tests.embedded_server import Server, address, checksums, embedded_server, load, version
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system

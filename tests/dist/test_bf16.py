@@ -16,7 +16,6 @@ import torch
 from tests.dist.engine_jobs import Tensors, batch, make_engine, state
 from tests.dist.losses import LOSSES
 from tests.dist.reference import hf_steps
-from tests.dist.world import World
 from tests.tiny import tiny_hf
 
 SEEDS = (0, 1, 2)
@@ -77,12 +76,6 @@ def check(kind: str, got: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for side in (got, rounded)
         )
         assert 0 < ours <= FACTOR * theirs, (what, ours / theirs)
-
-
-@pytest.fixture(scope="module")
-def world2():
-    with World(2) as w:
-        yield w
 
 
 @pytest.mark.parametrize(("kind", "parallel"), CASES, ids=("qwen2-dp2", "qwen3-sp", "llama-cp2"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import re
 import threading
@@ -20,33 +19,15 @@ import torch.distributed as dist
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.marker import write_marker
 from megarl.utils.digests import seal
-from tests.hostile import Hostile
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
+from tests.files import Hostile
 
 Parallel = dict[str, Any]
 ZERO: dict[str, Any] = {}
 PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
 BF16: dict[str, Any] = dict(dtype="bfloat16")
 VERSION = 7
-
-
-@pytest.fixture(scope="module")
-def world1():
-    with World(1) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world2():
-    with World(2) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world4():
-    with World(4) as w:
-        yield w
 
 
 def dist_meta(path: Path | str, with_optim: bool = True) -> SaveLoadMeta:
@@ -605,7 +586,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(world2, models, tmp_path
         assert r["differ"] == [] == r["differ2"] and r["resumed"] > 0
         assert r["figures"] == r["again"] and r["version"] == VERSION
         assert re.search(
-            r"DiskFull: saving .*ck failed on rank 1: .*disk full: .*MiB are needed, .* free .*fileroot",
+            r"DiskFull: saving .*ck failed on rank 1: .*disk full: .*MiB are needed, "
+            r".* free .*fileroot",
             r["error"],
         ), (rank, r["error"])
         assert r["left"] == ["ck", "ck-2"] and r["older"] == []

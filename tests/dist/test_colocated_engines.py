@@ -14,7 +14,6 @@ from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
 from megarl.config.engine import LoRAConfig
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
-from tests.dist.world import World
 from tests.tiny import save_tiny
 
 OUT = dict(outputs=("logprobs", "entropy"))
@@ -24,12 +23,6 @@ CRITIC = dict(parallel=dict(tp=2, sequence_parallel=True), head="value", value_h
 
 
 LORA = LoRAConfig(r=4, alpha=8.0)
-
-
-@pytest.fixture(scope="module")
-def world4():
-    with World(4) as w:
-        yield w
 
 
 @pytest.fixture(scope="module")

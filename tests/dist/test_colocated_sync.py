@@ -16,18 +16,12 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.weight_sync.transports import colocated
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
-from tests.embedded_server import Server, embedded_server
+from tests.embedded_server import Server, addresses, checksums, embedded_server, load, two_servers
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
 
 _versions = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, timeout=120) as w:
-        yield w
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +36,18 @@ def new(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(old: Path, models: Path) -> Iterator[list[Server]]:
-    with (
-        embedded_server(old, log=models / "one.log") as one,
-        embedded_server(old, log=models / "two.log") as two,
-    ):
-        yield [one, two]
+    with two_servers(old, models) as servers:
+        yield servers
 
 
 def meta(*servers: Server, **kw: Any) -> WeightUpdateMeta:
     given: dict[str, Any] = dict(bucket_bytes=60_000, timeout=60.0, verify="full")
-    addresses = tuple(f"127.0.0.1:{s.port}" for s in servers)
     return WeightUpdateMeta(
-        type="colocated", version=next(_versions), addresses=addresses, **(given | kw)
+        type="colocated",
+        version=next(_versions),
+        addresses=addresses(list(servers)),
+        **(given | kw),
     )
-
-
-def checksums(server: Server) -> dict[str, str]:
-    answer = server.ok("/weights_checker", {"action": "checksum"})
-    return dict(answer["ranks"][0]["checksums"])
-
-
-def load(server: Server, path: Path) -> None:
-    server.ok("/update_weights_from_disk", {"model_path": str(path)})
 
 
 def run_read_from_both(parallel: dict[str, Any], uploads: list[Upload]) -> Any:

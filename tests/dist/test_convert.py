@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ CASES: dict[str, tuple[str, bool, Parallel, Parallel]] = {
     "deepseek_v2_lite": ("deepseek_v2_lite", False, dict(ep=2), SP2),
     "deepseek_v3": ("deepseek_v3", False, dict(pp=2), SP2 | dict(ep=2)),
 }
-
-
-@pytest.fixture(scope="module")
-def world2() -> Iterator[World]:
-    with World(2) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    with World(4) as w:
-        yield w
 
 
 def train(path: str, root: Path, parallel: Parallel, with_optim: bool, dtype: str) -> None:

@@ -16,20 +16,11 @@ from safetensors.torch import load_file, save_file
 from megarl.api.records import SaveLoadMeta
 from megarl.config.engine import MoEConfig
 from tests.dist import engine_jobs
-from tests.dist.engine_jobs import make_engine, save_model, state
+from tests.dist.engine_jobs import PLAIN, SP, Parallel, make_engine, run_save, save_model, state
 from tests.dist.invariance import check, train
 from tests.dist.losses import LOSSES
+from tests.dist.moe_routing import REPLAY, hf_routers, random_routing
 from tests.dist.reference import hf_steps
-from tests.dist.test_hf_checkpoint import same
-from tests.dist.test_moe import (
-    PLAIN,
-    REPLAY,
-    SP,
-    Parallel,
-    hf_routers,
-    random_routing,
-    run_save,
-)
 from tests.tiny import tiny_hf
 
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -169,19 +160,6 @@ def test_the_bias_is_fp32_in_a_bfloat16_model(worlds: Any, models: Path, tmp_pat
 
 
 # ---- files
-
-
-@pytest.mark.parametrize(
-    "kind, parallel",
-    [("deepseek_v3", dict(**SP, pp=2, ep=2)), ("deepseek_v2_lite", dict(pp=2, ep=2))],
-    ids=("deepseek_v3", "deepseek_v2_lite"),
-)
-def test_round_trip_is_bit_exact(
-    kind: str, parallel: Parallel, worlds: Any, models: Path, tmp_path: Path
-) -> None:
-    source = save_model(models, kind, False)
-    worlds(4).run(run_save, source, parallel, str(tmp_path / "out"))
-    same(Path(source), tmp_path / "out")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(

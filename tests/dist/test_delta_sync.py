@@ -27,9 +27,17 @@ from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.transports.distributed import DistributedTransport
 from megarl.wire import block_fp8
-from tests.dist.test_weight_sync import SOME, addresses, checksums, load, sharded, version
+from tests.dist.uploads import SOME, sharded
 from tests.dist.world import World
-from tests.embedded_server import Server, embedded_server
+from tests.embedded_server import (
+    Server,
+    addresses,
+    checksums,
+    embedded_server,
+    load,
+    two_servers,
+    version,
+)
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -37,12 +45,6 @@ pytestmark = pytest.mark.system
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, timeout=120) as w:
-        yield w
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +61,8 @@ def versions(home: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def servers(versions: list[Path], home: Path) -> Iterator[list[Server]]:
-    with (
-        embedded_server(versions[0], log=home / "one.log") as one,
-        embedded_server(versions[0], log=home / "two.log") as two,
-    ):
-        yield [one, two]
+    with two_servers(versions[0], home) as servers:
+        yield servers
 
 
 def changed(source: Path, target: Path, part: float, *, whole: bool = False) -> Path:

@@ -52,12 +52,6 @@ def test_destroy_gives_everything_back(world2, models, kind, parallel):
         assert found[0][1] == found[1][1]
 
 
-@pytest.fixture(scope="module")
-def world2():
-    with World(2) as w:
-        yield w
-
-
 def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
     """Returns values and gradients of token_outputs on this rank's shard of `rows` rows."""
     from megarl.parallel.vocab_parallel import VocabShard, token_outputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +23,7 @@ from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from tests.dist.models_util import built_model
 from tests.dist.world import World
+from tests.files import read_all, same
 from tests.tiny import save_tiny
 
 Parallel = dict[str, Any]
@@ -42,34 +42,6 @@ FOUR: tuple[Parallel, ...] = (
     dict(pp=4),
     dict(cp=2, tp=2),
 )
-
-
-@pytest.fixture(scope="module")
-def world2() -> Iterator[World]:
-    with World(2) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    with World(4) as w:
-        yield w
-
-
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        out.update(load_file(file))
-    return out
-
-
-def same(a: Path, b: Path) -> None:
-    want, have = read_all(a), read_all(b)
-    assert want.keys() == have.keys()
-    for name, t in want.items():
-        assert t.dtype == have[name].dtype, name
-        bits = {2: torch.int16, 4: torch.int32}[t.element_size()]
-        assert torch.equal(t.view(bits), have[name].view(bits)), name
 
 
 def run_round_trip(

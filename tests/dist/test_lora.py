@@ -6,7 +6,6 @@ that PEFT has no layers for.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,21 @@ import peft
 import pytest
 import torch
 import transformers as T
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.algos import Actor, LoRARef, Ref
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.config.algo import PPOActorConfig
 from megarl.config.engine import LoRAConfig
-from megarl.models.hf_config import read_hf_config
-from megarl.models.lora import adapter_config, adapter_table
-from megarl.parallel.layout import Layout
 from tests.dist.engine_jobs import (
     OPTIMIZER,
+    PLAIN,
+    RECOMPUTE,
+    SP,
+    ZERO,
+    Parallel,
+    Tensors,
     batch,
     loss_fn,
     make_engine,
@@ -33,19 +35,12 @@ from tests.dist.engine_jobs import (
     state,
     weight_fn,
 )
+from tests.dist.lora_files import ALL, lora, write_adapter
 from tests.dist.reference import hf_outputs
 from tests.dist.test_checkpoint import dist_meta, resume
-from tests.dist.test_weight_sync import address, checksums, load
-from tests.embedded_server import embedded_server
+from tests.embedded_server import address, checksums, embedded_server, load
 from tests.tiny import hf_named, save_tiny, tiny_hf
 
-Tensors = dict[str, torch.Tensor]
-Parallel = dict[str, Any]
-SP: Parallel = dict(tp=2, sequence_parallel=True)
-ZERO: dict[str, Any] = dict(optimizer={})
-PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
-RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
-ALL = ("all-linear",)
 KW: dict[str, Any] = dict(outputs=("logprobs", "entropy"), temperature=0.8)
 # (processes, family, targets, layout, engine settings)
 CASES: list[tuple[int, str, tuple[str, ...], Parallel, dict[str, Any]]] = [
@@ -78,27 +73,6 @@ def name(case: Any) -> str:
     layout = "".join(f"{k if k[0] != 's' else 'sp'}{int(v)}" for k, v in parallel.items())
     zero = "-zero" if not over["optimizer"] else ""
     return f"{n}-{kind}-{layout or 'dp'}-{'all' if targets == ALL else '+'.join(targets)}{zero}"
-
-
-def lora(targets: tuple[str, ...] = ALL, **over: Any) -> LoRAConfig:
-    return LoRAConfig(**{"r": 4, "alpha": 6.0, "target_modules": list(targets), **over})
-
-
-def write_adapter(
-    directory: Path, base: str, cfg: LoRAConfig, head: str = "lm", seed: int = 1
-) -> str:
-    """Writes a PEFT directory with random A and B, from the declarations, without an engine."""
-    model = read_hf_config(base, head=head)
-    g = torch.Generator().manual_seed(seed)
-    tensors = {
-        t.name: 0.1 * torch.randn(t.shape, generator=g)
-        for t in adapter_table(model, Layout(), cfg).tensors
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    text = json.dumps(adapter_config(model, cfg, base))
-    (directory / "adapter_config.json").write_text(text)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")

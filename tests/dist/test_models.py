@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.models.build import resolve_attention
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.names import named_params
-from megarl.models.build import resolve_attention
 from megarl.parallel.packing import zigzag_index
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd
 from tests.dist.world import World
@@ -35,15 +34,13 @@ LENGTHS = [5, 33, 1, 17, 40, 12, 12, 90]
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    with World(1) as w:
-        yield w
+def one(worlds: Any) -> World:
+    return worlds(1)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2) as w:
-        yield w
+def two(worlds: Any) -> World:
+    return worlds(2)
 
 
 def ids_of(n: int, seed: int = 0) -> torch.Tensor:

@@ -34,9 +34,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4) as w:
-        yield w
+def world(worlds: Any) -> World:
+    return worlds(4)
 
 
 def test_buckets_hold_every_tensor_once_in_hf_order(model_path: Path) -> None:

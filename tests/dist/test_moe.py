@@ -10,23 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.api.records import SaveLoadMeta
 from megarl.config.engine import MoEConfig
 from megarl.utils.batch import select
 from tests.dist import engine_jobs
-from tests.dist.engine_jobs import make_engine, save_model, state
+from tests.dist.engine_jobs import (
+    PLAIN,
+    RECOMPUTE,
+    SP,
+    ZERO,
+    Parallel,
+    make_engine,
+    run_save,
+    save_model,
+    state,
+)
 from tests.dist.invariance import check, train
 from tests.dist.losses import LOSSES
+from tests.dist.moe_routing import REPLAY, hf_routers, random_routing
 from tests.dist.reference import hf_outputs, hf_steps
-from tests.dist.test_hf_checkpoint import same
+from tests.files import same
 from tests.tiny import hf_named, tiny_hf
-
-Parallel = dict[str, Any]
-SP: Parallel = dict(tp=2, sequence_parallel=True)
-ZERO: dict[str, Any] = dict(optimizer={})
-PLAIN: dict[str, Any] = dict(optimizer={"distributed": False})
-REPLAY: dict[str, Any] = dict(moe=MoEConfig(router_replay=True))
-RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full")
 
 
 def name(case: tuple[int, str, Parallel, dict[str, Any]]) -> str:
@@ -36,11 +39,6 @@ def name(case: tuple[int, str, Parallel, dict[str, Any]]) -> str:
 
 
 # ---- recorded and replayed routing
-
-
-def hf_routers(hf: Any) -> dict[int, Any]:
-    mlps = {i: layer.mlp for i, layer in enumerate(hf.model.layers)}
-    return {i: mlp.gate for i, mlp in mlps.items() if hasattr(mlp, "gate")}
 
 
 def force(hf: Any, routing: torch.Tensor) -> Any:
@@ -60,12 +58,6 @@ def force(hf: Any, routing: torch.Tensor) -> Any:
     for i, router in hf_routers(hf).items():
         router.forward = forced(router, routing[:, :, i].flatten(0, 1).long(), normed)
     return hf
-
-
-def random_routing(layers: int = 4, experts: int = 4, k: int = 2) -> torch.Tensor:
-    g = torch.Generator().manual_seed(5)
-    rows, width = engine_jobs.batch()["input_ids"].shape
-    return torch.rand(rows, width, layers, experts, generator=g).argsort(-1)[..., :k].byte()
 
 
 def check_replay(case: Any, worlds: Any, models: Path) -> None:
@@ -211,16 +203,15 @@ def test_auxiliary_losses_and_loads(n: int, parallel: Parallel, worlds: Any, mod
 # ---- weights
 
 
-def run_save(path: str, parallel: Parallel, out: str) -> None:
-    engine = make_engine(path, parallel, trained=False)
-    engine.save(SaveLoadMeta(path=out, weight_format="hf"))
-    engine.destroy()
-
-
 @pytest.mark.parametrize(
     "kind, parallel",
-    [("qwen3_moe", dict(pp=2, ep=2)), ("mixtral", dict(**SP, ep=2, etp=2))],
-    ids=("qwen3_moe", "mixtral"),
+    [
+        ("qwen3_moe", dict(pp=2, ep=2)),
+        ("mixtral", dict(**SP, ep=2, etp=2)),
+        ("deepseek_v3", dict(**SP, pp=2, ep=2)),
+        ("deepseek_v2_lite", dict(pp=2, ep=2)),
+    ],
+    ids=("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2_lite"),
 )
 def test_round_trip_is_bit_exact(
     kind: str, parallel: Parallel, worlds: Any, models: Path, tmp_path: Path

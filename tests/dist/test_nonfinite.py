@@ -51,9 +51,9 @@ class Run:
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
 
+        from megarl.parallel.rank_zero import RankZero
         from megarl.trainer.roles import MegatronActor
         from megarl.trainer.self_check import SelfCheck
-        from megarl.parallel.rank_zero import RankZero
 
         config = PPOActorConfig(
             path=path, dtype=dtype, parallel=ParallelConfig(**parallel), ppo_n_minibatches=2,
@@ -64,7 +64,9 @@ class Run:
         self.actor = MegatronActor(config, temperature=temperature)
         self.actor.initialize(None, SPEC)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        ctx: Any = SimpleNamespace(run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer)
+        ctx: Any = SimpleNamespace(
+            run_dir=Path(out), on_rank_zero=RankZero(60.0), tokenizer=tokenizer
+        )
         self.check = SelfCheck(GRPOConfig(self_check=SelfCheckConfig(**check)), ctx)
         self.check.watch(self.actor, first_ratio_to="prox_logp")
         self.check.begin_step(3)
@@ -180,7 +182,7 @@ def test_a_skipped_update_changes_no_bit_on_any_rank(worlds, model, tmp_path, la
 
 
 def holders(path: str, out: str) -> dict[str, Any]:
-    """Updates on a Batch over two ranks, with a fault in one row of rank 1, then in all its rows."""
+    """Updates on a Batch over two ranks with a fault in one row of rank 1, then in all its rows."""
     run = Run(path, out, {}, max_skips=100)
     b = run.batch()
     batch = Batch.from_local(b if dist.get_rank() == 0 else None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megarl.parallel.groups import waiting_for
 from megarl.api.records import WeightUpdateMeta
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.stats_tracker import StatsTracker
+from megarl.parallel.groups import waiting_for
 from megarl.parallel.rank_zero import RankZero, on_rank_zero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
@@ -21,9 +23,8 @@ from tests.unit.rollout_fakes import FakeServer, Scripted, rows
 
 
 @pytest.fixture(scope="module")
-def world():
-    with World(2) as w:
-        yield w
+def world(worlds: Any) -> World:
+    return worlds(2)
 
 
 def only_on_zero(zero: RankZero, value: object) -> object:
@@ -64,7 +65,7 @@ def test_failure_reaches_every_rank_as_rank_zeros_error(world):
 
 def cannot_travel() -> str:
     try:
-        RankZero(60.0)(lambda: (lambda: 0))
+        RankZero(60.0)(lambda: lambda: 0)
     except Exception as e:
         return str(e)
     return ""
@@ -124,7 +125,9 @@ def test_a_closed_one_leaves_no_group_and_is_refused(world):
 def call_of_rank_zero_alone() -> str:
     zero = RankZero(2.0, meets=True)
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="did not call it within collective_timeout = 2 s") as e:
+        with pytest.raises(
+            RuntimeError, match="did not call it within collective_timeout = 2 s"
+        ) as e:
             zero(len, "abc")
         said = str(e.value)
     dist.barrier()

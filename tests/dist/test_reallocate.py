@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.names import named_params
 from megarl.models.param_loading import init_params
-from megarl.models.piece_table import build_piece_table
-from megarl.models.piece_table import PieceTable
+from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import layer_activations
 from megarl.weight_sync.reallocate import Reallocator
@@ -29,9 +27,8 @@ Params = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4) as w:
-        yield w
+def world(worlds: Any) -> World:
+    return worlds(4)
 
 
 @pytest.fixture(scope="module")

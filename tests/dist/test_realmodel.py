@@ -11,7 +11,6 @@ import torch
 
 from tests.dist.engine_jobs import Tensors, make_engine
 from tests.dist.reference import hf_outputs
-from tests.dist.world import World
 
 pytestmark = pytest.mark.realmodel
 ROOT = Path(__file__).parents[2]
@@ -58,10 +57,10 @@ def outputs(path: str, parallel: dict[str, Any], b: Tensors) -> Any:
 
 
 @pytest.mark.parametrize("parallel", [{}, dict(tp=3), dict(pp=2)], ids=("tp1", "tp3", "pp2"))
-def test_logits_equal_those_of_transformers(parallel, model, wanted):
+def test_logits_equal_those_of_transformers(parallel, model, wanted, worlds):
     b, want = wanted
-    with World(parallel.get("tp", 1) * parallel.get("pp", 1)) as world:
-        got = world.run(outputs, model, parallel, b)[0]
+    world = worlds(parallel.get("tp", 1) * parallel.get("pp", 1))
+    got = world.run(outputs, model, parallel, b)[0]
     for name, value in got.items():
         torch.testing.assert_close(value, want[name], rtol=0, atol=LOGITS, msg=name)
     assert want["logits"].std() > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,9 +17,8 @@ from tests.dist.world import World, free_port
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2) as w:
-        yield w
+def world(worlds: Any) -> World:
+    return worlds(2)
 
 
 def run_meeting(port: int, tokens: list[str], timeout: float) -> float | None:

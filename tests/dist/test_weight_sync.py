@@ -19,18 +19,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import is_tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.api.records import INITIAL_VERSION, WeightUpdateMeta
-from megarl.ckpt.hf import load_hf, save_hf
+from megarl.ckpt.hf import save_hf
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.models.hf_config import read_hf_config
-from megarl.models.piece_table import PieceTable, build_piece_table
+from megarl.models.piece_table import build_piece_table
 from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine
@@ -43,43 +42,25 @@ from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.transports import distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
+from tests.dist.uploads import SOME, sharded
 from tests.dist.world import World, free_port
-from tests.embedded_server import Server, embedded_server
+from tests.embedded_server import (
+    Server,
+    address,
+    addresses,
+    checksums,
+    embedded_server,
+    load,
+    two_servers,
+    version,
+)
+from tests.files import read_all
 from tests.tiny import MOE_KINDS, save_tiny
 from tests.transports import documented_transport
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tp=2), "pp2": dict(pp=2, pipeline_split=[3, 1]), "dp2": {}, "cp2": dict(cp=2),
 }  # fmt: skip
-WEIGHTS = "model.safetensors"
-SOME = 60_000  # bytes of a bucket: about ten of them
-
-
-def address(server: Server) -> str:
-    return f"127.0.0.1:{server.port}"
-
-
-def addresses(servers: list[Server]) -> tuple[str, ...]:
-    return tuple(address(s) for s in servers)
-
-
-def checksums(server: Server) -> dict[str, str]:
-    answer = server.ok("/weights_checker", {"action": "checksum"})
-    return dict(answer["ranks"][0]["checksums"])
-
-
-def version(server: Server) -> str:
-    return str(server.get("/model_info")[1]["weight_version"])
-
-
-def load(server: Server, path: Path) -> None:
-    server.ok("/update_weights_from_disk", {"model_path": str(path)})
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, timeout=120) as w:
-        yield w
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +72,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied(home: Path) -> Iterator[list[Server]]:
     """Two servers of an untied fp32 model with biases."""
     model = save_tiny(home / "qwen2", "qwen2")
-    with (
-        embedded_server(model, log=home / "one.log") as one,
-        embedded_server(model, log=home / "two.log") as two,
-    ):
-        yield [one, two]
+    with two_servers(model, home) as servers:
+        yield servers
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +85,6 @@ def tied(home: Path) -> Iterator[Server]:
 
 
 Params = dict[str, torch.Tensor]
-
-
-def sharded(source: Path, parallel: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    """(table, layout, rank, params) of this rank: WeightSender's and save_hf's arguments."""
-    rank = dist.get_rank()
-    layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
-    table: PieceTable = build_piece_table(read_hf_config(source), layout)
-    local = table.local_params(layout.coords(rank))
-    params = {n: torch.empty(p.shape, dtype=dtype) for n, p in local.items()}
-    load_hf(source, table, layout, rank, params)
-    return table, layout, rank, params
 
 
 def run_syncs(
@@ -233,7 +200,7 @@ def test_files_for_servers_have_the_dtype_of_every_name(
     world: World, untied: list[Server], tmp_path: Path
 ) -> None:
     source, saved = save_tiny(tmp_path / "new", "qwen2", seed=31), tmp_path / "saved"
-    want = {k: t.bfloat16() if "self_attn" in k else t for k, t in load_file(source / WEIGHTS).items()}
+    want = {k: t.bfloat16() if "self_attn" in k else t for k, t in read_all(source).items()}
     dtypes = {name: value.dtype for name, value in want.items()}
     meta = WeightUpdateMeta(
         type="disk", version=204, path=str(tmp_path / "shared"), addresses=addresses(untied),
@@ -241,7 +208,7 @@ def test_files_for_servers_have_the_dtype_of_every_name(
     )  # fmt: skip
     world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], dtypes=dtypes)
     for written in (saved, tmp_path / "shared" / "v204"):
-        found = load_file(written / WEIGHTS)
+        found = read_all(written)
         assert found.keys() == want.keys()
         assert all(f.dtype == dtypes[k] and torch.equal(f, want[k]) for k, f in found.items())
         config = json.loads((written / "config.json").read_text())

@@ -19,14 +19,18 @@ from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync import WeightSender
 
+SOME = 60_000  # bytes of a bucket: about ten of them
 
-def sharded(source: Path, parallel: dict[str, Any]) -> tuple[Any, ...]:
+
+def sharded(
+    source: Path, parallel: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
     """(table, layout, rank, params) of this rank: WeightSender's and save_hf's arguments."""
     rank = dist.get_rank()
     layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
     table: PieceTable = build_piece_table(read_hf_config(source), layout)
     local = table.local_params(layout.coords(rank))
-    params = {n: torch.empty(p.shape, dtype=torch.float32) for n, p in local.items()}
+    params = {n: torch.empty(p.shape, dtype=dtype) for n, p in local.items()}
     load_hf(source, table, layout, rank, params)
     return table, layout, rank, params
 

@@ -1,11 +1,6 @@
 """A persistent world of gloo processes for one test file; the processes serve the files after it.
 
-    @pytest.fixture(scope="module")
-    def world2():
-        with World(2) as w:
-            yield w
-
-    def test_x(world2):
+    def test_x(world2):  # of conftest.py
         results = world2.run(my_module_level_function, arg1, kw=arg2)   # one result per rank
 
 Functions run on every rank at once, with the default process group up. They are pickled by

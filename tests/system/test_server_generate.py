@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 
 import pytest
 import torch
@@ -89,13 +88,14 @@ def test_greedy_equals_hf_generate(server, model):
 
 
 def test_truncation_bounds_what_is_drawn_and_not_what_is_reported(server, model):
-    for params, allowed in (({"top_k": 2}, 2), ({"min_p": 0.9}, 2), ({"top_p": 0.05}, 2)):
+    for params in ({"top_k": 2}, {"top_p": 0.05}):
         answer = server.generate(PROMPT, max_new_tokens=60, ignore_eos=True, **params)
         output = answer["output_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
-        ranks = (logits > logits.gather(1, torch.tensor(output)[:, None])).sum(1)
-        assert int(ranks.max()) < allowed
+        likelier = logits > logits.gather(1, torch.tensor(output)[:, None])
+        assert int(likelier.sum(1).max()) < params.get("top_k", VOCAB)
+        assert float((logits.softmax(-1) * likelier).sum(1).max()) <= params.get("top_p", 1.0)
         expected = hf_logprobs(model, PROMPT, output)
         torch.testing.assert_close(logprobs_of(answer), expected, atol=1e-5, rtol=0)
 
@@ -108,11 +108,7 @@ def test_top_k_one_equals_greedy(server):
 
 def test_shape_of_the_answer(server):
     answer = server.generate(
-        PROMPT,
-        body={"rid": "mine", "logprob_start_len": 0, "top_logprobs_num": 3},
-        temperature=0,
-        max_new_tokens=4,
-        ignore_eos=True,
+        PROMPT, body={"rid": "mine"}, temperature=0, max_new_tokens=4, ignore_eos=True
     )
     meta = answer["meta_info"]
     assert set(answer) == {"text", "output_ids", "meta_info"}
@@ -121,21 +117,11 @@ def test_shape_of_the_answer(server):
     assert meta["weight_version"] == "default" and meta["num_retractions"] == 0
     assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 4}]
     assert meta["cached_tokens"] == 0 and meta["e2e_latency"] > 0
-    assert [e[1] for e in meta["input_token_logprobs"]] == PROMPT
-    assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
-    assert all(len(tops) == 3 for tops in meta["output_top_logprobs"])
-    assert [tops[0] for tops in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
-    assert all(e[2] is None for e in meta["output_token_logprobs"])
-
-
-def test_prompt_logprobs_without_generation(server, model):
-    answer = server.generate(PROMPT, body={"logprob_start_len": 2}, max_new_tokens=0)
-    entries = answer["meta_info"]["input_token_logprobs"]
-    assert answer["output_ids"] == [] and [e[1] for e in entries] == PROMPT[2:]
-    assert entries[0][0] is None
-    got = torch.tensor([e[0] for e in entries[1:]])
-    expected = hf_logprobs(model, PROMPT[:3], PROMPT[3:])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    assert [e[1:] for e in meta["output_token_logprobs"]] == [
+        [token, None] for token in answer["output_ids"]
+    ]
+    nothing = server.generate(PROMPT, max_new_tokens=0)
+    assert nothing["output_ids"] == [] and nothing["meta_info"]["output_token_logprobs"] == []
 
 
 def test_a_group_shares_its_prompt_and_differs_in_its_samples(server):
@@ -165,19 +151,13 @@ def test_stop_tokens(server):
     *before, last = answer["output_ids"]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": last}
     assert last in [1, *stops] and not set(before) & {1, *stops}
-    trimmed = server.generate(
-        PROMPT, max_new_tokens=150, stop_token_ids=stops, sampling_seed=4, temperature=0.9
-    )
-    kept = server.generate(
-        PROMPT,
-        max_new_tokens=150,
-        stop_token_ids=stops,
-        sampling_seed=4,
-        temperature=0.9,
-        no_stop_trim=True,
-    )
-    assert kept["output_ids"] == trimmed["output_ids"]
-    assert kept["text"].startswith(trimmed["text"]) and len(kept["text"]) > len(trimmed["text"])
+    params = {"max_new_tokens": 150, "sampling_seed": 4, "temperature": 0.9}
+    trimmed = server.generate(PROMPT, stop_token_ids=stops, **params)
+    untrimmed = server.generate(PROMPT, **params)
+    written = len(trimmed["output_ids"])
+    assert untrimmed["output_ids"][:written] == trimmed["output_ids"]
+    one_less = server.generate(PROMPT, **params | {"max_new_tokens": written - 1})
+    assert trimmed["text"] == one_less["text"]
 
 
 def test_ignore_eos_and_min_new_tokens(server):
@@ -199,8 +179,6 @@ def test_stop_strings(server):
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert answer["text"] == free["text"][: free["text"].index(stop)]
     assert len(answer["output_ids"]) < 150
-    untrimmed = server.generate(PROMPT, stop=stop, no_stop_trim=True, **params)
-    assert stop in untrimmed["text"]
 
 
 def test_seeds_are_reproducible_in_any_company(server):
@@ -229,10 +207,9 @@ def test_deterministic_mode_is_bitwise_independent_of_the_rest(exact):
     """Rows that come, go and move, longer neighbours, a grown cache: not one bit may change."""
     given = prompts(6, seed=3)
     params = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 40, "ignore_eos": True}
-    body = {"logprob_start_len": 0}
 
     def one(i):
-        return exact.start(given[i], body=body, sampling_seed=i, **params)
+        return exact.start(given[i], sampling_seed=i, **params)
 
     alone = [one(i).result(60) for i in range(6)]
     noise = [
@@ -243,12 +220,11 @@ def test_deterministic_mode_is_bitwise_independent_of_the_rest(exact):
     busy = [f.result(60) for f in [one(i) for i in range(6)]]
     batch = exact.generate(
         [given[0]] * 4 + given[1:],
-        body=body
-        | {"sampling_params": [params | {"sampling_seed": i} for i in (0, 0, 0, 0, 1, 2, 3, 4, 5)]},
+        body={"sampling_params": [params | {"sampling_seed": i} for i in (0, 0, 0, *range(6))]},
     )[3:]
     for a, b, c in zip(alone, busy, batch, strict=True):
-        for key in ("output_token_logprobs", "input_token_logprobs"):
-            assert a["meta_info"][key] == b["meta_info"][key] == c["meta_info"][key]
+        told = [answer["meta_info"]["output_token_logprobs"] for answer in (a, b, c)]
+        assert told[0] == told[1] == told[2]
     for future in noise:
         future.result(60)
 
@@ -264,36 +240,10 @@ def test_more_requests_than_rows(exact):
     assert [len(a["output_ids"]) for a in answers] == [6] * 40
 
 
-def read_stream(server, body):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", "/generate", json.dumps(body | {"stream": True}))
-    raw = connection.getresponse().read().decode()
-    connection.close()
-    lines = raw.split("\n\n")
-    assert all(line.startswith("data: ") for line in lines[:-1]) and lines[-1] == ""
-    assert lines[-2] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
-def test_streaming_is_cumulative_and_ends_with_the_whole_answer(server):
-    params = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
-    whole = server.ok("/generate", body)
-    chunks = read_stream(server, body)
-    for i, chunk in enumerate(chunks, 1):
-        assert chunk["output_ids"] == whole["output_ids"][:i]
-        assert len(chunk["meta_info"]["output_token_logprobs"]) == i
-        assert (chunk["meta_info"]["finish_reason"] is None) == (i < len(chunks))
-    assert chunks[-1]["text"] == whole["text"] and len(chunks) == 9
-    assert chunks[-1]["meta_info"]["weight_versions"][0]["end"] == 9
-    batch = read_stream(server, body | {"input_ids": [PROMPT, PROMPT[:2]]})
-    assert {c["index"] for c in batch} == {0, 1} and len(batch) == 18
-
-
 def refused(server, body, status=400):
     got, data = server.post("/generate", body)
     assert got == status, (got, data)
-    return data["error"] if isinstance(data["error"], str) else data["error"]["message"]
+    return data["error"]["message"]
 
 
 def test_refusals_name_what_is_wrong(server):
@@ -321,7 +271,9 @@ def test_refusals_name_what_is_wrong(server):
     assert "stop_token_ids" in refused(
         server, {"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB]}}
     )
-    assert "top_logprobs_num" in refused(server, {"input_ids": [5], "top_logprobs_num": "x"})
+    assert "top_logprobs_num" in refused(server, {"input_ids": [5], "top_logprobs_num": 2})
+    assert "logprob_start_len" in refused(server, {"input_ids": [5], "logprob_start_len": 0})
+    assert "stream is not supported" in refused(server, {"input_ids": [5], "stream": True})
     assert "JSON" in server.post("/generate")[1]["error"]["message"]
     # unknown top-level keys are ignored, as SGLang does; the default bound is 128 tokens
     answer = server.ok(
@@ -353,11 +305,7 @@ def test_a_client_that_goes_away_frees_its_rows(server):
         "input_ids": [PROMPT] * 200,
         "sampling_params": {"max_new_tokens": 190, "ignore_eos": True},
     }
-    for stream in (False, True):
-        connection.request("POST", "/generate", json.dumps(body | {"stream": stream}))
-        server.wait_running(100)
-        connection.close()
-        deadline = time.monotonic() + 20
-        while server.get("/server_info")[1]["internal_states"][0]["num_running_reqs"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    connection.request("POST", "/generate", json.dumps(body))
+    server.wait_running(100)
+    connection.close()
+    server.wait_idle()

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.dist.test_optimizer_options import SelfKeepingAdam
+from tests.dist.self_keeping_adam import SelfKeepingAdam
 from tests.te.cases import CASES, LORA_CASES
 from tests.te.conftest import HOME, ROOT, VERSIONS, Facts
 

@@ -27,26 +27,12 @@ from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
 from megarl.utils.digests import seal
-from tests.hostile import Hostile
+from tests.files import Hostile, read_all, same
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]
 QUIET: dict[str, Any] = dict(quiet=True)
 SMALL: dict[str, Any] = dict(part_bytes=60_000, **QUIET)  # several files even of a tiny model
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def same(a: Path, b: Path) -> None:
-    want, have = tensors(a), tensors(b)
-    assert want.keys() == have.keys()
-    for name, t in want.items():
-        assert t.dtype == have[name].dtype and torch.equal(t, have[name]), name
 
 
 CASES = [(k, False) for k in (*KINDS, *MOE_KINDS, *MLA_KINDS)] + [("llama", True), ("qwen3", True)]
@@ -91,8 +77,8 @@ def test_another_dtype_casts_all_but_buffers(tmp_path: Path) -> None:
     a = save_tiny(tmp_path / "a", "deepseek_v3")
     hf2dist(a, tmp_path / "ck", dtype=torch.bfloat16, **QUIET)
     dist2hf(tmp_path / "ck", tmp_path / "b", **QUIET)
-    got = tensors(tmp_path / "b")
-    for name, t in tensors(a).items():
+    got = read_all(tmp_path / "b")
+    for name, t in read_all(a).items():
         want = t if name.endswith("e_score_correction_bias") else t.bfloat16()
         assert got[name].dtype == want.dtype and torch.equal(got[name], want), name
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"

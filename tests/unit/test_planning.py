@@ -37,7 +37,7 @@ from megarl.planning.traffic import (
 )
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.senders import spread_senders
-from tests.unit.test_reallocation_plan import FAMILIES, config
+from tests.unit.family_configs import FAMILIES, config
 from tools import plan as tool
 
 LAYOUTS = (

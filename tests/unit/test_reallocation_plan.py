@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.models.families import family_of
 from megarl.models.families.grouped_query import GroupedQuery
-from megarl.models.hf_config import ModelConfig, parse_hf_config
+from megarl.models.hf_config import ModelConfig
 from megarl.models.param_loading import load_params
 from megarl.models.piece_table import (
     HfTensor,
@@ -29,26 +29,9 @@ from megarl.parallel.layout import Layout
 from megarl.weight_sync import reallocation_plan
 from megarl.weight_sync.reallocate import copy_views
 from megarl.weight_sync.reallocation_plan import Transfer, plan_rounds, plan_transfers
+from tests.unit.family_configs import FAMILIES, config
 
 Params = list[dict[str, torch.Tensor]]  # by rank
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": {},
-    "Qwen3MoeForCausalLM": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-                                mlp_only_layers=[1]),
-    "DeepseekV3ForCausalLM": dict(
-        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1,
-        first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=6, q_lora_rank=None,
-        qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, num_key_value_heads=4,
-    ),
-}  # fmt: skip
-
-
-def config(architecture: str = "Qwen2ForCausalLM", **over: Any) -> ModelConfig:
-    raw: dict[str, Any] = dict(
-        architectures=[architecture], vocab_size=21, hidden_size=8, intermediate_size=16,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=2,
-    )  # fmt: skip
-    return parse_hf_config(raw | FAMILIES[architecture] | over)
 
 
 @st.composite

@@ -10,17 +10,13 @@ from megarl.server import kv_cache
 from megarl.server.args import ServerArgs, parse_args
 from megarl.server.runner import ModelRunner
 from megarl.server.sampling_params import SamplingParams
-from megarl.server.sequence import Report, ServedSequence
+from megarl.server.sequence import ServedSequence
 from megarl.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
 from tests.tiny import KINDS, MLA_KINDS, VOCAB, save_tiny, tiny_hf
 
 
-class _NoCall:
-    stream = False
-
-
-def make_sequence(prompt, **report):
+def make_sequence(prompt):
     return ServedSequence(
         rid="r",
         prompt=prompt,
@@ -28,9 +24,8 @@ def make_sequence(prompt, **report):
         max_new_tokens=99,
         stop_ids=frozenset(),
         seed=0,
-        call=_NoCall(),
-        index=0,
-        report=Report(**report),
+        call=None,
+        wants_logprobs=True,
     )
 
 
@@ -168,20 +163,6 @@ def test_rows_survive_growth_and_moves_of_the_cache(pair):
     torch.testing.assert_close(
         runner.decode([rows[2]])[0], reference(model, rows[2].prompt, 2)[1], atol=1e-4, rtol=1e-4
     )
-
-
-def test_prompt_logprobs(pair):
-    runner, model = pair
-    (prompt,) = prompts([30])
-    seq = make_sequence(prompt, logprobs=True, start=4, top=2)
-    runner.make_room([seq], used=0)
-    runner.prefill([seq], 0)
-    with torch.no_grad():
-        want = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
-    own = want[torch.arange(4, 29), torch.tensor(prompt[5:])]
-    assert seq.input_logprobs[0] is None and seq.input_top_logprobs[0] is None
-    torch.testing.assert_close(torch.tensor(seq.input_logprobs[1:]), own, atol=1e-5, rtol=0)
-    assert [t[0][1] for t in seq.input_top_logprobs[1:]] == want[4:29].argmax(-1).tolist()
 
 
 def test_attention_the_server_does_not_have_is_refused_by_name(tmp_path):

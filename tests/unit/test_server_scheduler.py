@@ -11,7 +11,7 @@ import torch
 from megarl.server.errors import ControlError, ServerError
 from megarl.server.sampling_params import SamplingParams
 from megarl.server.scheduler import Scheduler
-from megarl.server.sequence import Report, ServedSequence
+from megarl.server.sequence import ServedSequence
 
 VOCAB = 8
 
@@ -73,20 +73,15 @@ class FakeRunner:
         return self._logits(len(seqs))
 
 
-class Call:
-    stream = False
-
-
 @pytest.fixture
 def world():
     """(scheduler, runner, finish): `finish(seq)` waits until `seq` is done."""
     runner, dead = FakeRunner(), threading.Event()
     done: dict[ServedSequence, Future] = {}
 
-    def notify(deliveries):
-        for seq, _, finished in deliveries:
-            if finished:
-                done[seq].set_result(seq)
+    def notify(ended):
+        for seq in ended:
+            done[seq].set_result(seq)
 
     torn = []
     scheduler = Scheduler(
@@ -104,9 +99,8 @@ def world():
                 max_new_tokens=tokens,
                 stop_ids=frozenset(),
                 seed=0,
-                report=Report(),
-                call=Call(),
-                index=i,
+                wants_logprobs=False,
+                call=None,
             )
             for i in range(count)
         ]

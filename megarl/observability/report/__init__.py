@@ -3,8 +3,9 @@
 runs.py        reads run directories
 held_out.py    what was reached on held-out prompts, the gain and its interval
 metrics.py     which curves are drawn; phases.py: where the time of a step goes
-svg.py         draws, on the axes of scale.py
-page.py        lays out; assets.py: style and script
+svg.py         draws, on the axes of scale.py; figure.html.jinja: one chart
+page.py        chooses what is shown; page.html.jinja lays it out; report.css, report.js
+templates.py   fills the templates
 summary.py     adds up what the run did, also for the console and summary.json
 
 The file needs no network; charts are inline SVG.

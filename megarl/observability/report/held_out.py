@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from megarl.observability.intervals import Estimate, correlation, difference_ci
 from megarl.observability.report.formats import percent, plain, signed
 from megarl.observability.report.runs import Run
@@ -140,7 +142,7 @@ def _correlation(run: Run, measure: Measure, first: float, last: float) -> float
     return correlation(*sides)
 
 
-def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> str:
+def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> Markup:
     """Draws the measure with its confidence intervals, by step or by minutes of the run."""
     x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)
     lines = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from megarl.observability.report import held_out
 from megarl.observability.report.formats import percent, plain
 from megarl.observability.report.held_out import COLORS
@@ -13,16 +15,18 @@ from megarl.observability.report.runs import Run
 from megarl.observability.report.svg import Format, Line, LineChart, line_chart
 
 GAP = "train_rollout_logprob_abs_diff"
+STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
-    """Describes the chart of one quantity. `series` are (name, key of stats.jsonl), the main one
-    first. It is drawn only if `where`, another key, is above 0 somewhere."""
+    """Describes the chart of one quantity. `keys` are those of stats.jsonl, the main one first;
+    where there are two, their last parts name the lines. It is drawn only if `where`, another key,
+    is above 0 somewhere."""
 
     title: str
+    keys: tuple[str, ...]
     note: str = ""
-    series: tuple[tuple[str, str], ...]
     smooth: bool = False
     log: bool = False
     format: Format = plain
@@ -30,90 +34,69 @@ class Metric:
     where: str | None = None
 
 
-STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
-
 METRICS = (
+    Metric("Reward", ("reward/mean",), "mean over the training batch", smooth=True),
     Metric(
-        title="Reward",
-        note="mean over the training batch",
-        series=(("", "reward/mean"),),
+        "Response length",
+        ("response_len/mean", "response_len/max"),
+        "tokens written by the policy",
+    ),
+    Metric(
+        "KL to the behaviour policy",
+        ("approx_kl",),
+        "during the update, k3, nats per token",
         smooth=True,
     ),
+    Metric("KL to the reference", ("kl_ref",), "k3, nats per token"),
+    Metric("Entropy", ("entropy",), "of the next-token distribution, nats", smooth=True),
     Metric(
-        title="Response length",
-        note="tokens written by the policy",
-        series=(("mean", "response_len/mean"), ("max", "response_len/max")),
-    ),
-    Metric(
-        title="KL to the behaviour policy",
-        note="during the update, k3, nats per token",
-        series=(("", "approx_kl"),),
-        smooth=True,
-    ),
-    Metric(
-        title="KL to the reference",
-        note="k3, nats per token",
-        series=(("", "kl_ref"),),
-    ),
-    Metric(
-        title="Entropy",
-        note="of the next-token distribution, nats",
-        series=(("", "entropy"),),
-        smooth=True,
-    ),
-    Metric(
-        title="Trainer / server logprob gap",
-        note="|difference| for the same tokens, nats",
-        series=(("max", f"{GAP}/max"), ("mean", f"{GAP}/mean")),
+        "Trainer / server logprob gap",
+        (f"{GAP}/max", f"{GAP}/mean"),
+        "|difference| for the same tokens, nats",
         log=True,
     ),
-    Metric(title="Loss", series=(("", "loss"),), smooth=True),
+    Metric("Loss", ("loss",), smooth=True),
+    Metric("Gradient norm", ("grad_norm",), "before clipping", smooth=True),
     Metric(
-        title="Gradient norm",
-        note="before clipping",
-        series=(("", "grad_norm"),),
-        smooth=True,
-    ),
-    Metric(
-        title="Clipped tokens",
-        note="fraction whose gradient the clip removes",
-        series=(("", "clip_frac"),),
+        "Clipped tokens",
+        ("clip_frac",),
+        "fraction whose gradient the clip removes",
         smooth=True,
         format=percent,
     ),
     Metric(
-        title="Explained variance",
-        note="share of the returns' variance that the critic foresees: 1 is perfect, 0 is none",
-        series=(("", "critic/explained_variance"),),
+        "Explained variance",
+        ("critic/explained_variance",),
+        "share of the returns' variance that the critic foresees: 1 is perfect, 0 is none",
         smooth=True,
     ),
     Metric(
-        title="Value error",
-        note="mean |value - return| per token, during the critic's update",
-        series=(("", "critic/value_error"),),
+        "Value error",
+        ("critic/value_error",),
+        "mean |value - return| per token, during the critic's update",
         smooth=True,
         y_from=0.0,
     ),
-    Metric(title="Critic loss", series=(("", "critic/loss"),), smooth=True),
+    Metric("Critic loss", ("critic/loss",), smooth=True),
     Metric(
-        title="Staleness",
-        note="versions between the weights that wrote a token and those it trains",
-        series=(("mean", "staleness/mean"), ("max", STALE)),
+        "Staleness",
+        ("staleness/mean", STALE),
+        "versions between the weights that wrote a token and those it trains",
         where=STALE,
     ),
     Metric(
-        title="Effective sample size",
-        note="Kish: what the tokens are worth under their importance weights",
-        series=(("", "behav_ess"),),
+        "Effective sample size",
+        ("behav_ess",),
+        "Kish: what the tokens are worth under their importance weights",
         smooth=True,
         format=percent,
         y_from=0.0,
         where=STALE,
     ),
     Metric(
-        title="Dropped episodes",
-        note="too old to train on when they were done, since the start",
-        series=(("", "rollout/dropped"),),
+        "Dropped episodes",
+        ("rollout/dropped",),
+        "too old to train on when they were done, since the start",
         y_from=0.0,
         where=STALE,
     ),
@@ -132,7 +115,7 @@ def end_window(n: int) -> int:
     return max(1, min(5, n // 2))
 
 
-def all_charts(runs: list[Run]) -> str:
+def all_charts(runs: list[Run]) -> Markup:
     """Draws every chart that has data, in reading order.
 
     Steps of RL and of supervised training are not the same thing: a run of the other kind than the
@@ -147,25 +130,26 @@ def all_charts(runs: list[Run]) -> str:
     charts += [held_out.curve(peers, measure, by_time=False) for measure in measures]
     charts += [_metric(peers, metric) for metric in METRICS]
     charts += [step_time(run, several=len(runs) > 1) for run in peers]
-    return "".join(charts)
+    return Markup().join(charts)
 
 
 def _is_rl(run: Run) -> bool:
     return bool(run.values("reward/mean"))
 
 
-def _metric(runs: list[Run], metric: Metric) -> str:
+def _metric(runs: list[Run], metric: Metric) -> Markup:
     """Draws one metric. Colour tells runs apart, or series where there is one run; dashes tell
     series apart."""
     if metric.where and not any(value > 0 for run in runs for value in run.values(metric.where)):
-        return ""
+        return Markup()
     several, lines = len(runs) > 1, []
     for r, run in enumerate(runs):
         # beside other runs only the first shows its second series
-        for s, (name, key) in enumerate(metric.series if r == 0 else metric.series[:1]):
+        for s, key in enumerate(metric.keys if r == 0 else metric.keys[:1]):
             points = run.points(key)
             if not points:
                 continue
+            name = key.rpartition("/")[2] if len(metric.keys) > 1 else ""
             label = " ".join(p for p in (run.label if several else "", name) if p)
             lines.append(
                 Line(

@@ -3,13 +3,20 @@ report."""
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
 
+from markupsafe import Markup
+
 from megarl.observability.report.formats import seconds
 from megarl.observability.report.runs import Run
-from megarl.observability.report.svg import GREY, StackedChart, stacked_chart
+from megarl.observability.report.svg import (
+    GREY,
+    StackedChart,
+    bin_size,
+    binned,
+    stacked_chart,
+)
 
 _PHASE = re.compile(r"timing/([^/]+)_s")
 # in the order of a step, each with its colour class; a name not listed here has a colour by its
@@ -52,18 +59,18 @@ def step_phases(run: Run) -> tuple[list[float], list[tuple[str, list[float]]]]:
     return [float(row["step"]) for row in rows], [*phases, ("other", other)]
 
 
-def step_time(run: Run, *, several: bool = False) -> str:
+def step_time(run: Run, *, several: bool = False) -> Markup:
     """Draws the stacked seconds per step; long runs are averaged over neighbouring steps."""
     steps, phases = step_phases(run)
     if not steps:
-        return ""
+        return Markup()
     total = sum(sum(s) for _, s in phases) or 1.0
-    size = math.ceil(len(steps) / _MAX_BARS)
+    size = bin_size(len(steps), _MAX_BARS)
     layers = [
         (
             f"{name.replace('_', ' ')} {100 * sum(values) / total:.0f}%",
             phase_color(name),
-            _bins(values, size),
+            binned(values, size),
         )
         for name, values in phases
         if sum(values) >= 0.001 * total
@@ -76,8 +83,3 @@ def step_time(run: Run, *, several: bool = False) -> str:
     return stacked_chart(
         StackedChart(title="Step time", note=note, xs=xs, layers=layers, format=seconds)
     )
-
-
-def _bins(values: list[float], size: int) -> list[float]:
-    parts = [values[i : i + size] for i in range(0, len(values), size)]
-    return [sum(p) / len(p) for p in parts]

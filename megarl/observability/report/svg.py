@@ -1,27 +1,31 @@
-"""Draws charts as inline SVG. Pure: points in, text out.
+"""Draws charts as inline SVG: points in, HTML out.
 
 A chart is a <figure> with a header (title, legend), the drawing, and a JSON block from which the
-page's script makes the hover box. Colours are CSS classes (c0, c1, ...), so that light, dark and
-print each have their own.
+page's script makes the hover box (figure.html.jinja). What is drawn are marks, each a path with its
+CSS classes. Colours are classes, too (c0, c1, ...), so that light, dark and print each have
+their own.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+from markupsafe import Markup
 
 from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
+from megarl.observability.report.templates import fill
 
 Points = Sequence[tuple[float, float]]
 Format = Callable[[float], str]
 Legend = list[tuple[str, str]]  # (label, CSS classes of its key)
+Mark = tuple[str, str]  # (CSS classes, SVG path)
 
 WIDTH, HEIGHT = 560, 264
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 38
+LEFT, RIGHT, TOP, FLOOR = 52, WIDTH - 14, 12, HEIGHT - 38  # of the plot
 MAX_POINTS = 400
 GREY = 7  # the colour class of what belongs to no series
 
@@ -40,33 +44,39 @@ class Line:
     markers: bool = False
     whiskers: Sequence[tuple[float, float, float]] = ()
 
+    @property
+    def is_smoothed(self) -> bool:
+        """Tells whether the line is drawn as a moving average, and thinly as it is."""
+        return self.smooth > 1 and len(self.points) > 2 * self.smooth
+
 
 @dataclass(kw_only=True)
-class LineChart:
-    """Describes a chart of lines over one axis. `y_from` and `y_to` are what its axis must reach;
-    `named` has the legend name also a single line."""
+class Chart:
+    """Describes what charts of every kind have; `format` writes a value with its unit."""
 
     title: str
-    lines: list[Line]
     note: str = ""
     x_label: str = "step"
-    format: Format = field(default=lambda v: f"{v:.4g}")
+    format: Format = "{:.4g}".format
+
+
+@dataclass(kw_only=True)
+class LineChart(Chart):
+    """Describes a chart of lines over one axis. `y_from` is what its axis must reach; `named` has
+    the legend name also a single line."""
+
+    lines: list[Line]
     log: bool = False
     y_from: float | None = None
-    y_to: float | None = None
-    named: bool = False  # the legend names the line also where it is the only one
+    named: bool = False
 
 
 @dataclass(kw_only=True)
-class StackedChart:
+class StackedChart(Chart):
     """Describes bars at `xs`, stacked of `layers`: (label, color class, one height per x)."""
 
-    title: str
     xs: Sequence[float]
     layers: Sequence[tuple[str, int, Sequence[float]]]
-    note: str = ""
-    x_label: str = "step"
-    format: Format = field(default=lambda v: f"{v:.3g}")
 
 
 def smooth(points: Points, window: int) -> list[tuple[float, float]]:
@@ -80,68 +90,67 @@ def smooth(points: Points, window: int) -> list[tuple[float, float]]:
 
 
 def bin_size(n: int, limit: int = MAX_POINTS) -> int:
-    """Returns how many of n neighbouring points make one, for at most `limit`."""
+    """Returns how many of n neighbours make one, for at most `limit`."""
     return max(1, math.ceil(n / limit))
+
+
+def binned(values: Sequence[float], size: int) -> list[float]:
+    """Returns the means of every `size` neighbours; the last may be of fewer."""
+    parts = [values[i : i + size] for i in range(0, len(values), size)]
+    return [sum(part) / len(part) for part in parts]
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Averages neighbours, so that at most `limit` points are left."""
     size = bin_size(len(points), limit)
-    if size == 1:
-        return list(points)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
+    xs, ys = ([p[i] for p in points] for i in (0, 1))
+    return list(zip(binned(xs, size), binned(ys, size), strict=True))
 
 
-def line_chart(chart: LineChart) -> str:
+def line_chart(chart: LineChart) -> Markup:
     """Draws a chart of lines; returns "" where there is no point."""
     lines = [_prepare(line, chart.log) for line in chart.lines]
-    xs = [x for line in lines for x, _ in line.points]
+    xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
     ys += [v for line in lines for _, lo, hi in line.whiskers for v in (lo, hi)]
     if not xs:
-        return ""
+        return Markup()
     y_ticks = log_ticks(min(ys), max(ys)) if chart.log else _y_ticks(chart, min(ys), max(ys))
-    x = Scale(min(xs), max(xs), LEFT + 6, WIDTH - RIGHT - 6)
-    y = Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=chart.log)
-    body = _axes(x, y, _x_ticks(min(xs), max(xs)), y_ticks, chart.format, chart.x_label)
-    for line in lines:
-        body += _draw_line(line, x, y)
-    return _figure(
-        chart.title,
-        chart.note,
-        _line_legend(lines, chart.named),
-        body,
-        _hover_lines(lines, x, y, chart),
-    )
+    x = Scale(xs[0], xs[-1], LEFT + 6, RIGHT - 6)
+    y = Scale(y_ticks[0], y_ticks[-1], FLOOR, TOP, log=chart.log)
+    marks = [mark for line in lines for mark in _line_marks(line, x, y)]
+    series = [_line_values(line, xs, y, chart.format) for line in lines]
+    return _figure(chart, x, y, xs, y_ticks, _line_legend(lines, chart.named), marks, series)
 
 
-def _line_legend(lines: list[Line], named: bool) -> Legend:
-    """Returns the lines' names where there are several, or `named`; and what thin and thick mean,
-    where the thick ones are averages."""
-    legend = []
-    if named or len(lines) > 1:
-        legend = [
-            (line.label, f"c{line.color}{' dashed' if line.dashed else ''}") for line in lines
-        ]
-    averaged = [line for line in lines if _is_smoothed(line)]
-    if averaged:
-        css = f"c{lines[0].color if len(lines) == 1 else GREY}"
-        thin_line = [line.per_point for line in averaged]
-        thick_line = [line.per_point * line.smooth for line in averaged]
-        legend += [(_means(thin_line), f"{css} raw"), (_means(thick_line), css)]
-    return legend
-
-
-def _means(steps: Sequence[int]) -> str:
-    least, most = min(steps), max(steps)
-    if most == 1:
-        return "each step"
-    return f"mean of {least} steps" if least == most else f"mean of {least} to {most} steps"
-
-
-def _is_smoothed(line: Line) -> bool:
-    return line.smooth > 1 and len(line.points) > 2 * line.smooth
+def stacked_chart(chart: StackedChart) -> Markup:
+    """Draws a chart of stacked bars; returns "" where there is no bar."""
+    xs, layers = chart.xs, chart.layers
+    totals = [sum(parts) for parts in zip(*(h for _, _, h in layers), strict=True)]
+    if not totals:
+        return Markup()
+    y_ticks = nice_ticks(0.0, max(totals))
+    gap = min(b - a for a, b in pairwise(xs)) if xs[1:] else 1.0
+    x = Scale(xs[0] - gap / 2, xs[-1] + gap / 2, LEFT + 2, RIGHT)
+    y = Scale(0.0, y_ticks[-1], FLOOR, TOP)
+    width = min(28.0, (x(gap) - x(0.0)) * 0.82)
+    marks, base = [], [0.0] * len(totals)
+    for _, color, heights in layers:
+        top = [b + h for b, h in zip(base, heights, strict=True)]
+        bars = zip(xs, map(y, base), map(y, top), strict=True)
+        path = "".join(
+            f"M{x(px) - width / 2:.2f},{low:.2f}V{high:.2f}h{width:.2f}V{low:.2f}Z"
+            for px, low, high in bars
+        )
+        marks.append((f"bar c{color}", path))
+        base = top
+    rows = [(label, f"c{color}", heights) for label, color, heights in reversed(layers)]
+    series = [
+        {"n": label, "c": css, "v": list(map(chart.format, values))}
+        for label, css, values in (*rows, ("total", "", totals))
+    ]
+    legend = [(label, f"c{color}") for label, color, _ in layers]
+    return _figure(chart, x, y, xs, y_ticks, legend, marks, series)
 
 
 def _prepare(line: Line, log: bool) -> Line:
@@ -153,146 +162,94 @@ def _prepare(line: Line, log: bool) -> Line:
 def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
     if 0 <= lo < 0.5 * hi:
         lo = 0.0
-    lo = lo if chart.y_from is None else min(lo, chart.y_from)
-    hi = hi if chart.y_to is None else max(hi, chart.y_to)
-    return nice_ticks(lo, hi)
+    return nice_ticks(lo if chart.y_from is None else min(lo, chart.y_from), hi)
 
 
-def _x_ticks(lo: float, hi: float) -> list[float]:
-    if hi <= lo:
-        return [lo]
-    return [t for t in nice_ticks(lo, hi, 6) if lo <= t <= hi]
+def _line_legend(lines: list[Line], named: bool) -> Legend:
+    """Returns the lines' names where there are several, or `named`; and what thin and thick mean,
+    where the thick ones are averages."""
+    legend = []
+    if named or len(lines) > 1:
+        legend = [
+            (line.label, f"c{line.color}{' dashed' if line.dashed else ''}") for line in lines
+        ]
+    if averaged := [line for line in lines if line.is_smoothed]:
+        css = f"c{lines[0].color if len(lines) == 1 else GREY}"
+        legend.append((_means(line.per_point for line in averaged), f"{css} raw"))
+        legend.append((_means(line.per_point * line.smooth for line in averaged), css))
+    return legend
 
 
-def _draw_line(line: Line, x: Scale, y: Scale) -> str:
-    css = f"c{line.color}"
-    out = ""
-    smoothed = _is_smoothed(line)
-    if smoothed:
-        out += f'<path class="line raw {css}" d="{_path(line.points, x, y)}"/>'
+def _means(steps: Iterator[int]) -> str:
+    least, *_, most = sorted([*steps] * 2)
+    if most == 1:
+        return "each step"
+    return f"mean of {least} steps" if least == most else f"mean of {least} to {most} steps"
+
+
+def _line_marks(line: Line, x: Scale, y: Scale) -> Iterator[Mark]:
+    def path(points: Points) -> str:
+        return "M" + "L".join(f"{x(px):.1f},{y(py):.1f}" for px, py in points)
+
+    css, points = f"c{line.color}", line.points
+    if line.is_smoothed:
+        yield f"line raw {css}", path(points)
+        points = smooth(points, line.smooth)
     for wx, lo, hi in line.whiskers:
         px, a, b = x(wx), y(lo), y(hi)
-        out += (
-            f'<path class="whisker {css}" d="M{px:.1f},{a:.1f}V{b:.1f}'
-            f'M{px - 4:.1f},{a:.1f}h8M{px - 4:.1f},{b:.1f}h8"/>'
-        )
-    points = smooth(line.points, line.smooth) if smoothed else line.points
-    dash = " dashed" if line.dashed else ""
-    out += f'<path class="line {css}{dash}" d="{_path(points, x, y)}"/>'
+        ends = "".join(f"M{px - 4:.1f},{end:.1f}h8" for end in (a, b))
+        yield f"whisker {css}", f"M{px:.1f},{a:.1f}V{b:.1f}{ends}"
+    yield f"line {css}{' dashed' if line.dashed else ''}", path(points)
     if line.markers or len(points) == 1:
-        out += "".join(
-            f'<circle class="dot {css}" cx="{x(px):.1f}" cy="{y(py):.1f}" r="3.2"/>'
-            for px, py in points
-        )
-    return out
+        circle = "a3.2,3.2 0 1,0 6.4,0a3.2,3.2 0 1,0 -6.4,0"
+        for px, py in points:
+            yield f"dot {css}", f"M{x(px) - 3.2:.1f},{y(py):.1f}{circle}"
 
 
-def _path(points: Points, x: Scale, y: Scale) -> str:
-    return "M" + "L".join(f"{x(px):.1f},{y(py):.1f}" for px, py in points)
+def _line_values(line: Line, xs: Sequence[float], y: Scale, fmt: Format) -> dict[str, Any]:
+    """Returns what the hover box shows of the line at each of `xs`: the value as text, and the
+    height of its dot."""
+    at = dict(line.points)
+    texts = {px: fmt(value) for px, value in line.points}
+    for wx, lo, hi in line.whiskers:
+        if wx in texts:
+            texts[wx] += f" [{fmt(lo)}, {fmt(hi)}]"
+    heights = [round(y(at[px]), 1) if px in at else None for px in xs]
+    return {"n": line.label, "c": f"c{line.color}", "y": heights, "v": list(map(texts.get, xs))}
 
 
-def stacked_chart(chart: StackedChart) -> str:
-    """Draws a chart of stacked bars; returns "" where there is no bar."""
-    totals = [sum(parts) for parts in zip(*(h for _, _, h in chart.layers), strict=True)]
-    if not totals:
-        return ""
-    ticks = nice_ticks(0.0, max(totals))
-    gap = min(b - a for a, b in pairwise(chart.xs)) if totals[1:] else 1.0
-    x = Scale(chart.xs[0] - gap / 2, chart.xs[-1] + gap / 2, LEFT + 2, WIDTH - RIGHT)
-    y = Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
-    x_ticks = _x_ticks(chart.xs[0], chart.xs[-1])
-    body = _axes(x, y, x_ticks, ticks, chart.format, chart.x_label)
-    width = min(28.0, (x(gap) - x(0.0)) * 0.82)
-    base = [0.0] * len(totals)
-    for _, color, heights in chart.layers:
-        path = ""
-        for i, h in enumerate(heights):
-            top, bottom = y(base[i] + h), y(base[i])
-            left = x(chart.xs[i]) - width / 2
-            path += f"M{left:.2f},{bottom:.2f}V{top:.2f}h{width:.2f}V{bottom:.2f}Z"
-            base[i] += h
-        body += f'<path class="bar c{color}" d="{path}"/>'
-    series = [
-        {"n": label, "c": f"c{color}", "v": [chart.format(h) for h in heights]}
-        for label, color, heights in reversed(chart.layers)
-    ]
-    series.append({"n": "total", "c": "", "v": [chart.format(t) for t in totals]})
-    hover = {
-        "x": [round(x(v), 1) for v in chart.xs],
-        "l": [_place(chart.x_label, v) for v in chart.xs],
-        "s": series,
-    }
-    legend = [(label, f"c{color}") for label, color, _ in chart.layers]
-    return _figure(chart.title, chart.note, legend, body, hover)
-
-
-def _hover_lines(lines: list[Line], x: Scale, y: Scale, chart: LineChart) -> dict[str, object]:
-    """Returns for each x of any line the values standing there, as text, and the height of their
-    dots."""
-    xs = sorted({px for line in lines for px, _ in line.points})
-    series = []
-    for line in lines:
-        at = dict(line.points)
-        bounds = {wx: (lo, hi) for wx, lo, hi in line.whiskers}
-        texts: list[str | None] = []
-        for px in xs:
-            text = chart.format(at[px]) if px in at else None
-            if text is not None and px in bounds:
-                lo, hi = bounds[px]
-                text += f" [{chart.format(lo)}, {chart.format(hi)}]"
-            texts.append(text)
-        heights = [round(y(at[px]), 1) if px in at else None for px in xs]
-        series.append({"n": line.label, "c": f"c{line.color}", "y": heights, "v": texts})
-    return {
-        "x": [round(x(v), 1) for v in xs],
-        "l": [_place(chart.x_label, v) for v in xs],
-        "s": series,
-    }
-
-
-def _axes(
+def _figure(
+    chart: Chart,
     x: Scale,
     y: Scale,
-    x_ticks: Sequence[float],
+    xs: Sequence[float],
     y_ticks: Sequence[float],
-    fmt: Format,
-    x_label: str,
-) -> str:
-    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
-    out = ""
-    for i, t in enumerate(y_ticks):
-        css = "axis" if i == 0 else "grid"
-        out += f'<path class="{css}" d="M{LEFT},{y(t):.1f}H{right}"/>'
-        out += f'<text class="tick" x="{LEFT - 8}" y="{y(t) + 3.6:.1f}" text-anchor="end">'
-        out += f"{escape(fmt(t).replace('.0%', '%'))}</text>"
-    for t in x_ticks:
-        out += f'<text class="tick" x="{x(t):.1f}" y="{floor + 16}" text-anchor="middle">'
-        out += f"{_tick_text(t)}</text>"
-    middle = (LEFT + right) / 2
-    out += f'<text class="tick" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">'
-    return out + f"{escape(x_label)}</text>"
+    legend: Legend,
+    marks: Sequence[Mark],
+    series: list[dict[str, Any]],
+) -> Markup:
+    """Fills the template. `series` is what the hover box shows at each of `xs`, which ascend: for
+    every series n(ame), c(lass), v(alues) and, for lines, y (px)."""
+    ends = (xs[0], xs[-1])
+    x_ticks = [t for t in nice_ticks(*ends, 6) if ends[0] <= t <= ends[1]]
+    step = chart.x_label == "step"
+    places = [f"step {_tick_text(v)}" if step else f"{v:.1f} {chart.x_label}" for v in xs]
+    return fill(
+        "figure.html.jinja",
+        chart=chart,
+        legend=legend,
+        x_ticks=[(x(t), _tick_text(t)) for t in (x_ticks if xs[1:] else xs)],
+        y_ticks=[(y(t), chart.format(t).replace(".0%", "%")) for t in y_ticks],
+        marks=marks,
+        hover={"x": [round(x(v), 1) for v in xs], "l": places, "s": series},
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        top=TOP,
+        floor=FLOOR,
+    )
 
 
 def _tick_text(value: float) -> str:
     return f"{value:g}" if value == int(value) else f"{value:.4g}"
-
-
-def _place(x_label: str, value: float) -> str:
-    """Returns "step 12", or "3.4 minutes"."""
-    return f"step {_tick_text(value)}" if x_label == "step" else f"{value:.1f} {x_label}"
-
-
-def _figure(title: str, note: str, legend: Legend, body: str, hover: dict[str, object]) -> str:
-    keys = "".join(f'<li><i class="key {css}"></i>{escape(label)}</li>' for label, css in legend)
-    # "</" inside a script element would end it
-    data = json.dumps(hover, separators=(",", ":")).replace("</", "<\\/")
-    return (
-        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3>'
-        + (f"<p>{escape(note)}</p>" if note else "")
-        + (f'<ul class="legend">{keys}</ul>' if keys else "")
-        + f'</figcaption><div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">{body}'
-        f'<g class="cursor"><path d="M0,{TOP}V{HEIGHT - BOTTOM}"/></g></svg>'
-        f'<div class="tip" hidden></div></div>'
-        f'<script type="application/json">{data}</script></figure>\n'
-    )
