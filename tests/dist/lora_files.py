@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config.engine import LoRAConfig
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import adapter_config, adapter_table
 from megarl.parallel.layout import Layout
 

@@ -12,7 +12,7 @@ from megarl.ckpt.safetensors_files import SafetensorsDir
 from megarl.config.dataset import DatasetConfig
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_hf_tokenizer
-from megarl.models import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.trainer.answers_file import AnswersFile
 from tests.files import Hostile
 from tests.tiny import save_tiny
