@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 from megarl.config.algo import ValueModelConfig
 from megarl.config.bounds import number_problems
@@ -72,10 +73,20 @@ def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
 
 def model_path(cfg: BaseConfig, name: str) -> str:
     """Returns the HF directory of engine `name`, for a reference or critic perhaps the actor's."""
-    path = engines(cfg)[name].path
-    if isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not path:
-        return cfg.actor.path
-    return path
+    return _with_the_actors_model(cfg, name).path
+
+
+def model_override(cfg: BaseConfig, name: str) -> dict[str, Any]:
+    """Returns the override_config of engine `name`, over the actor's where it has the actor's
+    directory for want of a path of its own."""
+    own = engines(cfg)[name].override_config
+    return _with_the_actors_model(cfg, name).override_config | own
+
+
+def _with_the_actors_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
+    engine = engines(cfg)[name]
+    of_actor = isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not engine.path
+    return engines(cfg)["actor"] if of_actor else engine
 
 
 def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
@@ -85,6 +96,7 @@ def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
         cfg.ref is not None
         and cfg.actor.lora is not None
         and model_path(cfg, "ref") == cfg.actor.path
+        and model_override(cfg, "ref") == cfg.actor.override_config
         and cfg.ref.init_from_scratch == cfg.actor.init_from_scratch
     )
 

@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.check import engines, model_path, trained_engines
+from megarl.config.check import engines, model_override, model_path, trained_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
@@ -110,7 +110,7 @@ def architecture(cfg: BaseConfig, name: str) -> dict[str, Any]:
     """Returns the keys of the engine's config.json that change the model, as override_config has
     them."""
     file = Path(model_path(cfg, name)) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | engines(cfg)[name].override_config
+    config = json.loads(file.read_text(encoding="utf-8")) | model_override(cfg, name)
     return {k: v for k, v in config.items() if k not in _VOLATILE}
 
 

@@ -111,6 +111,11 @@ class ProfilerConfig:
     )
     steps: int = arg(1, bounds=POSITIVE, help="trace so many steps")
     ranks: list[int] = arg(factory=lambda: [0], help="trace these trainer processes")
+    phases: list[str] = arg(
+        factory=list,
+        help="trace only these phases of the steps, as metrics timing/<phase>_s name them, each in "
+        "a file of its own: logp, ref, values, train, ...; [] is whole steps",
+    )
     output_dir: str = arg(
         "profile", help="where traces go; a relative path is in the run directory"
     )

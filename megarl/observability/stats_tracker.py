@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,10 @@ class StatsTracker:
         with self._timers.phase(self._scoped(name)):
             yield
 
+    def watch(self, around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Enters `around(name)` around everything that record_timing(name) times from now on."""
+        self._timers.around = around
+
     def seconds(self, name: str) -> float:
         """Returns what record_timing(name) has gathered on this rank since the last export."""
         return self._timers.seconds().get(self._scoped(name), 0.0)
@@ -174,4 +178,4 @@ def _joined(entries: dict[tuple[str, str], _Entry], group: Any) -> dict[tuple[st
 _tracker = StatsTracker()
 scalar, denominator, stat = _tracker.scalar, _tracker.denominator, _tracker.stat
 scope, record_timing = _tracker.scope, _tracker.record_timing
-seconds, export = _tracker.seconds, _tracker.export
+seconds, export, watch = _tracker.seconds, _tracker.export, _tracker.watch

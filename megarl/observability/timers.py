@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class Timers:
 
     Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
     that a phase is charged for the kernels it launched; `clock` is for tests. In a profiler's trace
-    phases are ranges.
+    phases are ranges. `around(name)` is entered before a phase begins, and left when it has ended.
     """
 
     def __init__(
@@ -38,10 +39,16 @@ class Timers:
     ) -> None:
         self._sync, self._clock = sync, clock
         self._seconds: dict[str, float] = {}
+        self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds inside to `name`, also when the body raises."""
+        with self.around(name), self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if self._sync:
             _synchronize()
         start = self._clock()

@@ -14,6 +14,7 @@ from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.data.tokenizer import load_hf_tokenizer
+from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
@@ -51,6 +52,7 @@ class RunContext:
         self.on_rank_zero(self._claim)
         self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero)
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
+        stats_tracker.watch(self.profiler.phase)
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
             from_step = self.resumed.step if self.resumed else None
@@ -69,6 +71,7 @@ class RunContext:
         try:
             if self._logger is not None:
                 self._logger.close(final=self.final_counters, error=error)
+            stats_tracker.watch()
             self.profiler.close()
         finally:
             if self._lock is not None:

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from megarl.algos import Role
-from megarl.config.check import model_path
+from megarl.config.check import model_override, model_path
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
@@ -25,6 +25,7 @@ class PPOTrainer(rl.RLTrainer):
         cfg = self.cfg
         config = copy.deepcopy(cfg.critic)
         config.path = model_path(cfg, "critic")
+        config.override_config = model_override(cfg, "critic")
         self.critic = MegatronCritic(config, seed=cfg.seed)
         self.critic.initialize(None, self.spec)
         self.check.watch(self.critic)

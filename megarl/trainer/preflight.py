@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.check import engines, model_path
+from megarl.config.check import engines, model_override, model_path
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
@@ -80,7 +80,7 @@ def check_models(cfg: BaseConfig) -> None:
     token, largest = largest_token(Path(tokenizer))
     for name, engine in engines(cfg).items():
         try:
-            path, override = model_path(cfg, name), engine.override_config
+            path, override = model_path(cfg, name), model_override(cfg, name)
             model = read_hf_config(path, head=engine.head, override=override)
             check_layout(model, engine.parallel)
             if engine.lora is not None:

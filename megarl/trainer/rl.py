@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megarl.algos import Role
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.check import engines, model_path, ref_is_below_adapters
+from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -124,6 +124,7 @@ class RLTrainer:
             return MegatronLoRARef(self.actor)
         config = copy.deepcopy(self.cfg.ref)
         config.path = model_path(self.cfg, "ref")
+        config.override_config = model_override(self.cfg, "ref")
         config.optimizer = None
         ref = MegatronRef(config, temperature=self.cfg.gconfig.temperature, seed=self.cfg.seed)
         ref.initialize(None, None)

@@ -236,7 +236,7 @@ class SelfCheck:
             return f"not saved: {self._dir} holds {MAX_FILES} mini-batches of this run already"
         self._saved += 1
         path = self._dir / f"step_{self._step:06d}_mb{self._minibatch}.pt"
-        record = {"finding": str(finding), "stats": stats, "step": self._step}
+        record = {"finding": str(finding), "stats": dict(stats), "step": self._step}
         record |= {"mini_batch": self._minibatch, "config": self._run_config}
         rank, home = batch.comm.rank if batch.comm else 0, batch.home
         writers = sorted({0, *(r for r in home.speakers() if len(home.rows(r)))})

@@ -12,6 +12,7 @@ from megarl.config.bounds import TIMEOUT, number_problems
 from megarl.config.check import (
     check_config,
     engines,
+    model_override,
     model_path,
     ref_is_below_adapters,
     smallest_world_size,
@@ -63,6 +64,10 @@ def test_a_sound_ppo_passes(model: Path) -> None:
     assert list(engines(cfg)) == ["actor", "ref", "critic", "reward_model"]
     assert trained_engines(cfg) == ("actor", "critic")
     assert model_path(cfg, "critic") == model_path(cfg, "ref") == str(model)
+    cfg.actor.override_config, cfg.critic.override_config = {"a": 1, "b": 2}, {"b": 3}
+    assert model_override(cfg, "critic") == {"a": 1, "b": 3}
+    cfg.critic.path = str(model)  # its own, now
+    assert model_override(cfg, "critic") == {"b": 3}
     with pytest.raises(
         ConfigError, match=r"reward_model\.path=.*: a language model without a score"
     ):

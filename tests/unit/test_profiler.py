@@ -12,6 +12,7 @@ import torch
 from megarl.config.run import ProfilerConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.profiler import Profiler
+from megarl.observability.stats_tracker import StatsTracker
 from megarl.observability.timers import Timers
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
 from megarl.trainer import rollout_metrics
@@ -51,6 +52,25 @@ def test_the_steps_of_the_window_are_traced_with_their_phases(tmp_path):
 )
 def test_what_is_not_asked_for_is_not_traced(config, first, last, file, tmp_path):
     assert list(traces(tmp_path, config, first, last)) == ([file] if file else [])
+
+
+def test_phases_are_traced_by_themselves(tmp_path):
+    config = ProfilerConfig(start_step=2, steps=2, phases=["train", "ref"])
+    profiler, tracker = Profiler(config, run_dir=tmp_path, rank=0), StatsTracker()
+    tracker.watch(profiler.phase)
+    for n in range(1, 5):
+        with profiler.step(n):
+            for phase in ("rollout", "train"):
+                with tracker.record_timing(phase):
+                    torch.ones(4, 4) @ torch.ones(4, 4)
+    with tracker.record_timing("train"):  # between the steps
+        pass
+    profiler.close()
+    found = sorted((tmp_path / "profile").iterdir())
+    assert [p.name for p in found] == ["step_2.train.rank0.json.gz", "step_3.train.rank0.json.gz"]
+    for path in found:
+        names = {e["name"] for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        assert {"train", "aten::mm"} <= names and "rollout" not in names
 
 
 def test_a_step_that_fails_leaves_the_whole_ones_before_it(tmp_path):

@@ -185,7 +185,7 @@ def test_code_that_ends_the_process_does_not_end_the_launcher(
 
 
 CONFIG = """
-import os, sys, torch
+import os
 from dataclasses import dataclass
 from megarl import GRPOConfig
 if os.path.exists("dies"): os._exit(7)
