@@ -26,8 +26,8 @@ from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
+from megarl.weight_sync.sender import WeightSender
 
 T = TypeVar("T")
 

@@ -18,8 +18,9 @@ from megarl.engine import checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.parallel import mcore
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
 
 _STATE_BUCKET_BYTES = 256 << 20
 
@@ -77,7 +78,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 
 def sender(state: EngineState) -> WeightSender:
     """Makes the sender of this engine's weights to servers."""
-    return WeightSender(
+    source = WeightSource(
         state.table,
         state.layout,
         state.groups.rank,
@@ -87,6 +88,7 @@ def sender(state: EngineState) -> WeightSender:
         adapters=state.adapters,
         base_model_path=state.config.path,
     )
+    return WeightSender(source)
 
 
 def reallocation(source: EngineState, target: EngineState) -> Reallocator:
