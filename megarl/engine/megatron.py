@@ -263,7 +263,7 @@ class MegatronEngine(TrainEngine):
             return super().begin_save(meta)
         checkpoint.check_meta(meta, self.state)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
-            return weights.begin_save(self.state, meta, self._version)
+            return checkpoint.begin_save(self.state, meta.path, meta.with_optim, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises

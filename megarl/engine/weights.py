@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
@@ -46,12 +45,6 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
             tokenizer=meta.tokenizer,
         )
     state.groups.barrier()
-
-
-def begin_save(state: EngineState, meta: SaveLoadMeta, version: int) -> PendingSave:
-    """Begins to save a training checkpoint ("dist"); a thread writes its files."""
-    optimizer.gather_params(state.chunks)
-    return checkpoint.begin_save(state, meta.path, meta.with_optim, version)
 
 
 def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
