@@ -40,7 +40,8 @@ from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.rollout.server_process import free_port, start_server
 from megarl.utils.http import call_json
-from megarl.weight_sync import WeightSender
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
 LAYERS, VOCAB = 8, 32_000
@@ -185,7 +186,7 @@ def measure(
     table = build_piece_table(read_hf_config(model), case.layout)
     shapes = table.local_params(case.layout.coords(rank))
     params = {n: torch.full(p.shape, 0.01, dtype=torch.bfloat16) for n, p in shapes.items()}
-    sender = WeightSender(table, case.layout, rank, params, group)
+    sender = WeightSender(WeightSource(table, case.layout, rank, params, group))
     samples = []
     for version in range(1, args.reps + 2):
         meta = WeightUpdateMeta(

@@ -76,7 +76,7 @@ def check_tensors(files: SafetensorsDir, table: PieceTable) -> None:
     _check_layers(files, table)
     for t in table.tensors:
         if t.name not in files:
-            if _is_new(t.name, table):
+            if table.model.new_head and t.name.startswith("score."):
                 continue
             hint = "its config.json does not belong to these weights, or files are missing"
             if t.name == _HEAD:
@@ -149,10 +149,6 @@ def _predicts_further(name: str, table: PieceTable) -> bool:
     m = table.model
     layers = range(m.num_layers, m.num_layers + m.mtp_layers)
     return name.startswith(tuple(f"model.layers.{i}." for i in layers))
-
-
-def _is_new(name: str, table: PieceTable) -> bool:
-    return table.model.new_head and name.startswith("score.")
 
 
 def save_hf(

@@ -1,8 +1,8 @@
 """Lists the ways to send weights to the servers: their names, and what each needs of a job.
 
 This registry is the one place that knows megarl's own ways by name. A user's own is a subclass of
-`megarl.weight_sync.Transport`, named by `weight_sync.type: pkg.module:name`, that declares its
-`requirements` itself. No torch is imported here.
+`megarl.weight_sync.transports.Transport`, named by `weight_sync.type: pkg.module:name`, that
+declares its `requirements` itself. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def transport_class(type_: str) -> Any:
     if not inspect.isclass(found) or not isinstance(declared, Requirements):
         raise ValueError(
             f"transport {name!r}: a {type(found).__name__} without `requirements`; expected a "
-            "subclass of megarl.weight_sync.Transport"
+            "subclass of megarl.weight_sync.transports.Transport"
         )
     return found
 

@@ -71,6 +71,7 @@ def save(state: EngineState, path: str, with_optim: bool, version: int) -> None:
 
 def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
     """Begins `save`; a thread writes the files. Collective."""
+    opt.gather_params(state.chunks)
     return write_behind(path, *_to_save(state, with_optim, version))
 
 

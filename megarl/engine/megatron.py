@@ -27,8 +27,8 @@ from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
+from megarl.weight_sync.sender import WeightSender
 
 T = TypeVar("T")
 
@@ -269,7 +269,7 @@ class MegatronEngine(TrainEngine):
             return super().begin_save(meta)
         checkpoint.check_meta(meta, self.state)
         with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
-            return weights.begin_save(self.state, meta, self._version)
+            return checkpoint.begin_save(self.state, meta.path, meta.with_optim, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises

@@ -15,14 +15,7 @@ from torch import Tensor
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
-from megarl.parallel.packing import (
-    Alignment,
-    Cost,
-    MicroBatchPlan,
-    Packed,
-    pack,
-    plan_micro_batches,
-)
+from megarl.parallel.packing import Alignment, Packed, pack
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -69,31 +62,6 @@ def alignment(layout: Layout, token_unit: int = 1) -> Alignment:
     slot = 2 * layout.cp if layout.cp > 1 else 1
     share = layout.tp if layout.sequence_parallel else 1
     return Alignment(slot=slot, row=math.lcm(slot, layout.cp * share * token_unit))
-
-
-def plan(
-    batch: Batch,
-    of_row: Tensor,
-    layout: Layout,
-    max_tokens: int,
-    cost: Cost,
-    *,
-    groups: Sequence[Sequence[int]] | None = None,
-    token_unit: int = 1,
-) -> MicroBatchPlan:
-    """Returns the rows of every micro-batch, [dp rank][micro-batch]. `of_row` [B]: a row's dp rank;
-    `max_tokens`: the tokens that one device holds of a micro-batch. The rows of each of `groups`
-    share a micro-batch. Under the interleaved schedule the micro-batches are a multiple of pp."""
-    return plan_micro_batches(
-        batch.lengths.tolist(),
-        dp=layout.dp,
-        max_tokens=max_tokens * layout.cp,
-        align=alignment(layout, token_unit),
-        multiple_of=layout.pp if layout.vpp > 1 else 1,
-        cost=cost,
-        groups=groups,
-        index=of_row.tolist(),
-    )
 
 
 def build(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import Batch, Padded
 from megarl.api.engine import LossFn, LossWeightFn, Metrics
 from megarl.engine import intake, micro_batch, schedule
 from megarl.engine.input_check import check_input
@@ -23,7 +23,7 @@ from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
 from megarl.parallel import exchange
-from megarl.parallel.packing import MicroBatchPlan
+from megarl.parallel.packing import MicroBatchPlan, plan_micro_batches
 from megarl.parallel.placement import units_of
 
 
@@ -114,30 +114,30 @@ def forward_pass(
     if not isinstance(given, Batch):
         width = given["input_ids"].shape[1]
         return {name: tokens.padded(width=width) for name, tokens in result.items()}
-    return {name: _returned(tokens, batch, given) for name, tokens in result.items()}
-
-
-def _returned(tokens: Tokens, batch: Batch, given: Batch) -> Tokens:
-    """Moves what was computed at a borrowed place to where `given` is at home. Collective."""
-    return exchange.move(tokens, given.lengths, batch.home, given.home, given.comm)
+    return {  # what was computed at a borrowed place goes to where `given` is at home
+        name: exchange.move(tokens, given.lengths, batch.home, given.home, given.comm)
+        for name, tokens in result.items()
+    }
 
 
 def plan(
     state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
 ) -> MicroBatchPlan:
-    """Returns the rows of every micro-batch, [dp rank][micro-batch]."""
-    batch = intake.as_batch(given)
-    spec = state.config.mb_spec
+    """Returns the rows of every micro-batch, [dp rank][micro-batch]. Under the interleaved schedule
+    the micro-batches are a multiple of pp."""
+    batch, layout, spec = intake.as_batch(given), state.layout, state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
-    return micro_batch.plan(
-        batch,
-        intake.home_of(state, batch, whole_groups=whole_groups).of_row,
-        state.layout,
-        larger or spec.max_tokens_per_mb,
-        sequence_cost(state.model),
+    home = intake.home_of(state, batch, whole_groups=whole_groups)
+    return plan_micro_batches(
+        batch.lengths.tolist(),
+        dp=layout.dp,
+        max_tokens=(larger or spec.max_tokens_per_mb) * layout.cp,  # the setting is a device's
+        align=micro_batch.alignment(layout, token_unit(state.config.fp8)),
+        multiple_of=layout.pp if layout.vpp > 1 else 1,
+        cost=sequence_cost(state.model),
         groups=None if groups is None else units_of(groups),
-        token_unit=token_unit(state.config.fp8),
+        index=home.of_row.tolist(),
     )
 
 

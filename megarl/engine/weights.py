@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
@@ -18,8 +17,9 @@ from megarl.engine import checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.parallel import mcore
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.reallocate import Reallocator
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
 
 _STATE_BUCKET_BYTES = 256 << 20
 
@@ -47,12 +47,6 @@ def save(state: EngineState, meta: SaveLoadMeta, version: int) -> None:
     state.groups.barrier()
 
 
-def begin_save(state: EngineState, meta: SaveLoadMeta, version: int) -> PendingSave:
-    """Begins to save a training checkpoint ("dist"); a thread writes its files."""
-    optimizer.gather_params(state.chunks)
-    return checkpoint.begin_save(state, meta.path, meta.with_optim, version)
-
-
 def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
     """Loads meta.path; returns the version that a training state was saved with, None for weights
     alone."""
@@ -77,7 +71,7 @@ def load(state: EngineState, meta: SaveLoadMeta) -> int | None:
 
 def sender(state: EngineState) -> WeightSender:
     """Makes the sender of this engine's weights to servers."""
-    return WeightSender(
+    source = WeightSource(
         state.table,
         state.layout,
         state.groups.rank,
@@ -87,6 +81,7 @@ def sender(state: EngineState) -> WeightSender:
         adapters=state.adapters,
         base_model_path=state.config.path,
     )
+    return WeightSender(source)
 
 
 def reallocation(source: EngineState, target: EngineState) -> Reallocator:

@@ -39,9 +39,10 @@ def fp8_fields(
         )
     if not runs_on(recipe, found := torch.cuda.get_device_capability()):
         bound = f" to below {_dotted(_NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
+        fits = " or ".join([*(repr(r) for r in _RECIPES if runs_on(r, found)), "'none'"])
         raise ValueError(
             f"fp8={recipe!r} needs a GPU of compute capability {_dotted(least)}{bound}, this one "
-            f"has {_dotted(found)}; use {_alternatives(found)}"
+            f"has {_dotted(found)}; use {fits}"
         )
     for name, size in _widths(model, layout).items():
         if size % unit:
@@ -79,8 +80,3 @@ def _widths(m: ModelConfig, layout: Layout) -> dict[str, int]:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _alternatives(capability: tuple[int, int]) -> str:
-    fits = [repr(name) for name in _RECIPES if runs_on(name, capability)]
-    return " or ".join([*fits, "'none'"])

@@ -137,15 +137,11 @@ def _adapted(base: Param, layer: int, sources: tuple[int, ...], r: int) -> Adapt
         a, b = Stacked(base.op, sources, r), FusedRows(base.op, sources, r)
 
     def part(name: str, op: Op) -> Param:
-        hf = tuple(peft_name(base.hf[s].removesuffix("weight") + f"lora_{name}") for s in sources)
+        modules = (base.hf[s].removesuffix(".weight") for s in sources)
+        hf = tuple(f"{PEFT_PREFIX}{module}.lora_{name}.weight" for module in modules)
         return replace(base, name=stem + name, hf=hf, op=op)
 
     return Adapted(base, layer, sources, part("A", a), part("B", b))
-
-
-def peft_name(module: str) -> str:
-    """Returns PEFT's name of the weight of `module`."""
-    return f"{PEFT_PREFIX}{module}.weight"
 
 
 def _is_linear(param: Param, m: ModelConfig) -> bool:
@@ -160,15 +156,10 @@ def _module(hf: str) -> str:
     return hf.split(".")[-2]
 
 
-def target_names(m: ModelConfig) -> tuple[str, ...]:
-    """Returns the HF modules of `m` that can have adapters."""
-    layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_linear(p, m))
-    return tuple(dict.fromkeys(_module(hf) for p in layers for hf in p.hf))
-
-
 def resolve_targets(m: ModelConfig, cfg: LoRAConfig) -> tuple[str, ...]:
     """Returns the HF modules that get adapters. Raises ValueError for one that the model lacks."""
-    known = target_names(m)
+    layers = (p for p, layer in family_of(m).params(m) if layer is not None and _is_linear(p, m))
+    known = tuple(dict.fromkeys(_module(hf) for p in layers for hf in p.hf))
     if cfg.target_modules == [ALL_LINEAR]:
         return known
     unknown = [t for t in cfg.target_modules if t not in known]

@@ -126,15 +126,17 @@ class Replicated(Op):
 
 
 @dataclass(frozen=True)
-class RowParallel(Op):
-    """A matrix [rows, cols] cut along its input dimension (columns)."""
-
+class _Matrix(Op):
     rows: Dim
     cols: Dim
 
     def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
         """Returns one shape, [rows, cols]."""
         return ((self.rows(m), self.cols(m)),)
+
+
+class RowParallel(_Matrix):
+    """A matrix [rows, cols] cut along its input dimension (columns)."""
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [rows, cols / tp]."""
@@ -147,16 +149,8 @@ class RowParallel(Op):
             yield Segment(rank, 0, 0, 0, rows, rank * cols, cols)
 
 
-@dataclass(frozen=True)
-class ColumnParallel(Op):
+class ColumnParallel(_Matrix):
     """A matrix [rows, cols] cut along its output dimension (rows)."""
-
-    rows: Dim
-    cols: Dim
-
-    def hf_shapes(self, m: ModelConfig) -> tuple[Shape, ...]:
-        """Returns one shape, [rows, cols]."""
-        return ((self.rows(m), self.cols(m)),)
 
     def local_shape(self, m: ModelConfig, tp: int, vocab_rows: int) -> Shape:
         """Returns [rows / tp, cols]."""

@@ -348,7 +348,7 @@ class RemoteSGLangEngine(InferenceEngine):
         workflow_builder: Callable[[], RolloutWorkflow] | None = None,
         should_accept: ShouldAccept | None = None,
     ) -> Batch:
-        """Returns one training batch; see RolloutExecutor.prepare_batch. Collective. Raises
+        """Returns one training batch; see RolloutExecutor.prepare_parts. Collective. Raises
         ValueError where the ranks' dataloaders differ."""
         if dataloader is not self._loader:
             check_same_data(dataloader, self._everyone())

@@ -74,21 +74,6 @@ class RolloutExecutor:
                 pipe.sleep(deadline, f"{count} episodes")
         return concat_padded(self._hand_out(episodes, begun))
 
-    def prepare_batch(
-        self,
-        dataloader: Iterable[list[dict[str, Any]]],
-        workflow: RolloutWorkflow | None = None,
-        workflow_builder: WorkflowBuilder | None = None,
-        should_accept: ShouldAccept | None = None,
-    ) -> Padded:
-        """Returns one training batch: as many episodes as the dataloader's batch has rows, joined
-        and padded to the longest. Rejected groups are replaced by the next rows, over the end of
-        the epoch if need be. Raises RuntimeError where MAX_REJECTED_BATCHES batches in a row were
-        rejected."""
-        return concat_padded(
-            self.prepare_parts(dataloader, workflow, workflow_builder, should_accept)
-        )
-
     def prepare_parts(
         self,
         dataloader: Iterable[list[dict[str, Any]]],
@@ -97,9 +82,11 @@ class RolloutExecutor:
         should_accept: ShouldAccept | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Padded]:
-        """Returns prepare_batch's samples, those of each episode padded to the longest of it, as
-        Batch.from_local takes them. `meanwhile` is called about every second of the wait, and at
-        its end."""
+        """Returns the samples of one training batch: as many episodes as the dataloader's batch has
+        rows, each padded to its longest sample, as Batch.from_local takes them. Rejected groups are
+        replaced by the next rows, over the end of the epoch if need be. `meanwhile` is called about
+        every second of the wait, and at its end. Raises RuntimeError where MAX_REJECTED_BATCHES
+        batches in a row were rejected."""
         flow = _workflow(workflow, workflow_builder)
         feeder = self._feed_from(dataloader)
         pipe, count, begun = self.pipeline, feeder.batch_size, time.monotonic()

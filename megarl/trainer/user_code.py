@@ -132,11 +132,11 @@ def _of_algorithm(code: Named) -> Iterator[str]:
 
 def _of_transport(code: Named) -> Iterator[str]:
     """Asks the class what is wrong with the job, too; `code.config` is all of it."""
-    from megarl.weight_sync import Transport
+    from megarl.weight_sync.transports import Transport
 
     found, key = transport_class(code.target), f"{code.key}={code.target}"
     if not issubclass(found, Transport):
-        yield f"{key}: no subclass of megarl.weight_sync.Transport; make it one"
+        yield f"{key}: no subclass of megarl.weight_sync.transports.Transport; make it one"
         return
     yield from option_problems(found, code.options, key="weight_sync.options", positional=1)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):

@@ -153,7 +153,7 @@ def uniform_dtype(params: Mapping[str, torch.Tensor]) -> torch.dtype:
     dtypes = {p.dtype for p in params.values()}
     if len(dtypes) != 1:
         raise ValueError(
-            f"parameters have dtypes {sorted(map(str, dtypes))}: give WeightSender a `dtype`, one "
+            f"parameters have dtypes {sorted(map(str, dtypes))}: give WeightSource a `dtype`, one "
             "for all or by HF name"
         )
     return dtypes.pop()

@@ -22,9 +22,10 @@ import tests.embedded_server as embedded
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.channel import UpdateChannel
+from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.servers import ServerInfo
+from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.transports.distributed import DistributedTransport
 from megarl.wire import block_fp8
 from tests.dist.uploads import SOME, sharded
@@ -89,7 +90,7 @@ SENDER: dict[str, Any] = {}
 
 def open_sender(source: Path, parallel: dict[str, Any], sender: int = 0) -> None:
     shards = sharded(source, parallel, torch.bfloat16)
-    SENDER.update(shards=shards, sender=WeightSender(*shards, sender=sender))
+    SENDER.update(shards=shards, sender=WeightSender(WeightSource(*shards, sender=sender)))
 
 
 def send(source: Path, meta: WeightUpdateMeta) -> dict[str, float] | str:

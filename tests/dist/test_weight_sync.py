@@ -34,12 +34,12 @@ from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.http import call_json
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync import buffers as sync_buffers
 from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.plan import plan_sync
+from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import split_budget
-from megarl.weight_sync.transports import distributed
+from megarl.weight_sync.transports import WeightSource, distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
 from tests.dist.uploads import SOME, sharded
@@ -100,7 +100,7 @@ def run_syncs(
     write, by HF name, None are the parameters'."""
     shards = sharded(source, parallel, dtype)
     save_hf(saved, *shards, dtype=dtypes)
-    weights = WeightSender(*shards, sender=sender, dtype=dtypes)
+    weights = WeightSender(WeightSource(*shards, sender=sender, dtype=dtypes))
     try:
         return [weights.upload(meta) for meta in metas]
     finally:
@@ -309,7 +309,7 @@ def run_counted(
     source: Path, parallel: dict[str, Any], meta: WeightUpdateMeta
 ) -> tuple[int, float]:
     """Peak of what a sync allocates on this rank, and what the sync says about it."""
-    sender = WeightSender(*sharded(source, parallel, torch.float32))
+    sender = WeightSender(WeightSource(*sharded(source, parallel, torch.float32)))
     try:
         with mock.patch.object(sync_buffers, "attach", lambda _: None), Allocations() as counted:
             stats = sender.upload(meta)
@@ -377,7 +377,7 @@ def run_failing_sync(
     table, layout, rank, params = sharded(source, parallel, torch.float32)
     if hit is not None and rank == 0:
         params = Tripwire(params, len(params) // 2, lambda: os.kill(*hit))
-    sender = WeightSender(table, layout, rank, params)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
     try:
         sender.upload(bad)
         error = ""
@@ -451,7 +451,7 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
 def run_across_a_restart(source: Path, server: str, metas: list[WeightUpdateMeta]) -> list[int]:
     """After the second upload `server` looks like a new process. How many groups the sender has
     made after each."""
-    sender = WeightSender(*sharded(source, dict(tp=2), torch.float32))
+    sender = WeightSender(WeightSource(*sharded(source, dict(tp=2), torch.float32)))
     made: list[int] = []
     with mock.patch.object(distributed, "UpdateChannel", wraps=UpdateChannel) as channels:
         for k, meta in enumerate(metas):
@@ -486,7 +486,7 @@ def run_corrupted_sync(source: Path, bad: WeightUpdateMeta, good: WeightUpdateMe
             tensors[0].view(-1).view(torch.uint8)[0] ^= 1
         return deliver(self, what, tensors, *rest)
 
-    sender = WeightSender(*sharded(source, dict(tp=2), torch.float32))
+    sender = WeightSender(WeightSource(*sharded(source, dict(tp=2), torch.float32)))
     try:
         UpdateChannel.deliver = flip  # type: ignore[method-assign]
         sender.upload(bad)
@@ -531,7 +531,7 @@ def test_no_server_at_an_address(world: World, untied: list[Server], tmp_path: P
 
 def run_disagreeing_plans(source: Path, address: str) -> str:
     shards = sharded(source, {}, torch.float32)
-    sender = WeightSender(*shards)
+    sender = WeightSender(WeightSource(*shards))
     meta = WeightUpdateMeta(
         type="distributed", version=1, addresses=(address,), timeout=10,
         bucket_bytes=SOME * (1 + shards[2]),

@@ -17,7 +17,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import WeightSender
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
 
 SOME = 60_000  # bytes of a bucket: about ten of them
 
@@ -25,7 +26,7 @@ SOME = 60_000  # bytes of a bucket: about ten of them
 def sharded(
     source: Path, parallel: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, ...]:
-    """(table, layout, rank, params) of this rank: WeightSender's and save_hf's arguments."""
+    """(table, layout, rank, params) of this rank: WeightSource's and save_hf's arguments."""
     rank = dist.get_rank()
     layout = Layout.from_config(ParallelConfig(**parallel), dist.get_world_size())
     table: PieceTable = build_piece_table(read_hf_config(source), layout)
@@ -49,7 +50,7 @@ def run_uploads(parallel: dict[str, Any], uploads: list[Upload]) -> list[dict[st
     held = {u.source: sharded(u.source, parallel) for u in uploads}
     table, layout, rank, params = held[uploads[0].source]
     params = {n: p.clone() for n, p in params.items()}
-    sender = WeightSender(table, layout, rank, params)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
     out: list[dict[str, float] | str] = []
     try:
         for upload in uploads:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
+from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
+from megarl.utils.batch import concat_padded
 
 
 class FakeEngine:
@@ -20,6 +23,11 @@ class FakeEngine:
 
     def get_version(self) -> int:
         return self.version
+
+
+def prepare_batch(executor: RolloutExecutor, *args: Any, **kw: Any) -> Padded:
+    """Returns one training batch as one padded dict."""
+    return concat_padded(executor.prepare_parts(*args, **kw))
 
 
 def trajectory(tokens: list[int], *, version: int, reward: float = 0.0, n: int = 1):

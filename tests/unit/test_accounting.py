@@ -25,7 +25,7 @@ from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
-from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, trajectory
+from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, trajectory
 
 SIZE = 23
 FIRST = 10  # version, so that there are older ones
@@ -91,7 +91,7 @@ class Rig:
 
     def step(self):
         try:
-            batch = self.ex.prepare_batch(self.loader, self.flow)
+            batch = prepare_batch(self.ex, self.loader, self.flow)
         except Boom as error:
             self.failed.append(error.args[0])
             return
@@ -203,7 +203,7 @@ def test_a_wait_that_a_signal_ends_leaves_nothing_half_done(rig, monkeypatch):
     r.step()
     with monkeypatch.context() as m, pytest.raises(StopRequested):
         m.setattr(stopping, "wish", lambda: 15)
-        r.ex.prepare_batch(r.loader, r.flow)
+        prepare_batch(r.ex, r.loader, r.flow)
     r.check()
     r.kill_and_resume(r.checkpoint())
     while len(r.handed) < SIZE:
@@ -347,9 +347,9 @@ def test_ledger_stays_small_and_survives_a_resume():
 
 def test_an_untrained_batch_is_an_error_at_the_next(rig):
     r = rig()
-    r.ex.prepare_batch(r.loader, r.flow)  # and its trainer forgets it
+    prepare_batch(r.ex, r.loader, r.flow)  # and its trainer forgets it
     r.bump()
-    batch = r.ex.prepare_batch(r.loader, r.flow)
+    batch = prepare_batch(r.ex, r.loader, r.flow)
     r.ex.accounting.receive(batch["episode_ids"])
     with pytest.raises(AccountingError, match="8 episodes were handed out, but 4 trained"):
         r.ex.trained(batch["episode_ids"])

@@ -12,7 +12,7 @@ from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import MAX_DROPS
 from megarl.rollout.rewards import RewardError
 from megarl.rollout.row_stream import RowStream
-from tests.unit.rollout_fakes import FakeEngine, Scripted, row_ids, rows, trajectory
+from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_ids, rows, trajectory
 
 
 class Loader:
@@ -191,7 +191,7 @@ def test_a_batch_that_breaks_a_rule_is_an_error_that_names_workflow_and_row(make
     bad["versions"][1, 2] = -1
     words = r"Wrong returned for row 4: versions of sample 1, position 2 is -1: loss_mask marks"
     with pytest.raises(ValueError, match=words):
-        ex.prepare_batch(Loader(rows(6)[4:], 2), Wrong(bad))
+        prepare_batch(ex, Loader(rows(6)[4:], 2), Wrong(bad))
     with pytest.raises(ValueError, match=words.replace("row 4", "row 9")):
         make().rollout_batch([{"row_id": 9}], Wrong(bad))
     ex = make()
@@ -232,7 +232,7 @@ def test_synchronous_batches_are_always_on_policy(make):
     ex, flow = make(), Scripted()
     loader = Loader(rows(8), 4)
     for version in range(5):
-        batch = ex.prepare_batch(loader, flow)
+        batch = prepare_batch(ex, loader, flow)
         assert row_ids(batch) == ([0, 1, 2, 3] if version % 2 == 0 else [4, 5, 6, 7])
         assert set(batch["versions"][batch["loss_mask"]].tolist()) == {version}
         settle(ex)
@@ -243,9 +243,9 @@ def test_synchronous_batches_are_always_on_policy(make):
 
 def test_synchronous_without_a_version_bump_is_an_error(make):
     ex, loader = make(), Loader(rows(8), 4)
-    ex.prepare_batch(loader, Scripted())
+    prepare_batch(ex, loader, Scripted())
     with pytest.raises(RuntimeError, match="call update_weights or set_version"):
-        ex.prepare_batch(loader, Scripted())
+        prepare_batch(ex, loader, Scripted())
 
 
 def test_asynchronous_runs_ahead_up_to_the_bound(make):
@@ -253,7 +253,7 @@ def test_asynchronous_runs_ahead_up_to_the_bound(make):
     loader = Loader(rows(400), 4)
     ages = []
     for version in range(8):
-        batch = ex.prepare_batch(loader, flow)
+        batch = prepare_batch(ex, loader, flow)
         assert row_ids(batch) == list(range(4 * version, 4 * version + 4))
         ages.append(int((version - batch["versions"][batch["loss_mask"]]).max()))
         settle(ex)
@@ -268,7 +268,7 @@ def test_asynchronous_runs_ahead_up_to_the_bound(make):
 def test_what_is_too_stale_is_dropped_and_its_row_comes_again(make):
     ex, flow = make(version=5, max_head_offpolicyness=1), Scripted()
     loader = Loader(rows(12, r1={"age": 3}), 4)
-    batch = ex.prepare_batch(loader, flow)
+    batch = prepare_batch(ex, loader, flow)
     versions = batch["versions"][batch["loss_mask"]]
     assert int(5 - versions.min()) <= 1
     assert row_ids(batch) == [0, 2, 3, 4]  # row 1 went to the end of the order
@@ -276,7 +276,7 @@ def test_what_is_too_stale_is_dropped_and_its_row_comes_again(make):
     for version in (6, 7):
         settle(ex)
         ex.bump(version)
-        batch = ex.prepare_batch(loader, flow)
+        batch = prepare_batch(ex, loader, flow)
     assert row_ids(batch) == [9, 10, 11, 1]
     assert int(7 - batch["versions"][batch["loss_mask"]].min()) <= 1
 
@@ -295,7 +295,7 @@ def test_a_row_that_is_always_too_stale_is_an_error(make, drawn):
     )
     with pytest.raises(RuntimeError, match=words):
         if drawn:
-            ex.prepare_batch(Loader(rows(400), 2), flow)
+            prepare_batch(ex, Loader(rows(400), 2), flow)
         else:
             ex.submit({"row_id": 0}, flow)
             ex.wait(1, timeout=10)
@@ -310,7 +310,7 @@ def test_nothing_is_started_that_no_batch_will_take(make, eta):
     loader = Loader(rows(400, **special), 4)
     ex.expect(5)
     for version in range(7, 12):
-        ex.prepare_batch(loader, flow)
+        prepare_batch(ex, loader, flow)
         settle(ex)
         ex.bump(version + 1)
     settle(ex)
@@ -319,23 +319,23 @@ def test_nothing_is_started_that_no_batch_will_take(make, eta):
     assert stats["submitted"] == len(flow.started) == 5 * 4 + 3
     assert stats["running"] == stats["pending"] == 0 and stats["handed_out"] == 20
     with pytest.raises(RuntimeError, match=r"all batches that expect\(\) allows were taken"):
-        ex.prepare_batch(loader, flow)
+        prepare_batch(ex, loader, flow)
     ex.expect(1)
-    ex.prepare_batch(loader, flow)
+    prepare_batch(ex, loader, flow)
 
 
 def test_rejected_groups_are_replaced_by_new_prompts(make):
     ex, flow = make(), Scripted()
     loader = Loader(rows(16, r1={"reject": True}, r2={"reject": True}, r4={"reject": True}), 4)
-    assert row_ids(ex.prepare_batch(loader, flow)) == [0, 3, 5, 6]
+    assert row_ids(prepare_batch(ex, loader, flow)) == [0, 3, 5, 6]
     ex.bump(1)
-    assert row_ids(ex.prepare_batch(loader, flow)) == [7, 8, 9, 10]
+    assert row_ids(prepare_batch(ex, loader, flow)) == [7, 8, 9, 10]
 
 
 def test_rejecting_everything_is_an_error(make):
     ex, loader = make(), Loader(rows(4), 2)
     with pytest.raises(RuntimeError, match="groups in a row were rejected"):
-        ex.prepare_batch(loader, Scripted(), should_accept=lambda b: False)
+        prepare_batch(ex, loader, Scripted(), should_accept=lambda b: False)
     assert ex.stats()["rejected"] >= 2 * MAX_REJECTED_BATCHES
 
 
@@ -346,13 +346,13 @@ def test_a_row_that_comes_again_under_the_same_weights_is_another_episode(make):
         seen.append(0)
         return len(seen) > 4
 
-    ex.prepare_batch(Loader(rows(2), 2), flow, should_accept=third_time)
+    prepare_batch(ex, Loader(rows(2), 2), flow, should_accept=third_time)
     assert flow.started == [(0, 0, 0), (1, 0, 1), (0, 0, 2), (1, 0, 3), (0, 0, 4), (1, 0, 5)]
 
 
 def test_rollout_batch_ignores_staleness_and_keeps_row_numbers(make):
     ex, flow = make(), Scripted()
-    ex.prepare_batch(Loader(rows(4), 2), flow)  # synchronous: no capacity left
+    prepare_batch(ex, Loader(rows(4), 2), flow)  # synchronous: no capacity left
     batch = ex.rollout_batch(rows(9, r0={"sleep": 0.1}, r4={"reject": True}), flow)
     assert row_ids(batch) == [0, 1, 2, 3, 5, 6, 7, 8]
     assert batch["group_ids"].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
@@ -385,28 +385,28 @@ def test_resumed_run_continues_with_the_rows_in_flight(make):
     data = rows(40)
     first, reference = make(**config), make(**config)
     for ex in (first, reference):
-        ex.prepare_batch(Loader(data, 4), Scripted())
+        prepare_batch(ex, Loader(data, 4), Scripted())
     settle(first)
     state = first.state_dict()
     drawn = first.pipeline._next_number + len(first._rows.buffered)
     second = make(version=1, **config)
     second.load_state_dict(state)
-    resumed = second.prepare_batch(Loader(data[drawn:], 4), Scripted())
+    resumed = prepare_batch(second, Loader(data[drawn:], 4), Scripted())
     reference.bump(1)
     loader = reference._rows._loader
-    assert row_ids(resumed) == row_ids(reference.prepare_batch(loader, Scripted()))
+    assert row_ids(resumed) == row_ids(prepare_batch(reference, loader, Scripted()))
 
 
 def test_another_dataloader_is_refused(make):
     ex = make()
-    ex.prepare_batch(Loader(rows(2), 2), Scripted())
+    prepare_batch(ex, Loader(rows(2), 2), Scripted())
     with pytest.raises(ValueError, match="another dataloader"):
-        ex.prepare_batch(Loader(rows(2), 2), Scripted())
+        prepare_batch(ex, Loader(rows(2), 2), Scripted())
 
 
 def test_dataloader_without_a_batch_is_an_error(make):
     with pytest.raises(ValueError, match="yields no batch"):
-        make().prepare_batch(Loader(rows(2), 4), Scripted())
+        prepare_batch(make(), Loader(rows(2), 4), Scripted())
 
 
 def test_closing_the_loop_cancels_episodes_and_ends_the_thread(make):

@@ -25,7 +25,7 @@ from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession
 from tests.unit.bigram import BigramEngine
-from tests.unit.rollout_fakes import FakeEngine, Scripted, rows, trajectory
+from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, rows, trajectory
 
 GARBAGE = torch.nan
 
@@ -122,7 +122,7 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
     try:
         ex = RolloutExecutor(RolloutConfig(), engine=FakeEngine(), loop=loop)
         data = rows(12, r1=dict(broken=4, why="server"), r2=dict(broken=0))
-        batch = ex.prepare_batch(Loader(data, 3), HalfFailed(), should_accept=all_are_numbers)
+        batch = prepare_batch(ex, Loader(data, 3), HalfFailed(), should_accept=all_are_numbers)
         assert batch["input_ids"][:, 1].tolist() == [0, 0, 2, 2, 2, 2, 3, 3]
         assert batch["group_ids"].tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
         assert "valid" not in batch and "failure" not in batch

@@ -21,7 +21,7 @@ from megarl.config.transports import (
 )
 from megarl.trainer.named import transport_needs
 from megarl.trainer.user_code import Named, code_problems
-from megarl.weight_sync import Transport
+from megarl.weight_sync.transports import Transport
 from tests.transports import documented_transport
 
 
@@ -101,7 +101,7 @@ def test_mistakes_are_found_before_a_start(outside: str) -> None:
     (found,) = problems(f"{__name__}:Unfinished")
     assert "has no method upload; write a subclass of Transport" in found
     (found,) = problems(f"{__name__}:Alike")
-    assert found.endswith("no subclass of megarl.weight_sync.Transport; make it one")
+    assert found.endswith("no subclass of megarl.weight_sync.transports.Transport; make it one")
     (found,) = problems("disk", prefix="part")  # one of megarl's own has no options
     assert "DiskTransport has no such option; it takes none" in found
 

@@ -12,7 +12,6 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.utils.checksum import tensor_checksum
-from megarl.weight_sync import WeightSender
 from megarl.weight_sync.plan import (
     difference,
     plan_sync,
@@ -20,8 +19,10 @@ from megarl.weight_sync.plan import (
     uniform_dtype,
     update_body,
 )
+from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
+from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import compare_with_each_other, differences
 from tests.tiny import save_tiny
 
@@ -178,7 +179,7 @@ def test_servers_workers_follow_the_sender() -> None:
 
 def test_mixed_parameters_need_a_dtype() -> None:
     params = {"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)}
-    with pytest.raises(ValueError, match=r"bfloat16.*float32.*give WeightSender a `dtype`"):
+    with pytest.raises(ValueError, match=r"bfloat16.*float32.*give WeightSource a `dtype`"):
         uniform_dtype(params)
 
 
@@ -214,7 +215,7 @@ def sender(table: PieceTable, first: int = 0) -> WeightSender:
     params = {
         n: torch.zeros(p.shape) for n, p in table.local_params(table.layout.coords(0)).items()
     }
-    return WeightSender(table, table.layout, 0, params, sender=first)
+    return WeightSender(WeightSource(table, table.layout, 0, params, sender=first))
 
 
 def test_what_the_sender_refuses(table: PieceTable, caplog: pytest.LogCaptureFixture) -> None:

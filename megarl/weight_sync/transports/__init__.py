@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.api.records import WeightUpdateMeta
-from megarl.config.transports import Requirements, transport_class
+from megarl.config.transports import Requirements
 from megarl.models.adapters import Adapters
 from megarl.models.gather import BucketGatherer, Dtypes
 from megarl.models.piece_table import PieceTable
@@ -24,30 +23,52 @@ from megarl.parallel.agreement import Agreement
 from megarl.parallel.layout import Layout
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.phases import Phases
-from megarl.weight_sync.plan import SyncPlan, difference, plan_sync
+from megarl.weight_sync.plan import SyncPlan, difference, plan_sync, uniform_dtype
 
 if TYPE_CHECKING:
     from megarl.config.recipes import GRPOConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightSource:
-    """An engine's weights and where they are: the arguments of WeightSender.
+    """Holds an engine's weights and says where they are. Every rank of the engine makes one, alike.
 
-    device: where the parameters are. agreement: of the engine's ranks.
+    table, layout: where every HF tensor lives.
+    rank:   this rank's number in the layout, which is its rank in `group`.
+    params: canonical name -> local parameter; read at every upload. They are all on `device`.
+    group:  spans the layout's ranks; None is the default group. `agreement` is of the same ranks.
+    dtype:  of what is sent, one for all or by HF name; None is the parameters' own.
+    sender: the rank that gathers and sends, the first of them where there are several (files are
+            always written by rank 0).
+    adapters: of the model at base_model_path; then they can be sent alone.
+
+    Raises ValueError for a `sender` outside the layout, and for parameters of several dtypes
+    without a `dtype`.
     """
 
-    table: PieceTable
-    layout: Layout
-    rank: int
-    params: Mapping[str, torch.Tensor]
-    group: dist.ProcessGroup | None
-    dtype: Dtypes
-    sender: int
-    adapters: Adapters | None
-    base_model_path: str
-    device: torch.device
-    agreement: Agreement
+    def __init__(
+        self,
+        table: PieceTable,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        dtype: Dtypes | None = None,
+        sender: int = 0,
+        adapters: Adapters | None = None,
+        base_model_path: str = "",
+    ) -> None:
+        if not 0 <= sender < layout.world_size:
+            raise ValueError(
+                f"sender={sender}: use a rank of the layout, 0..{layout.world_size - 1}"
+            )
+        trained = {n: p for n, p in params.items() if n not in table.buffers}
+        self.table, self.layout, self.rank, self.params = table, layout, rank, params
+        self.group, self.sender = group, sender
+        self.dtype: Dtypes = dtype or uniform_dtype(trained)
+        self.adapters, self.base_model_path = adapters, base_model_path
+        self.device = next(iter(params.values())).device
+        self.agreement = Agreement(group)
 
 
 class Transport(ABC):
@@ -113,9 +134,3 @@ class Transport(ABC):
         if len(set(s.agreement.gather(plan.digest))) > 1:
             raise RuntimeError(difference(s.agreement.gather(plan.entries)))
         return plan, gatherer
-
-
-def make_transport(type_: str, source: WeightSource, options: Mapping[str, Any]) -> Transport:
-    """Returns a transport of this type (see config.transports). Raises ValueError for others."""
-    transport: Transport = transport_class(type_)(source, **options)
-    return transport
