@@ -26,7 +26,8 @@ from megarl.ckpt.convert_report import inspect, verify
 from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import check_contents, read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
-from tests.files import Hostile, read_all, same
+from tests.files import read_all, same
+from tests.hostile import Hostile
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]

@@ -31,8 +31,8 @@ from megarl.trainer.run_dir import claim, newest_checkpoint
 from megarl.trainer.saver import Saved, Saver
 from megarl.utils import staging
 from megarl.utils.disk import DiskFull
-from tests.files import Hostile
 from tests.hf_stub import write_stub
+from tests.hostile import Hostile
 
 # ---- directories and files that are whole or not there
 
