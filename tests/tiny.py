@@ -24,63 +24,6 @@ _CLS = {
     "deepseek_v2_lite": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm": "Glm", "glm4": "Glm4",
     "mistral": "Mistral", "glm4_moe": "Glm4Moe", "kimi_k2": "DeepseekV3",
 }  # fmt: skip
-_EXPERTS: dict[str, dict[str, Any]] = {
-    "qwen2_moe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        decoder_sparse_step=2,
-        shared_expert_intermediate_size=40,
-        norm_topk_prob=True,
-    ),
-    # layer 1 is dense; the weights of a token's experts do not sum to 1
-    "qwen3_moe": dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
-    ),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    "deepseek_v2": dict(
-        n_routed_experts=6,
-        num_experts_per_tok=3,
-        n_group=3,
-        topk_group=2,
-        q_lora_rank=24,
-        topk_method="group_limited_greedy",
-        routed_scaling_factor=1.6,
-    ),
-    "deepseek_v2_lite": dict(n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=None),
-    "deepseek_v3": dict(
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        q_lora_rank=24,
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=1,
-        rms_norm_eps=1e-5,
-    ),
-    # a router without groups
-    "kimi_k2": dict(
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=24,
-        routed_scaling_factor=2.827,
-        n_shared_experts=1,
-        num_nextn_predict_layers=0,
-    ),
-    "glm4_moe": dict(
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=1,
-        head_dim=24,
-        attention_bias=True,
-        use_qk_norm=True,
-    ),
-}
 YARN = dict(
     rope_type="yarn",
     factor=8.0,
@@ -95,6 +38,83 @@ _MLA: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
     n_shared_experts=2, moe_intermediate_size=48, first_k_dense_replace=1, rope_parameters=YARN,
 )  # fmt: skip
+# what is a family's own
+_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": dict(head_dim=32),  # != hidden / heads on purpose
+    "mistral": dict(sliding_window=5),
+    # the default of both is to rotate half of a head
+    "glm": dict(head_dim=24, attention_bias=True, rms_norm_eps=1e-5),
+    "glm4": dict(head_dim=24, attention_bias=False, rms_norm_eps=1e-5),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=2,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+    ),
+    # layer 1 is dense; the weights of a token's experts do not sum to 1
+    "qwen3_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        mlp_only_layers=[1],
+        head_dim=32,
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": _MLA
+    | dict(
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.6,
+    ),
+    "deepseek_v2_lite": _MLA
+    | dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+    "deepseek_v3": _MLA
+    | dict(
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=24,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+    ),
+    # a router without groups
+    "kimi_k2": _MLA
+    | dict(
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        routed_scaling_factor=2.827,
+        n_shared_experts=1,
+        num_nextn_predict_layers=0,
+        rope_parameters=YARN | dict(beta_fast=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4_moe": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1,
+        head_dim=24,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
+}
 
 
 def tiny_hf(
@@ -121,22 +141,8 @@ def tiny_hf(
         bos_token_id=2,
         pad_token_id=0,
     )
-    if kind in MLA_KINDS:
-        base.update(_MLA)
-        if kind == "deepseek_v2_lite":
-            base["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0)
-        if kind == "kimi_k2":
-            base["rope_parameters"] = YARN | dict(beta_fast=1.0, mscale_all_dim=1.0)
-    base.update(_EXPERTS.get(kind, {}))
-    if kind.startswith("qwen3"):
-        base["head_dim"] = 32  # != hidden / heads on purpose
-    if kind == "mistral":
-        base["sliding_window"] = 5
-    if kind in GLM_KINDS:  # the default of both is to rotate half of a head
-        base |= dict(head_dim=24, attention_bias=kind == "glm", rms_norm_eps=1e-5)
-    base.update(over)
     torch.manual_seed(seed)
-    config = getattr(T, _CLS[kind] + "Config")(**base)
+    config = getattr(T, _CLS[kind] + "Config")(**(base | _FAMILY.get(kind, {}) | over))
     model = getattr(T, _CLS[kind] + "ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

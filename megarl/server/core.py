@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from megarl.server.sequence import ServedSequence
 from megarl.server.text import TextTools, eos_token_ids
 from megarl.server.updates import WeightUpdates
 from megarl.server.weights import WeightStore
+
+T = TypeVar("T")
 
 
 class ServerCore:
@@ -62,6 +66,10 @@ class ServerCore:
         """Raises ServerError (503) where the generation loop has ended."""
         if not self.scheduler.alive:
             raise ServerError(self.scheduler.error or "the server is stopping", status=503)
+
+    async def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """Returns fn(*args), run in the scheduler's thread before its next step."""
+        return await asyncio.wrap_future(self.scheduler.call(functools.partial(fn, *args)))
 
     def _notify(self, ended: list[ServedSequence]) -> None:
         def tell() -> None:

@@ -120,8 +120,7 @@ class Endpoints:
 
     async def flush_cache(self, request: Request) -> Response:
         """Gives the KV memory back; answers 400 while sequences hold it."""
-        scheduler = self.core.scheduler
-        if await asyncio.wrap_future(scheduler.call(scheduler.flush_cache)):
+        if await self.core.run(self.core.scheduler.flush_cache):
             return PlainTextResponse(_FLUSHED)
         return PlainTextResponse("Flush cache failed.\n", status_code=400)
 

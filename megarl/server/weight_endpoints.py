@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +28,12 @@ class WeightEndpoints:
         body = await read_json(request, required=False)
         if body.get("selector", "all") != "all":
             raise ControlError(f"selector={body['selector']!r}: only 'all' is supported")
-        await asyncio.wrap_future(self.core.scheduler.call(self.core.updates.begin))
+        await self.core.run(self.core.updates.begin)
         return answer(_success("Success"))
 
     async def end_weight_update(self, request: Request) -> Response:
         """Closes the session."""
-        await asyncio.wrap_future(self.core.scheduler.call(self.core.updates.end))
+        await self.core.run(self.core.updates.end)
         return answer(_success("Success"))
 
     async def init_weights_update_group(self, request: Request) -> Response:
@@ -48,8 +47,7 @@ class WeightEndpoints:
         """Leaves a process group, also while it waits for tensors."""
         name = group_name(await read_json(request, required=False))
         await asyncio.wrap_future(in_thread(self.core.updates.interrupt, name))
-        job = self.core.scheduler.call(functools.partial(self.core.updates.destroy_group, name))
-        await asyncio.wrap_future(job)
+        await self.core.run(self.core.updates.destroy_group, name)
         return answer(_success("Succeeded to destroy custom process group."))
 
     async def update_weights_from_distributed(self, request: Request) -> Response:
@@ -133,9 +131,7 @@ class WeightEndpoints:
             raise ControlError("new_version is missing")
         if body.get("abort_all_requests", True):
             self.core.scheduler.abort("", abort_all=True)
-        set_version = functools.partial(self.core.scheduler.set_version, version)
-        job = self.core.scheduler.call(set_version)
-        await asyncio.wrap_future(job)
+        await self.core.run(self.core.scheduler.set_version, version)
         done = _success(f"Weight version updated to {version}")
         return answer(done | {"new_version": body["new_version"]})
 
@@ -149,9 +145,7 @@ class WeightEndpoints:
             isinstance(name, str) for name in names or ()
         ):
             raise ControlError("names must be a list of strings")
-        checksums = functools.partial(self.core.updates.store.checksums, names)
-        job = self.core.scheduler.call(checksums)
-        sums = await asyncio.wrap_future(job)
+        sums = await self.core.run(self.core.updates.store.checksums, names)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
 
 

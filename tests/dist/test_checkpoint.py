@@ -21,7 +21,7 @@ from megarl.ckpt.marker import write_marker
 from megarl.utils.digests import seal
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
-from tests.files import Hostile
+from tests.hostile import Hostile
 
 Parallel = dict[str, Any]
 ZERO: dict[str, Any] = {}

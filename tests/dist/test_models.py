@@ -33,16 +33,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = [5, 33, 1, 17, 40, 12, 12, 90]
 
 
-@pytest.fixture(scope="module")
-def one(worlds: Any) -> World:
-    return worlds(1)
-
-
-@pytest.fixture(scope="module")
-def two(worlds: Any) -> World:
-    return worlds(2)
-
-
 def ids_of(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed))
 
@@ -70,13 +60,13 @@ def run_requires_grad(path: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", ("qwen3", "glm4"))
-def test_layers_keep_no_graph_without_gradients(one: World, kind: str, tmp_path: Path) -> None:
+def test_layers_keep_no_graph_without_gradients(world1: World, kind: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, kind, layers=2)
-    assert one.run(run_requires_grad, tmp_path) == [[False, False]]
+    assert world1.run(run_requires_grad, tmp_path) == [[False, False]]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> None:
+def test_logits_equal_hf(world1: World, world2: World, name: str, tmp_path: Path) -> None:
     kind, over = MODELS[name]
     hf = tiny_hf(kind, layers=2, **over)
     hf.save_pretrained(tmp_path)
@@ -86,8 +76,8 @@ def test_logits_equal_hf(one: World, two: World, name: str, tmp_path: Path) -> N
         want_packed = torch.cat([hf(p[None]).logits[0] for p in parts])
     assert want.std() > 0.3
     for world, parallel in (
-        (one, dict()),
-        (two, dict(tp=2, sequence_parallel=kind == "qwen3")),
+        (world1, dict()),
+        (world2, dict(tp=2, sequence_parallel=kind == "qwen3")),
     ):
         for padded, packed in world.run(run_logits, tmp_path, parallel):
             assert (padded - want).abs().max() < 1e-4
@@ -108,9 +98,9 @@ def run_gradients(path: Path) -> list[dict[str, torch.Tensor]]:
     return grads
 
 
-def test_packed_gradients_do_not_change_under_recomputation(one: World, tmp_path: Path) -> None:
+def test_packed_gradients_do_not_change_under_recomputation(world1: World, tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", layers=2)
-    plain, *recomputed = one.run(run_gradients, tmp_path)[0]
+    plain, *recomputed = world1.run(run_gradients, tmp_path)[0]
     assert len(recomputed) == 2
     for name, grad in plain.items():
         assert all(torch.equal(grad, other[name]) for other in recomputed), name
@@ -130,7 +120,7 @@ def run_context_parallel(path: Path) -> tuple[torch.Tensor, torch.Tensor, float]
         return out.detach(), index, float(grad.norm())
 
 
-def test_context_parallel_equals_hf(two: World, tmp_path: Path) -> None:
+def test_context_parallel_equals_hf(world2: World, tmp_path: Path) -> None:
     """The first layer attends to all earlier tokens, the second one through a window."""
     window = dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)
     hf = tiny_hf("qwen2", layers=2, **window)
@@ -140,7 +130,7 @@ def test_context_parallel_equals_hf(two: World, tmp_path: Path) -> None:
     want.logsumexp(-1).sum().backward()
     attention = hf.model.layers[0].self_attn
     norm = torch.cat([getattr(attention, f"{x}_proj").weight.grad.flatten() for x in "qkv"]).norm()
-    for logits, index, grad_norm in two.run(run_context_parallel, tmp_path):
+    for logits, index, grad_norm in world2.run(run_context_parallel, tmp_path):
         assert (logits - want[index]).abs().max() < 1e-4
         assert abs(grad_norm / norm - 1) < 1e-4
 
@@ -157,11 +147,11 @@ def run_random(path: Path, parallel: dict[str, Any]) -> list[tuple[str, torch.Te
         return out
 
 
-def test_random_weights_depend_on_the_seed_alone(two: World, tmp_path: Path) -> None:
+def test_random_weights_depend_on_the_seed_alone(world2: World, tmp_path: Path) -> None:
     """tp2, pp2 and dp2 have the same model, drawn as HF draws it."""
     save_tiny(tmp_path, "qwen2", layers=2)
     layouts: tuple[dict[str, Any], ...] = (dict(tp=2), dict(pp=2), dict())
-    runs = [dict(two.run(run_random, tmp_path, p)[0]) for p in layouts]
+    runs = [dict(world2.run(run_random, tmp_path, p)[0]) for p in layouts]
     for name, tensor in runs[0].items():
         assert torch.equal(tensor, runs[1][name]) and torch.equal(tensor, runs[2][name]), name
         if "norm" in name:

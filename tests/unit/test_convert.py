@@ -27,7 +27,8 @@ from megarl.ckpt.convert_work import Progress, chunk_bytes, resident_bytes
 from megarl.ckpt.marker import read_info, write_marker
 from megarl.ckpt.restricted import read_metadata
 from megarl.utils.digests import seal
-from tests.files import Hostile, read_all, same
+from tests.files import read_all, same
+from tests.hostile import Hostile
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny, tiny_hf
 
 ROOT = Path(__file__).parents[2]

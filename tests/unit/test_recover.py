@@ -33,8 +33,8 @@ from megarl.trainer.state_file import CHECKSUM
 from megarl.utils import staging
 from megarl.utils.digests import file_digest, seal
 from megarl.utils.disk import DiskFull
-from tests.files import Hostile
 from tests.hf_stub import write_stub
+from tests.hostile import Hostile
 
 # ---- directories and files that are whole or not there
 

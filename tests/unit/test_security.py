@@ -14,7 +14,7 @@ from megarl.data.sources import load_rows
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.models.hf_config import read_hf_config
 from megarl.trainer.answers_file import AnswersFile
-from tests.files import Hostile
+from tests.hostile import Hostile
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 

@@ -21,32 +21,32 @@ COLORS = 7  # c0..c6 tell runs apart
 @dataclass(frozen=True, kw_only=True)
 class Measure:
     """Describes one thing that evaluations measure. `keys` are its names in stats.jsonl; `score`
-    turns one sample's reward into its score."""
+    turns one sample's reward into its score. `format` writes a value, `difference` a gain with its
+    sign and unit, and `bound` an end of an interval."""
 
     name: str
     keys: tuple[str, ...]
-    format: Format
     score: Callable[[float], float]
+    format: Format
+    difference: Format
+    bound: Format
 
     def interval(self, bounds: tuple[float, float]) -> str:
         """Writes the interval of a value or of a gain, as "3.1 to 21.9"."""
-        low, high = bounds
-        if self is REWARD:
-            return f"{plain(low)} to {plain(high)}"
-        return f"{100 * low:.1f} to {100 * high:.1f}"
-
-    def difference(self, gain: float) -> str:
-        """Writes a gain with its sign and unit."""
-        return signed(gain) if self is REWARD else f"{100 * gain:{'+' if gain else ''}.1f} points"
+        return " to ".join(map(self.bound, bounds))
 
 
 ACCURACY = Measure(
     name="accuracy",
     keys=("eval/accuracy", "eval/exact_match"),
-    format=percent,
     score=lambda reward: float(reward >= 1),
+    format=percent,
+    difference=lambda gain: f"{100 * gain:{'+' if gain else ''}.1f} points",
+    bound=lambda value: f"{100 * value:.1f}",
 )
-REWARD = Measure(name="reward", keys=("eval/reward",), format=plain, score=float)
+REWARD = Measure(
+    name="reward", keys=("eval/reward",), score=float, format=plain, difference=signed, bound=plain
+)
 
 
 @dataclass(frozen=True, kw_only=True)
