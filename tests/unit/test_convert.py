@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -178,6 +179,8 @@ def test_a_failing_part_stops_the_others_and_is_resumed(tmp_path: Path) -> None:
     def failing(*args: Any) -> Any:
         written.append(args[4].name)
         if len(written) == 4:
+            while not list(tmp_path.rglob(f"{written[0]}.json")):  # the first one is done
+                time.sleep(0.01)
             raise OSError(28, "No space left on device")
         return real(*args)
 

@@ -130,7 +130,7 @@ def test_commands():
         at = given.index("--json-model-override-args")
         assert json.loads(given[at + 1]) == {"eos_token_id": 7}
         if module == "embedded":
-            assert parse_args(given[3:]).json_model_override_args == {"eos_token_id": 7}
+            assert parse_args(given[3:]).override == {"eos_token_id": 7}
     options = {
         "attention_backend": "triton",
         "enable_x": True,
