@@ -286,9 +286,13 @@ class Batch:
         return out
 
     def row_sums(
-        self, fn: Callable[[Padded], Any], names: Sequence[str] | None = None, *, width: int = 0,
+        self,
+        fn: Callable[[Padded], Any],
+        names: Sequence[str] | None = None,
+        *,
+        width: int = 0,
         what: str = "row_sums",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Returns the numbers of `fn` for every row, [B] float64 (or [B, width]), on every rank.
         `fn` gets one row at a time, as padded [1, n] tensors, and returns one number (or `width` of
         them). Collective. Where `fn` raises on one rank, all raise an error that names the rank

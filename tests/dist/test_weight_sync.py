@@ -203,9 +203,12 @@ def test_files_for_servers_have_the_dtype_of_every_name(
     want = {k: t.bfloat16() if "self_attn" in k else t for k, t in read_all(source).items()}
     dtypes = {name: value.dtype for name, value in want.items()}
     meta = WeightUpdateMeta(
-        type="disk", version=204, path=str(tmp_path / "shared"), addresses=addresses(untied),
+        type="disk",
+        version=204,
+        path=str(tmp_path / "shared"),
+        addresses=addresses(untied),
         timeout=60,
-    )  # fmt: skip
+    )
     world.run(run_syncs, source, saved, dict(tp=2), torch.float32, [meta], dtypes=dtypes)
     for written in (saved, tmp_path / "shared" / "v204"):
         found = read_all(written)

@@ -124,9 +124,13 @@ def test_commands():
     ]  # fmt: skip
     for module in ("embedded", "sglang"):
         given = server_command(
-            ServerConfig(type=module), model_path="m", dtype="float32", host="h", port=5,
+            ServerConfig(type=module),
+            model_path="m",
+            dtype="float32",
+            host="h",
+            port=5,
             override_config={"eos_token_id": 7},
-        )  # fmt: skip
+        )
         at = given.index("--json-model-override-args")
         assert json.loads(given[at + 1]) == {"eos_token_id": 7}
         if module == "embedded":
