@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -112,6 +112,17 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+
+
+@contextlib.contextmanager
+def deaf_to(number: signal.Signals) -> Iterator[None]:
+    """Has processes that start in the block not hear of a signal. Some schedulers send theirs to
+    all processes of a node, and the default is to die of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop_all(

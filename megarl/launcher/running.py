@@ -26,6 +26,7 @@ from megarl.launcher.processes import (
     Child,
     Reaper,
     Signals,
+    deaf_to,
     signal_group,
     stop_all,
     wait_until,
@@ -62,7 +63,8 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
     """Runs node `node` of the job to its end and ends everything it started; returns the exit
     status. host: the address at which the other nodes reach this one."""
     with ExitStack() as stack:  # it ends things in reverse order
-        reaper = Reaper()
+        with deaf_to(signal.SIGUSR1):
+            reaper = Reaper()
         stack.callback(reaper.close)
         run = _NodeRun(job, node, host, names, signals, reaper)
         stack.callback(end_servers, run.servers, signals, reaper)
@@ -193,16 +195,17 @@ class _NodeRun:
         for task in tasks:
             command, env = self.filled(task)
             host, _, port = self.address(task.endpoint).rpartition(":")
-            server = ServerProcess(
-                command,
-                host=host,
-                port=int(port),
-                log_path=Path(task.log),
-                env=env,
-                tether=self.reaper.tether,
-                # SGLang logs its arguments, of which the key is one
-                private_log=job_token() is not None and "sglang" in " ".join(command),
-            )
+            with deaf_to(signal.SIGUSR1):
+                server = ServerProcess(
+                    command,
+                    host=host,
+                    port=int(port),
+                    log_path=Path(task.log),
+                    env=env,
+                    tether=self.reaper.tether,
+                    # SGLang logs its arguments, of which the key is one
+                    private_log=job_token() is not None and "sglang" in " ".join(command),
+                )
             log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
             self.servers.append(server)
             self.reaper.watch(server.pid)
@@ -258,7 +261,9 @@ class _NodeRun:
             return False
         for task in tasks:
             command, env = self.filled(task)
-            child = Child(task.name, command, env=env, tether=self.reaper.tether, log_path=task.log)
+            with deaf_to(signal.SIGUSR1):
+                tether = self.reaper.tether
+                child = Child(task.name, command, env=env, tether=tether, log_path=task.log)
             self.trainers.append(child)
             self.reaper.watch(child.pid)
         shown = " ".join(masked_override(a) for a in command[2:])
