@@ -37,6 +37,16 @@ def allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str
         yield from _colocation_problems(cfg, said, colocated=allocation.colocated)
 
 
+def cluster_problems(cfg: BaseConfig) -> Iterator[str]:
+    """Yields what `cluster` asks for that cannot be."""
+    slurm = cfg.cluster.slurm
+    if slurm.minutes is not None and slurm.save_before >= 60 * slurm.minutes:
+        yield (
+            f"cluster.slurm.save_before={slurm.save_before}: must be shorter than the time limit, "
+            f"cluster.slurm.minutes={slurm.minutes}"
+        )
+
+
 def _colocation_problems(cfg: GRPOConfig, said: str, *, colocated: bool) -> Iterator[str]:
     transport = built_in_transport(cfg.weight_sync.type)
     if transport is not None and transport.requirements.shares_devices and not colocated:

@@ -38,7 +38,12 @@ class SlurmConfig:
         help="queue the job again after a time limit, a preemption or the loss of a node; it "
         "continues from its newest checkpoint",
     )
-    sbatch_args: list[str] = arg(factory=list, help="more arguments of sbatch, like --exclusive")
+    exclusive: bool = arg(
+        True, help="whole nodes with all their memory; false leaves that to sbatch_args"
+    )
+    sbatch_args: list[str] = arg(
+        factory=list, help="more arguments of sbatch, like --qos=high; not for server_pool's nodes"
+    )
     srun_args: list[str] = arg(factory=list, help="more arguments of srun")
     poll_seconds: float = arg(5.0, bounds=POSITIVE, help="seconds between looks at the job's state")
 

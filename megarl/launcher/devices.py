@@ -62,6 +62,8 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
                 "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the rest"
             ]
         )
+    if cfg.cluster.container:  # whose interpreters are not here
+        return
     on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers)
     python = os.path.abspath(cfg.server.python) if cfg.server.python else sys.executable
     if on_gpus and streamed and sglang and python != os.path.abspath(sys.executable):

@@ -59,6 +59,9 @@ def plan_here(command: CommandLine) -> Plan:
                 "alone; use megarl.launcher.slurm, or cluster.n_nodes=1"
             ]
         )
+    if isinstance(plan.cfg, GRPOConfig) and plan.cfg.server.nnodes not in (None, 1):
+        said = f"server.nnodes={plan.cfg.server.nnodes}"
+        raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
     gpus = visible_gpus(os.environ)
     servers, tp = _servers(plan.cfg)
     placement = share_out(

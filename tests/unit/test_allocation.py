@@ -97,6 +97,7 @@ def test_an_sft_has_trainers_alone(tmp_path: Path) -> None:
         (["actor.parallel.pp=1"], 8, r"means actor\.parallel\.pp=2, and actor\.parallel\.pp=1 is"),
         (["server.type=embedded"], 8, "means server.type=sglang, and server.type=embedded is set"),
         ([], 4, "its trainers are 8 processes, and 4 would be started"),
+        (["cluster.slurm.minutes=5"], 8, "save_before=300: must be shorter than the time limit"),
         (["weight_sync.type=colocated"], 8, "needs servers on the trainers' GPUs"),
     ],
 )
