@@ -98,7 +98,8 @@ test: install  ## 12 minutes: lint, docs, units, layouts over processes, recipes
 	TIER="make test: 12" $(MAKE) --jobs=2 --output-sync lint docs unit
 	TIER="make test: 12" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
 
-test-system: install slurm  ## 25 minutes: launchers, recovery, failures, servers that are killed
+test-system: install  ## 25 minutes: launchers, recovery, failures, servers that are killed
+	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
 	TIER="make test-system: 25" $(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
 
 test-all: lint docs  ## everything that runs without a GPU
@@ -107,11 +108,11 @@ test-all: lint docs  ## everything that runs without a GPU
 test-slurm: install slurm  ## the Slurm launcher on a real Slurm: nodes are killed, jobs queue again
 	$(PYTEST) tests/system/test_slurm.py
 
-slurm:  ## install Debian's Slurm and munge, where they are missing and we may
-	@export PATH="$$PATH:/usr/sbin"; if { command -v slurmctld && command -v munged; } >/dev/null \
-		|| ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then exit 0; fi; \
-	(apt-get install -y --no-install-recommends slurm-wlm munge \
-		|| (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge)) >/dev/null
+slurm:  ## install Debian's Slurm and munge where they are missing
+	@export PATH="$$PATH:/usr/sbin"; \
+	if command -v slurmctld >/dev/null && command -v munged >/dev/null; then exit 0; fi; \
+	install="timeout 120 apt-get install -y --no-install-recommends slurm-wlm munge"; \
+	$$install >/dev/null 2>&1 || { timeout 120 apt-get update >/dev/null && $$install >/dev/null; }
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
 	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang

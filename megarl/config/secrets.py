@@ -25,6 +25,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _ENV = "oc.env"
+_ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
@@ -47,6 +48,12 @@ def remember(cfg: Any, unresolved: Any) -> None:
         if reads_environment(text, unresolved)
     }
     object.__setattr__(cfg, _ATTRIBUTE, written)
+
+
+def environment_names(cfg: Any) -> list[str]:
+    """Returns the variables of the environment that the configuration reads."""
+    texts = [text for text, _ in getattr(cfg, _ATTRIBUTE, {}).values()]
+    return sorted({name for text in texts for name in _ENV_NAME.findall(text)})
 
 
 def written_tree(cfg: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Task:
 class Job:
     """Describes a whole job. pools, gpus_per_node: of each node, 0 where nothing uses GPUs.
     interface: the nodes' own, empty for that of the host name. forwarded: variables that every
-    process gets as they are. Times are in seconds."""
+    process gets as they are; the values of `hidden` ones are not shown. Times are in seconds."""
 
     name: str
     directory: str
@@ -63,6 +63,7 @@ class Job:
     interface: str
     tasks: tuple[Task, ...]
     forwarded: tuple[str, ...]
+    hidden: tuple[str, ...]
     python: str
     container: str
     container_mounts: tuple[str, ...]
@@ -88,7 +89,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """Returns the job that `to_json` wrote."""
         read: dict[str, Any] = json.loads(text)
-        for name in ("pools", "gpus_per_node", "forwarded", "container_mounts"):
+        for name in ("pools", "gpus_per_node", "forwarded", "hidden", "container_mounts"):
             read[name] = tuple(read[name])
         for task in read["tasks"]:
             task.update(command=tuple(task["command"]), ports=tuple(task["ports"]))

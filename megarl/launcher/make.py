@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
+from megarl.config.secrets import environment_names
 from megarl.config.servers import ADDRESSES_ENV
 from megarl.launcher.job import LOOPBACK, MASTER, SERVER, TRAINER, Job, Task, server_endpoint
 from megarl.launcher.placement import SERVER_POOL, Seat
@@ -40,6 +41,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     """Returns the job of a plan. env: what processes have besides what their tasks set. cluster:
     nodes have addresses of their own, and every process but rank 0 has a log of its own."""
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
+    read = environment_names(cfg)
     server = cfg.server if isinstance(cfg, GRPOConfig) else None
     return Job(
         name=f"{cfg.experiment_name}/{cfg.trial_name}",
@@ -49,7 +51,8 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
         interface=cfg.cluster.interface if cluster else "",
         tasks=(*maker.servers(), *maker.trainers()),
-        forwarded=tuple(sorted({*forwarded(env, cfg.cluster.forward_env), TOKEN})),
+        forwarded=tuple(sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), TOKEN})),
+        hidden=tuple(read),
         python=maker.python,
         container=cfg.cluster.container,
         container_mounts=tuple(cfg.cluster.container_mounts),

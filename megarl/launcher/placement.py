@@ -125,22 +125,20 @@ def place(
         )
     rooms = _Rooms(on_gpus=on_gpus)
     ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
-    room = size if pool is None else pool.n_gpus_per_node
-    found: tuple[tuple[Seat, ...], ...] = ()
-    if servers:
-        parts = _server_parts(server_tp, server_nnodes, room)
-        each = server_tp // parts
+    room = pool.n_gpus_per_node if pool else size
+    parts = _server_parts(server_tp, server_nnodes, room) if servers else 1
+    each, found = server_tp // parts, []
+    for index in range(servers):
         if colocated:
-            found = tuple(_colocated(rooms, i, each, parts, trainers) for i in range(servers))
+            found.append(_colocated(rooms, index, each, parts, trainers))
         else:
-            where = NODES if pool is None else SERVER_POOL
-            found = tuple(rooms.take(where, room, each, parts=parts) for _ in range(servers))
+            found.append(rooms.take(SERVER_POOL if pool else NODES, room, each, parts=parts))
     if cluster.n_nodes not in (None, len(rooms.nodes)):
         raise ConfigError([_wrong_number(cluster, trainers, servers, server_tp, len(rooms.nodes))])
     return Placement(
         pools=tuple(n.pool for n in rooms.nodes),
         trainers=ranks,
-        servers=found,
+        servers=tuple(found),
         shared=colocated and on_gpus,
     )
 

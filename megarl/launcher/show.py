@@ -36,8 +36,12 @@ def _masked(job: Job, env: Mapping[str, str]) -> dict[str, object]:
     for task in tree["tasks"]:
         task["command"] = [masked_override(word) for word in task["command"]]
         task["env"] = {k: _value(k, v) for k, v in task["env"].items()}
-    tree["forwarded"] = {k: _value(k, env.get(k, "")) for k in job.forwarded}
+    tree["forwarded"] = {k: _forwarded(job, k, env) for k in job.forwarded}
     return tree
+
+
+def _forwarded(job: Job, name: str, env: Mapping[str, str]) -> str:
+    return MASK if name in job.hidden else _value(name, env.get(name, ""))
 
 
 def _value(name: str, value: str) -> str:
@@ -61,9 +65,8 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     yield ""
     yield "every process gets these variables as they are here:"
     for name in job.forwarded:
-        yield (
-            f"  {name}={_value(name, env[name])}" if name in env else f"  {name}, made for the job"
-        )
+        shown = f"={_forwarded(job, name, env)}" if name in env else ", made for the job"
+        yield f"  {name}{shown}"
     yield ""
     yield (
         "A node fills in @{...} when it starts: it chooses ports that are free, from 20000 to "

@@ -168,9 +168,8 @@ def test_the_manifest_is_as_in_the_golden_file(tmp_path: Path) -> None:
 
 
 def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
-    secret = "stats_logger.wandb.entity=x"
     for format in ("table", "json", "jobset"):
-        shown = text(tmp_path, *MANIFEST, secret, format=format, stamp="1")
+        shown = text(tmp_path, *MANIFEST, format=format, stamp="1")
         assert "hush" not in shown
     assert "WANDB_API_KEY=***" in text(tmp_path, *MANIFEST)
     with pytest.raises(ConfigError, match="--format xml: not one of table, json, jobset"):
@@ -183,6 +182,18 @@ def test_the_environment_is_an_explicit_list() -> None:
         "PATH": "/usr/bin", "WANDB_API_KEY": "hush", "https_proxy": "p", "NCCL_DEBUG": "INFO",
     }  # fmt: skip
     assert forwarded(env, ["MY_*"])["MY_FLAG"] == "1"
+
+
+def test_variables_that_the_configuration_reads_are_passed_on_and_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM", "silent")
+    monkeypatch.setitem(ENV, "TEAM", "silent")
+    read = "stats_logger.wandb.entity=${oc.env:TEAM}"
+    for format in ("table", "json"):
+        shown = text(tmp_path, read, format=format)
+        assert "TEAM" in shown and "silent" not in shown
+    assert "TEAM" in make(tmp_path, read).forwarded
 
 
 def test_marks() -> None:
