@@ -12,8 +12,10 @@ from dataclasses import fields
 from typing import Any
 
 from megarl.config.algo import ValueModelConfig
+from megarl.config.allocation import parse_allocation
 from megarl.config.bounds import number_problems
 from megarl.config.check_actor import actor_problems
+from megarl.config.check_cluster import allocation_problems, cluster_problems
 from megarl.config.check_data import (
     batching_problems,
     dataset_problems,
@@ -42,6 +44,7 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
     """Raises ConfigError with all problems of `cfg`; `world_size` None leaves out those that depend
     on it."""
     problems = [*choice_problems(cfg), *number_problems(cfg), *_run_problems(cfg)]
+    problems += [*allocation_problems(cfg, world_size), *cluster_problems(cfg)]
     for name, engine in engines(cfg).items():
         problems += _engine_problems(name, engine, world_size)
     if isinstance(cfg, PPOConfig):
@@ -102,7 +105,10 @@ def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
 
 
 def smallest_world_size(cfg: BaseConfig) -> int:
-    """Returns the fewest processes that every engine of the recipe can run on."""
+    """Returns the processes that allocation_mode asks for, else the fewest that every engine of the
+    recipe can run on."""
+    if cfg.allocation_mode:
+        return parse_allocation(cfg.allocation_mode).trainers.gpus
     return math.lcm(
         *(
             degree

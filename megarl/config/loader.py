@@ -24,11 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megarl.config.aliases import aliased
+from megarl.config.allocation import parse_allocation
 from megarl.config.base import SeamConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
-from megarl.config.errors import raise_if_any
-from megarl.config.recipes import RECIPES, BaseConfig, own_code, recipe_class
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.recipes import RECIPES, BaseConfig, main_role, own_code, recipe_class
 from megarl.config.schema import (
     Key,
     children,
@@ -85,6 +86,7 @@ def load_config(
         tree = {name: value for name, value in tree.items() if name in known}
     node = OmegaConf.structured(cls)
     _merge(node, tree, cls, "", problems)
+    _allocate(node, tree, cls, problems)
     cfg = _to_object(node, problems)
     if cfg is not None:  # again on the whole: interpolated values are known only now
         problems += [p for p in choice_problems(cfg) if p not in problems]
@@ -255,6 +257,31 @@ def _merge(
             if OmegaConf.is_interpolation(node, name) or node[name] is None:
                 OmegaConf.update(node, name, OmegaConf.structured(key.section))
             _merge(node[name], value, key.section, key.name + ".", problems, root)
+
+
+def _allocate(node: DictConfig, tree: Tree, cls: type[BaseConfig], problems: list[str]) -> None:
+    """Sets the keys that allocation_mode decides, but for those that `tree` has: the checks
+    (check_cluster.py) compare them."""
+    try:
+        text = node.allocation_mode
+        decided = parse_allocation(text).keys(main_role(cls)) if text else {}
+    except ConfigError as e:
+        problems += e.problems
+        return
+    except OmegaConfBaseException:  # an interpolation, which is reported with all others
+        return
+    for name, value in decided.items():
+        if name in key_table(cls) and not _has(tree, name):
+            OmegaConf.update(node, name, value)
+
+
+def _has(tree: Any, name: str) -> bool:
+    """Returns whether the dotted `name` is set in `tree`."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _leaves(value: Any, name: str) -> list[str]:

@@ -17,6 +17,7 @@ from megarl.config.bounds import (
     TIMEOUT,
     Bounds,
 )
+from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import ConfigError
@@ -51,6 +52,13 @@ class BaseConfig:
     experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
     trial_name: str = arg("trial0", help="this run; part of the run directory")
     fileroot: str = arg("runs", help="runs live in <fileroot>/<experiment_name>/<trial_name>")
+    allocation_mode: str = arg(
+        "",
+        help="GPUs of servers and trainers, like sglang.d4t2+megatron.d2t2p2: sets server.type, "
+        "server.count, server.tp, the trained model's parallel.* and the number of processes; "
+        "empty leaves them to their own keys",
+    )
+    cluster: ClusterConfig = arg(factory=ClusterConfig, help="machines of the job")
     seed: int = arg(1, bounds=SEED, help="seed of data order, initial weights and dropout")
     tokenizer_path: str = arg("", help="tokenizer directory; empty is the model's path")
     trust_remote_code: bool = arg(
@@ -144,6 +152,11 @@ class PPOConfig(GRPOConfig):
         False,
         help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",
     )
+
+
+def main_role(cls: type[BaseConfig]) -> str:
+    """Returns the key of the model that the recipe trains."""
+    return "actor" if issubclass(cls, GRPOConfig) else "model"
 
 
 RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig}

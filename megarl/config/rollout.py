@@ -77,6 +77,11 @@ class ServerConfig:
     )
     deterministic: bool = arg(False, help="batch-invariant mode: same request, same bits")
     tp: int = arg(1, bounds=POSITIVE, help="tensor-parallel degree of one server (sglang)")
+    nnodes: int | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="nodes that one server spans (sglang); null is as few as its tp needs",
+    )
     threads: int = arg(
         0,
         bounds=NOT_NEGATIVE,

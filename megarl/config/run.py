@@ -69,13 +69,13 @@ class RecoverConfig(FrequencyConfig):
     grace: float = arg(
         30.0,
         bounds=TIMEOUT,
-        help="seconds the local launcher gives the trainers after SIGINT or SIGTERM to finish the "
+        help="seconds a launcher gives the trainers after SIGINT or SIGTERM to finish the "
         "step, save a checkpoint and end",
     )
     restarts: int = arg(
         0,
         bounds=Bounds(ge=0, note="0 never starts again"),
-        help="the local launcher starts a run that failed again this many times, to continue",
+        help="a launcher starts a run that failed again this many times, to continue",
     )
 
 

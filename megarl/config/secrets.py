@@ -25,6 +25,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _ENV = "oc.env"
+_ENV_NAME = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _ATTRIBUTE = "_as_written"  # of a loaded configuration; not one of its fields
 
@@ -53,6 +54,12 @@ def keep_written(cfg: Any, other: Any) -> None:
     """Has `other`, a configuration of the same values, remember what `cfg` does."""
     if (written := getattr(cfg, _ATTRIBUTE, None)) is not None:
         object.__setattr__(other, _ATTRIBUTE, written)
+
+
+def environment_names(cfg: Any) -> list[str]:
+    """Returns the variables of the environment that the configuration reads."""
+    texts = [text for text, _ in getattr(cfg, _ATTRIBUTE, {}).values()]
+    return sorted({name for text in texts for name in _ENV_NAME.findall(text)})
 
 
 def written_tree(cfg: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shares this host's GPUs out to trainers and servers, and refuses what cannot work on them.
+"""Finds this host's GPUs, and refuses what cannot work on them.
 
 This process does not import torch.
 """
@@ -8,71 +8,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
 from megarl.config.transports import Requirements
+from megarl.launcher.placement import Placement
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
 _ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """Holds values of CUDA_VISIBLE_DEVICES, None where there are no GPUs. `shared` says that
-    trainers and servers overlap."""
-
-    trainers: str | None
-    servers: tuple[str | None, ...]
-    shared: bool = False
+def uses_gpus(env: Mapping[str, str], *, torch_version: str | None = None) -> bool:
+    """Returns whether trainers compute on GPUs, by the environment and torch's build alone."""
+    return env.get("MEGARL_DEVICE") != "cpu" and not (torch_version or version("torch")).endswith(
+        "+cpu"
+    )
 
 
 def visible_gpus(
     env: Mapping[str, str], *, devices: Path = Path("/dev"), torch_version: str | None = None
 ) -> list[str]:
     """Returns names for CUDA_VISIBLE_DEVICES, none where torch would use none of the GPUs."""
-    if env.get("MEGARL_DEVICE") == "cpu" or (torch_version or version("torch")).endswith("+cpu"):
+    if not uses_gpus(env, torch_version=torch_version):
         return []
     if "CUDA_VISIBLE_DEVICES" in env:
         return [d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
     return [str(i) for i, _ in enumerate(devices.glob("nvidia[0-9]*"))]
 
 
-def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: int) -> Devices:
-    """Gives the first GPUs to the trainers and `server_tp` further ones to each server.
-
-    Where there are too few for both, servers go round the trainers' GPUs. Raises ConfigError where
-    the trainers alone, or a server alone, need more than there are.
-    """
-    if not gpus:
-        return Devices(trainers=None, servers=(None,) * servers)
-    if trainers > len(gpus):
-        raise ConfigError(
-            [f"{trainers} trainer processes need as many GPUs and {len(gpus)} are visible"]
-        )
-    if server_tp > len(gpus):
-        raise ConfigError([f"server.tp={server_tp}: {len(gpus)} GPUs are visible"])
-    shared = trainers + servers * server_tp > len(gpus)
-    first = [trainers + i * server_tp for i in range(servers)]
-    return Devices(
-        trainers=",".join(gpus[:trainers]),
-        servers=tuple(
-            ",".join(gpus[(start + j) % len(gpus)] for j in range(server_tp)) for start in first
-        ),
-        shared=shared,
-    )
-
-
-def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> None:
-    """Raises ConfigError where trainers and the launcher's servers cannot work on `devices`. needs:
-    those of the transport of weights.
+def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) -> None:
+    """Raises ConfigError where trainers and the launcher's servers cannot work as they are placed.
+    needs: those of the transport of weights.
     """
     streamed = needs.process_group
-    if devices.shared and streamed:
+    if placement.shared and streamed:
         raise ConfigError(
             [
                 f"weight_sync.type={cfg.weight_sync.type}: too few GPUs are visible, so servers "
@@ -82,7 +54,7 @@ def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> Non
         )
     sglang = cfg.server.type == "sglang"
     bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
-    if devices.shared and sglang and not bounded:
+    if placement.shared and sglang and not bounded:
         raise ConfigError(
             [
                 "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
@@ -90,7 +62,9 @@ def check_devices(cfg: GRPOConfig, devices: Devices, needs: Requirements) -> Non
                 "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the rest"
             ]
         )
-    on_gpus = devices.trainers is not None and bool(devices.servers)
+    if cfg.cluster.container:  # whose interpreters are not here
+        return
+    on_gpus = placement.trainers[0].gpus is not None and bool(placement.servers)
     python = os.path.abspath(cfg.server.python) if cfg.server.python else sys.executable
     if on_gpus and streamed and sglang and python != os.path.abspath(sys.executable):
         check_nccl(sys.executable, cfg.server.python)

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 from megarl.utils import stopping
 from megarl.utils.tether import Tether
@@ -27,14 +28,23 @@ class Child:
     it."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, env: Mapping[str, str], tether: Tether
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        tether: Tether,
+        log_path: str = "",
     ) -> None:
-        self.name = name
-        with tether.end() as fds:
+        """Starts the command. log_path: gets its output, in place of this process's own."""
+        self.name, self.log_path = name, log_path
+        with tether.end() as fds, _output(log_path) as out:
             self._process = subprocess.Popen(
                 command,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT if out else None,
                 start_new_session=True,
                 pass_fds=fds,
             )
@@ -61,6 +71,13 @@ class Child:
         self._process.wait(timeout)
 
 
+def _output(log_path: str) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+    if not log_path:
+        return contextlib.nullcontext()
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    return open(log_path, "ab")
+
+
 def signal_group(pgid: int, number: int) -> bool:
     """Sends a signal to a process group; returns False when the whole group has ended."""
     try:
@@ -71,14 +88,16 @@ def signal_group(pgid: int, number: int) -> bool:
 
 
 class Signals:
-    """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup) instead of dying of them."""
+    """Remembers SIGINT, SIGTERM and SIGHUP (but for nohup), and those `also` given, instead of
+    dying of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *also: signal.Signals) -> None:
         self.received: list[int] = []
+        self._also = also
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for number in stopping.heard():
+        for number in (*stopping.heard(), *self._also):
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -93,6 +112,17 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+
+
+@contextlib.contextmanager
+def deaf_to(number: signal.Signals) -> Iterator[None]:
+    """Has processes that start in the block not hear of a signal. Some schedulers send theirs to
+    all processes of a node, and the default is to die of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop_all(

@@ -174,16 +174,17 @@ def server_command(
     dtype: str,
     override_config: Mapping[str, Any] | None = None,
     host: str,
-    port: int,
+    port: int | str,
     with_key: bool = False,
+    python: str = "",
 ) -> list[str]:
     """Returns the server's command line; both servers share the flags they share with SGLang.
     with_key: SGLang takes the environment's token for its key, as the embedded server does by
-    itself."""
+    itself. python: the interpreter where the configuration names none (empty: this one)."""
     sglang = server.type == "sglang"
     module = ["-m", "sglang.launch_server" if sglang else "megarl.server"]
     command = [
-        (server.python if sglang else "") or sys.executable,
+        (server.python if sglang else "") or python or sys.executable,
         *(["-c", _SGLANG_WITH_KEY] if sglang and with_key else module),
         "--model-path",
         server.path or model_path,

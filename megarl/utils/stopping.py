@@ -3,7 +3,9 @@
 `listening()` takes the signals; loops ask `wish()` where it is safe to stop. Before the first step
 (`work_begins`) there is nothing to lose, and the first signal ends the process; afterwards the
 second does. Python runs its own handlers between two bytecodes only, which a collective can hold up
-for minutes: here a thread reads the signals as they come.
+for minutes: here a thread reads the signals as they come. MEGARL_SIGNAL_SETTLE is the number of
+seconds after the first in which others are the same wish: a scheduler may send its signal to every
+process, and a launcher passes it on.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SETTLE = "MEGARL_SIGNAL_SETTLE"
 _END = 0  # no signal's number: tells the thread to end
 
 
@@ -103,9 +107,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _listen(read: int, spokesman: bool) -> None:
+    settle, settled = float(os.environ.get(SETTLE, "0")), 0.0
     while (number := os.read(read, 1)[0]) != _END:
-        if number not in SIGNALS:
+        if number not in SIGNALS or time.monotonic() < settled:
             continue
+        settled = time.monotonic() + settle
         name = signal.Signals(number).name
         _received.append(number)
         if not _working or len(_received) > 1:

@@ -3,8 +3,9 @@
 KILL="PHASE:STEP" in the environment: SIGKILL in that phase of that step. With KILL_ALL the launcher
 and everything below it die at once, as a host does; else only the rank that is in the phase. It
 happens once: KILLED names the file that remembers it, with the process ids there were. With NUMBER
-the launcher gets that signal instead, and nobody is killed. ROWS names a file that gets the rows of
-every batch that is trained on, ASKED one that gets a line for every request of training.
+the launcher gets that signal instead, with INSTEAD that shell command is run, and nobody is killed.
+ROWS names a file that gets the rows of every batch that is trained on, ASKED one that gets a line
+for every request of training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -74,6 +76,9 @@ def die() -> None:
         return  # a signal has been sent
     pids = descendants(os.getppid())
     killed.write_text(json.dumps(pids))
+    if "INSTEAD" in os.environ:
+        subprocess.run(os.environ["INSTEAD"], shell=True, check=True, timeout=60)
+        return
     if "NUMBER" in os.environ:
         os.kill(os.getppid(), int(os.environ["NUMBER"]))
         return

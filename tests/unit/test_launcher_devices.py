@@ -10,9 +10,10 @@ import pytest
 
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
-from megarl.launcher import local
-from megarl.launcher.devices import share_out, visible_gpus
-from megarl.launcher.local import Job, plan
+from megarl.launcher import plan
+from megarl.launcher.devices import visible_gpus
+from megarl.launcher.placement import Placement, share_out
+from megarl.launcher.plan import plan_here
 from tests.hf_stub import write_stub
 
 
@@ -30,22 +31,28 @@ def test_visible_gpus(tmp_path: Path) -> None:
     assert gpus("2.13.0+cpu") == []
 
 
+def gpus_of(placed: Placement) -> tuple[set[str | None], list[str | None]]:
+    """Those of the trainers, which all see the same, and of each server."""
+    assert {seat.node for seat in placed.trainers} == {0}
+    return {seat.gpus for seat in placed.trainers}, [seat.gpus for (seat,) in placed.servers]
+
+
 def test_trainers_first_then_servers() -> None:
-    devices = share_out([*"abcdefgh"], trainers=4, servers=2, server_tp=2)
-    assert (devices.trainers, devices.servers) == ("a,b,c,d", ("e,f", "g,h"))
-    assert not devices.shared
+    placed = share_out([*"abcdefgh"], trainers=4, servers=2, server_tp=2)
+    assert gpus_of(placed) == ({"a,b,c,d"}, ["e,f", "g,h"])
+    assert len(placed.trainers) == 4 and not placed.shared
 
 
 def test_too_few_gpus_are_shared() -> None:
-    devices = share_out(["0", "1"], trainers=2, servers=2, server_tp=1)
-    assert (devices.trainers, devices.servers, devices.shared) == ("0,1", ("0", "1"), True)
-    devices = share_out(["0"], trainers=1, servers=1, server_tp=1)
-    assert (devices.trainers, devices.servers, devices.shared) == ("0", ("0",), True)
+    placed = share_out(["0", "1"], trainers=2, servers=2, server_tp=1)
+    assert gpus_of(placed) == ({"0,1"}, ["0", "1"]) and placed.shared
+    placed = share_out(["0"], trainers=1, servers=1, server_tp=1)
+    assert gpus_of(placed) == ({"0"}, ["0"]) and placed.shared
 
 
 def test_no_gpus() -> None:
-    devices = share_out([], trainers=2, servers=1, server_tp=1)
-    assert (devices.trainers, devices.servers, devices.shared) == (None, (None,), False)
+    placed = share_out([], trainers=2, servers=1, server_tp=1)
+    assert gpus_of(placed) == ({None}, [None]) and not placed.shared
 
 
 def test_more_trainers_than_gpus_is_an_error() -> None:
@@ -58,33 +65,33 @@ def test_more_trainers_than_gpus_is_an_error() -> None:
 # ---- what the launcher's plan refuses before anything starts
 
 
-Planner = Callable[..., Job]
+Planner = Callable[..., Placement]
 SGLANG = ("server.type=sglang", "server.count=2")
 BOUNDED = "server.extra_args=['--mem-fraction-static','0.3']"
 
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    """plan() of a GRPO job of two trainers on a host of `gpus` GPUs."""
+    """The placement of a GRPO job of two trainers on a host of `gpus` GPUs."""
     model = write_stub(tmp_path / "model")
 
-    def make(gpus: int, *args: str) -> Job:
-        monkeypatch.setattr(local, "visible_gpus", lambda env: [*map(str, range(gpus))])
+    def make(gpus: int, *args: str) -> Placement:
+        monkeypatch.setattr(plan, "visible_gpus", lambda env: [*map(str, range(gpus))])
         line = [
             f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2",
             f"fileroot={tmp_path}/runs", "--nproc", "2", *args,
         ]  # fmt: skip
-        return plan(parse_command_line(line, options=("nproc",)))
+        return plan_here(parse_command_line(line, options=("nproc",))).placement
 
     return make
 
 
 def test_streaming_to_servers_on_the_trainers_gpus_is_refused(planned: Planner) -> None:
-    assert not planned(4, *SGLANG).devices.shared
+    assert not planned(4, *SGLANG).shared
     for kind in ("distributed", "nccl"):
         with pytest.raises(ConfigError, match=f"weight_sync.type={kind}: .*two processes on one"):
             planned(3, *SGLANG, f"weight_sync.type={kind}")
-    assert planned(0, *SGLANG).devices.servers == (None, None)  # gloo
+    assert gpus_of(planned(0, *SGLANG)) == ({None}, [None, None])  # gloo
 
 
 @pytest.mark.parametrize("kind", ["colocated", "disk"])
@@ -92,10 +99,10 @@ def test_sglang_beside_trainers_says_how_much_memory_it_takes(planned: Planner, 
     args = (*SGLANG, f"weight_sync.type={kind}")
     with pytest.raises(ConfigError, match="--mem-fraction-static"):
         planned(2, *args)
-    assert planned(2, *args, BOUNDED).devices.shared
-    assert planned(2, *args, "server.extra_args=['--mem-fraction-static=0.3']").devices.shared
-    assert planned(0, *args).devices.trainers is None
-    assert planned(2, f"weight_sync.type={kind}").devices.shared  # the embedded server
+    assert planned(2, *args, BOUNDED).shared
+    assert planned(2, *args, "server.extra_args=['--mem-fraction-static=0.3']").shared
+    assert gpus_of(planned(0, *args))[0] == {None}
+    assert planned(2, f"weight_sync.type={kind}").shared  # the embedded server
 
 
 def interpreter(path: Path, says: str) -> str:
@@ -112,7 +119,7 @@ def test_nccl_versions_of_trainers_and_servers_are_compared(
     same = interpreter(tmp_path / "same", "echo a warning; echo 2.27.5")
     other = interpreter(tmp_path / "other", "echo 2.30.7")
     broken = interpreter(tmp_path / "broken", "echo No module named torch >&2; exit 1")
-    assert planned(4, *SGLANG, f"server.python={same}").servers == 2
+    assert planned(4, *SGLANG, f"server.python={same}").servers
     with pytest.raises(ConfigError, match=f"{other} has NCCL 2.30.7 and .*ours has NCCL 2.27.5"):
         planned(4, *SGLANG, f"server.python={other}")
     with pytest.raises(ConfigError, match=f"{broken}: cannot tell .*No module named torch"):

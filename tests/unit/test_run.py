@@ -10,7 +10,7 @@ import pytest
 
 import megarl.trainer
 from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
-from megarl.launcher.local import server_env
+from megarl.launcher.make import server_env
 from megarl.run import main
 from megarl.utils.env import has_interface
 from tests.hf_stub import write_stub
@@ -103,7 +103,7 @@ def test_servers_get_only_what_differs(environ: dict[str, str]) -> None:
     """The rest they inherit; passing it on would undo what start_server itself sets."""
     environ |= {"PYTHONPATH": "x"}
     always = LO | {"NCCL_CUMEM_ENABLE": "0"}
-    assert server_env(None) == always
-    assert server_env("2,3") == always | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert server_env(None, environ) == always
+    assert server_env("2,3", environ) == always | {"CUDA_VISIBLE_DEVICES": "2,3"}
     environ |= {"MEGARL_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_CUMEM_ENABLE": "1"}
-    assert server_env(None) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert server_env(None, environ) == {"CUDA_VISIBLE_DEVICES": ""}

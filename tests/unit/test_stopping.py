@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def test_a_signal_is_a_wish_while_there_is_something_to_lose(number, how, sent, 
     assert "Traceback" not in said and signal.Signals(number).name in said
     assert ("ends with a checkpoint" in said) == seen
     assert ("ending at once" in said) == (sent == 2 or not seen)
+
+
+def test_a_schedulers_signal_and_the_launchers_are_one_wish():
+    command = [sys.executable, "-c", LOOP, "stuck", "working"]
+    env = os.environ | {"MEGARL_SIGNAL_SETTLE": "60"}
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.stdout.readline() == "seen\n"
+        process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.kill()
 
 
 def test_a_run_that_ends_by_itself_after_a_signal_ended_well():

@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.command_line import parse_command_line
 from megarl.config.loader import config_yaml
 from megarl.config.recipes import GRPOConfig
 from megarl.launcher import local
+from megarl.launcher.job import TRAINER
+from megarl.launcher.make import make_job
+from megarl.launcher.plan import plan_here
 from megarl.run import main
 from megarl.trainer.named import read_config
 from megarl.utils.isolated import call_isolated
@@ -272,6 +276,6 @@ def test_the_working_directory_is_on_the_path(home: Path, command: list[str]) ->
 
 
 def test_trainers_have_the_working_directory_on_their_path(home: Path) -> None:
-    command = local.parse_command_line(arguments(), options=("config", "nproc"))
-    env = local.trainer_env(local.plan(command), rank=0, port=1, addresses=[])
-    assert env["PYTHONPATH"].split(os.pathsep)[-1] == str(home)
+    command = parse_command_line(arguments(), options=("config", "nproc"))
+    (trainer,) = make_job(plan_here(command), os.environ).of(TRAINER)
+    assert trainer.env["PYTHONPATH"].split(os.pathsep)[-1] == str(home)

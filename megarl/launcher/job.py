@@ -1,0 +1,128 @@
+"""Says what a job is: its nodes, and every process with its command, environment, ports and log.
+
+`make.py` builds the records from a plan alone, so that launchers differ only in how processes
+start: the local one runs them itself, on a cluster one agent a node does (node.py). A value that is
+known only when a node has started stands as a mark, which `fill` replaces:
+
+    @{address:server.0}  host:port of that endpoint; @{host:...} and @{port:...} are its halves
+    @{gpus:0,1}          names of those of the node's GPUs
+    @{cores:4}           the node's cores divided by 4, at least 1
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SERVER, TRAINER = "server", "trainer"
+MASTER = "master"  # the endpoint that the ranks meet at
+LOOPBACK = "127.0.0.1"
+_MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Describes one process. index: a server's number, or a rank. part: which of a server's nodes.
+    ports: endpoints that its node chooses. log: a file, empty for the launcher's own output."""
+
+    role: str
+    index: int
+    part: int = 0
+    node: int
+    gpus: str | None
+    command: tuple[str, ...]
+    env: dict[str, str]
+    ports: tuple[str, ...]
+    log: str = ""
+
+    @property
+    def name(self) -> str:
+        """Returns how messages call the process."""
+        return f"{self.role} {self.index}" + (f" (node {self.part} of it)" if self.part else "")
+
+    @property
+    def endpoint(self) -> str:
+        """Returns the name of a server's endpoint."""
+        return server_endpoint(self.index, self.part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Describes a whole job. pools, gpus_per_node: of each node, 0 where nothing uses GPUs.
+    interface: the nodes' own, empty for that of the host name. forwarded: variables that every
+    process gets as they are; the values of `hidden` ones are not shown. Times are in seconds."""
+
+    name: str
+    directory: str
+    working_directory: str
+    pools: tuple[str, ...]
+    gpus_per_node: tuple[int, ...]
+    interface: str
+    tasks: tuple[Task, ...]
+    forwarded: tuple[str, ...]
+    hidden: tuple[str, ...]
+    python: str
+    container: str
+    container_mounts: tuple[str, ...]
+    start_timeout: float
+    rendezvous_timeout: float
+    grace: float
+    restarts: int
+
+    def of(self, role: str, node: int | None = None) -> list[Task]:
+        """Returns the tasks of a role, on one node or (None) on all."""
+        return [t for t in self.tasks if t.role == role and node in (None, t.node)]
+
+    @property
+    def trainer_nodes(self) -> list[int]:
+        """Returns the nodes that have trainers, in order."""
+        return sorted({t.node for t in self.of(TRAINER)})
+
+    def to_json(self) -> str:
+        """Returns text that `from_json` reads back."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Returns the job that `to_json` wrote."""
+        read: dict[str, Any] = json.loads(text)
+        for name in ("pools", "gpus_per_node", "forwarded", "hidden", "container_mounts"):
+            read[name] = tuple(read[name])
+        for task in read["tasks"]:
+            task.update(command=tuple(task["command"]), ports=tuple(task["ports"]))
+        read["tasks"] = tuple(Task(**task) for task in read["tasks"])
+        return cls(**read)
+
+
+def server_endpoint(index: int, part: int = 0) -> str:
+    """Returns the name of the endpoint of a server, or of a further node of it."""
+    return f"server.{index}.{part}" if part else f"server.{index}"
+
+
+def fill(
+    text: str, *, address: Callable[[str], str], gpus: Callable[[str], str], cores: int
+) -> str:
+    """Returns `text` with its marks replaced. address: the host:port of an endpoint's name. gpus:
+    the names of GPUs by their numbers on the node."""
+
+    def value(mark: re.Match[str]) -> str:
+        kind, name = mark.groups()
+        if kind == "cores":
+            return str(max(1, cores // int(name)))
+        if kind == "gpus":
+            return gpus(name)
+        found = address(name)
+        host, _, port = found.rpartition(":")
+        return {"address": found, "host": host, "port": port}[kind]
+
+    return _MARK.sub(value, text)
+
+
+def endpoints(texts: Iterable[str]) -> list[str]:
+    """Returns the names of the endpoints that `texts` have marks of."""
+    kinds = ("address", "host", "port")
+    found = (m for text in texts for m in _MARK.finditer(text))
+    return list(dict.fromkeys(m[2] for m in found if m[1] in kinds))

@@ -1,0 +1,214 @@
+"""Makes the records of a job from its plan: what each process runs, where, and with what."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from megarl.config.loader import run_dir
+from megarl.config.recipes import GRPOConfig
+from megarl.config.secrets import environment_names
+from megarl.config.servers import ADDRESSES_ENV
+from megarl.launcher.job import LOOPBACK, MASTER, SERVER, TRAINER, Job, Task, server_endpoint
+from megarl.launcher.placement import SERVER_POOL, Seat
+from megarl.launcher.plan import PACKAGE, Plan
+from megarl.rollout.server_process import server_command
+from megarl.utils.env import set_loopback_default, set_nccl_default, set_trainer_defaults
+from megarl.utils.job_token import ENV as TOKEN
+
+THREADS = "OMP_NUM_THREADS"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# what processes of a cluster get of the environment that a job is started from
+FORWARDED = """
+PATH LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV HOME USER LANG LC_* TMPDIR MEGARL_* OMP_* MKL_*
+CUDA_HOME CUDA_DEVICE_* CUDA_LAUNCH_* NCCL_* GLOO_* NVTE_* TORCH_* PYTORCH_* TRITON_* SGLANG_*
+HF_* HUGGING_FACE_* TRANSFORMERS_* TOKENIZERS_* WANDB_* UCX_* FI_* *_proxy *_PROXY SSL_CERT_*
+REQUESTS_CA_BUNDLE
+"""
+
+
+def forwarded(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the variables of `env` that processes on a cluster get; `more` are further names or
+    patterns."""
+    patterns = (*FORWARDED.split(), *more)
+    return {k: env[k] for k in sorted(env) if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
+
+
+def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Job:
+    """Returns the job of a plan. env: what processes have besides what their tasks set. cluster:
+    nodes have addresses of their own, and every process but rank 0 has a log of its own."""
+    cfg, maker = plan.cfg, _Maker(plan, env, cluster)
+    read = environment_names(cfg)
+    server = cfg.server if isinstance(cfg, GRPOConfig) else None
+    return Job(
+        name=f"{cfg.experiment_name}/{cfg.trial_name}",
+        directory=str(run_dir(cfg)),
+        working_directory=os.getcwd(),
+        pools=plan.placement.pools,
+        gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
+        interface=cfg.cluster.interface if cluster else "",
+        tasks=(*maker.servers(), *maker.trainers()),
+        forwarded=tuple(sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), TOKEN})),
+        hidden=tuple(read),
+        python=maker.python,
+        container=cfg.cluster.container,
+        container_mounts=tuple(cfg.cluster.container_mounts),
+        start_timeout=server.start_timeout if server else 0.0,
+        rendezvous_timeout=cfg.cluster.rendezvous_timeout,
+        grace=cfg.recover.grace,
+        restarts=cfg.recover.restarts,
+    )
+
+
+def server_env(gpus: str | None, env: Mapping[str, str], *, here: bool = True) -> dict[str, str]:
+    """Returns the variables of a server's environment that `env` lacks or has otherwise. gpus: its
+    CUDA_VISIBLE_DEVICES. here: all of the job is on this machine."""
+    changed = dict(env)
+    if here:
+        set_loopback_default(changed)
+    set_nccl_default(changed)
+    if gpus is not None or env.get("MEGARL_DEVICE") == "cpu":
+        changed["CUDA_VISIBLE_DEVICES"] = gpus or ""
+    return _new(changed, env)
+
+
+def _gpus_of(plan: Plan, pool: str) -> int:
+    cluster, placed = plan.cfg.cluster, plan.placement
+    if all(seat.gpus is None for seat in placed.trainers):
+        return 0
+    other = cluster.server_pool if pool == SERVER_POOL else None
+    return other.n_gpus_per_node if other else cluster.n_gpus_per_node
+
+
+def _new(env: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if before.get(k) != v}
+
+
+class _Maker:
+    """Makes the tasks of a plan."""
+
+    def __init__(self, plan: Plan, env: Mapping[str, str], cluster: bool) -> None:
+        self.plan, self.env, self.cluster = plan, env, cluster
+        self.python = (plan.cfg.cluster.python if cluster else "") or sys.executable
+        cfg, placed = plan.cfg, plan.placement
+        self.run = run_dir(cfg)
+        asynchronous = isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0
+        seats = [s for server in placed.servers for s in server]
+        of_servers = Counter(s.node for s in seats)
+        of_trainers = Counter(s.node for s in placed.trainers)
+        # servers and trainers of a synchronous run take turns with the cores
+        both = of_servers + of_trainers
+        self.sharing = {
+            SERVER: both if asynchronous else of_servers,
+            TRAINER: both if asynchronous else of_trainers,
+        }
+        self.local_ranks = of_trainers
+
+    def servers(self) -> Iterable[Task]:
+        cfg = self.plan.cfg
+        if not isinstance(cfg, GRPOConfig):
+            return
+        for index, seats in enumerate(self.plan.placement.servers):
+            for part, seat in enumerate(seats):
+                yield self._server(cfg, index, part, len(seats), seat)
+
+    def _server(self, cfg: GRPOConfig, index: int, part: int, parts: int, seat: Seat) -> Task:
+        own, init = server_endpoint(index, part), f"{server_endpoint(index)}.init"
+        auto = "bfloat16" if seat.gpus is not None else "float32"
+        command = server_command(
+            cfg.server,
+            model_path=cfg.actor.path,
+            override_config=cfg.actor.override_config,
+            dtype=auto if cfg.actor.dtype == "auto" else cfg.actor.dtype,
+            host=f"@{{host:{own}}}",
+            port=f"@{{port:{own}}}",
+            with_key=True,
+            python=self.python,
+        )
+        if parts > 1:
+            command += ["--nnodes", str(parts), "--node-rank", str(part)]
+            command += ["--dist-init-addr", f"@{{address:{init}}}"]
+        env = {**self.env, **self._common()}
+        env |= self._threads(SERVER, seat.node, cfg.server.threads)
+        env |= server_env(seat.gpus, env, here=not self.cluster)
+        if cfg.server.type == "embedded":
+            env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"))
+        return Task(
+            role=SERVER,
+            index=index,
+            part=part,
+            node=seat.node,
+            gpus=seat.gpus,
+            command=tuple(command),
+            env=_new(env, self.env),
+            ports=(own, *((init,) if parts > 1 and part == 0 else ())),
+            log=str(self.run / (f"server_{index}" + (f"_node{part}" if part else "") + ".log")),
+        )
+
+    def trainers(self) -> Iterable[Task]:
+        plan = self.plan
+        addresses = [
+            f"@{{address:{server_endpoint(i)}}}" for i in range(len(plan.placement.servers))
+        ]
+        arguments = list(plan.arguments)
+        if addresses:
+            arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
+        first: dict[int, int] = {}  # rank on each node
+        for rank, seat in enumerate(plan.placement.trainers):
+            local = rank - first.setdefault(seat.node, rank)
+            yield Task(
+                role=TRAINER,
+                index=rank,
+                node=seat.node,
+                gpus=seat.gpus,
+                command=(self.python, str(plan.script), *arguments),
+                env=self._trainer_env(rank, local, len(first) - 1, seat, addresses),
+                ports=(MASTER,) if rank == 0 else (),
+                log=str(self.run / "logs" / f"trainer_{rank}.log") if self.cluster and rank else "",
+            )
+
+    def _trainer_env(
+        self, rank: int, local: int, group: int, seat: Seat, addresses: list[str]
+    ) -> dict[str, str]:
+        """Returns what torchrun would set, the servers' addresses, its GPUs and its import path."""
+        cfg = self.plan.cfg
+        env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node)}
+        env |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.plan.nproc),
+            "LOCAL_WORLD_SIZE": str(self.local_ranks[seat.node]),
+            "GROUP_RANK": str(group),
+            "MASTER_ADDR": f"@{{host:{MASTER}}}",
+            "MASTER_PORT": f"@{{port:{MASTER}}}",
+        }
+        if addresses:
+            env[ADDRESSES_ENV] = ",".join(addresses)
+        if seat.gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = seat.gpus
+        known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
+        host = "elsewhere" if self.cluster else LOOPBACK
+        set_trainer_defaults(env, servers=[*known, *(f"{host}:1" for _ in addresses)])
+        # for scripts outside the package
+        env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
+        return _new(env, self.env)
+
+    def _common(self) -> dict[str, str]:
+        interface = self.plan.cfg.cluster.interface if self.cluster else ""
+        return {k: interface for k in _INTERFACES if interface and k not in self.env}
+
+    def _threads(self, role: str, node: int, own: int = 0) -> dict[str, str]:
+        """Returns a process's share of its node's cores, `own` where that is not 0."""
+        processes = self.sharing[role][node]
+        if own:
+            return {THREADS: str(own)}
+        if THREADS in self.env or processes < 2:
+            return {}
+        return {THREADS: f"@{{cores:{processes}}}"}
+
+
+def _path(*parts: str | None) -> str:
+    return os.pathsep.join(p for p in parts if p)

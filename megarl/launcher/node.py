@@ -1,0 +1,164 @@
+"""Runs one node's part of a job: its scheduler starts this once on every node.
+
+    python -m megarl.launcher.node --job FILE --attempt ID --node K [--environment FILE]
+
+    --node-variable NAME [--first-node N]   in place of --node: N plus the number in that variable
+
+FILE holds the records that a launcher wrote. Nodes meet at <run>/names/ID on storage that all of
+them see; a later attempt has an ID with greater numbers. With --environment processes get the
+variables of that file, those of the scheduler, and no others. SIGUSR1 and SIGTERM save a checkpoint
+and end the job. The exit status is that of the job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import ipaddress
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.config.command_line import CommandLine, parse_command_line
+from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.launcher.job import LOOPBACK, Job
+from megarl.launcher.names import FileNames, Superseded
+from megarl.launcher.processes import Signals
+from megarl.launcher.running import NODE_FAILED, run_node
+from megarl.observability.logging import get_logger
+from megarl.utils.job_token import ENV as TOKEN
+from megarl.utils.job_token import job_token
+from megarl.utils.stopping import SETTLE
+
+log = get_logger("launcher")
+
+NAMES = "names"  # below the run directory
+FENCE = 10.0  # seconds that processes of an earlier attempt have to see that there is a newer one
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+# what a process keeps of its scheduler's environment
+_KEPT = (
+    "SLURM*",
+    "PMI*",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "NVIDIA_*",
+    "PATH",
+    "HOME",
+    "USER",
+    "TMPDIR",
+    "RAY_*",
+    "KUBERNETES_*",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: this process's); returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print((__doc__ or "").strip())
+        return 0
+    try:
+        command = parse_command_line(
+            argv,
+            options=("job", "attempt", "node", "node-variable", "first-node", "environment"),
+        )
+        job = _read_job(command)
+        node = node_number(command.options, os.environ, len(job.pools))
+        if "environment" in command.options:
+            take_environment(Path(command.options["environment"]))
+        if (token := job_token()) is None:
+            raise ConfigError([f"{TOKEN} is not set: the nodes of a job know each other by it"])
+        host = node_address(job.interface) if len(job.pools) > 1 else LOOPBACK
+    except ConfigError as e:
+        print(e.report(), file=sys.stderr)
+        return EXIT_CODE
+    os.environ.setdefault(SETTLE, "5")
+    os.chdir(job.working_directory)
+    names = FileNames(Path(job.directory) / NAMES, command.options["attempt"], token=token)
+    with Signals(signal.SIGUSR1) as signals:
+        try:
+            names.begin(len(job.pools), timeout=FENCE)
+        except Superseded as e:
+            log.error("%s", e)
+            return NODE_FAILED
+        log.info("node %d of %s at %s", node, job.name, host)
+        return run_node(job, node, host=host, names=names, signals=signals)
+
+
+def _read_job(command: CommandLine) -> Job:
+    for name in ("job", "attempt"):
+        if name not in command.options:
+            raise ConfigError([f"--{name}: required; see --help"])
+    path = Path(command.options["job"])
+    try:
+        return Job.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise ConfigError([f"--job {path}: not the records of a job: {e}"]) from e
+
+
+def node_number(options: Mapping[str, str], env: Mapping[str, str], nodes: int) -> int:
+    """Returns the number of this node. Raises ConfigError where it is not told, or the job has no
+    such node."""
+    text = options.get("node", "")
+    if name := options.get("node-variable", ""):
+        text = env.get(name, "")
+    if not text.isdecimal():
+        where = f"--node-variable {name}={text!r}" if name else f"--node {text!r}"
+        raise ConfigError([f"{where}: the number of this node, from 0"])
+    number = int(text) + int(options.get("first-node", "0"))
+    if number >= nodes:
+        raise ConfigError([f"node {number}: the job has {nodes} node(s), counted from 0"])
+    return number
+
+
+def take_environment(path: Path) -> None:
+    """Makes the variables of the JSON file `path` this process's environment, with those that its
+    scheduler set."""
+    given = json.loads(path.read_text(encoding="utf-8"))
+    for name in list(os.environ):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _KEPT):
+            del os.environ[name]
+    os.environ.update(given)
+
+
+def node_address(interface: str = "") -> str:
+    """Returns the IPv4 address at which other nodes reach this one: that of the interface, else of
+    the host's name, else of the route to elsewhere. Raises ConfigError where there is none."""
+    if interface:
+        return _interface_address(interface)
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = LOOPBACK
+    if ipaddress.ip_address(address).is_loopback:  # as /etc/hosts often has it
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            try:
+                s.connect(("192.0.2.1", 9))  # nothing is sent; the system chooses the interface
+            except OSError as e:
+                raise ConfigError(
+                    ["this node has no address that others reach: name its cluster.interface"]
+                ) from e
+            address = s.getsockname()[0]
+    return address
+
+
+def _interface_address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(s.fileno(), _GET_ADDRESS, request)
+        except OSError as e:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                [f"cluster.interface={interface}: no IPv4 address here; there are {known}"]
+            ) from e
+    return socket.inet_ntoa(answer[20:24])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

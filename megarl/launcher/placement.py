@@ -1,0 +1,195 @@
+"""Gives each process of a job its node and GPUs; nothing is asked of the nodes.
+
+`share_out` does so for the GPUs that are visible on this machine, `place` for a cluster's nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.config.cluster import ClusterConfig
+from megarl.config.errors import ConfigError
+
+NODES, TRAINER_POOL, SERVER_POOL = "nodes", "trainers", "servers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Places a process: on node `node`, with `gpus` for CUDA_VISIBLE_DEVICES; None has no GPUs."""
+
+    node: int
+    gpus: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Holds the pool of each node, the seat of each rank and those of each server, one per node
+    that it spans. `shared` says that servers and trainers have GPUs in common."""
+
+    pools: tuple[str, ...]
+    trainers: tuple[Seat, ...]
+    servers: tuple[tuple[Seat, ...], ...]
+    shared: bool = False
+
+    def nodes_of(self, pool: str) -> list[int]:
+        """Returns the numbers of a pool's nodes, which follow each other."""
+        return [node for node, name in enumerate(self.pools) if name == pool]
+
+
+def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: int) -> Placement:
+    """Gives the first GPUs to the trainers and `server_tp` further ones to each server.
+
+    Where there are too few for both, servers go round the trainers' GPUs. Raises ConfigError where
+    the trainers alone, or a server alone, need more than there are.
+    """
+    if not gpus:
+        seat = Seat(node=0, gpus=None)
+        return Placement(pools=(NODES,), trainers=(seat,) * trainers, servers=((seat,),) * servers)
+    if trainers > len(gpus):
+        raise ConfigError(
+            [f"{trainers} trainer processes need as many GPUs and {len(gpus)} are visible"]
+        )
+    if server_tp > len(gpus):
+        raise ConfigError([f"server.tp={server_tp}: {len(gpus)} GPUs are visible"])
+    first = [trainers + i * server_tp for i in range(servers)]
+    return Placement(
+        pools=(NODES,),
+        trainers=(Seat(node=0, gpus=",".join(gpus[:trainers])),) * trainers,
+        servers=tuple(
+            (Seat(node=0, gpus=",".join(gpus[(at + j) % len(gpus)] for j in range(server_tp))),)
+            for at in first
+        ),
+        shared=trainers + servers * server_tp > len(gpus),
+    )
+
+
+def gpu_slots(first: int, count: int) -> str:
+    """Returns the mark that a node replaces by so many of its GPUs, from its `first`."""
+    return f"@{{gpus:{','.join(map(str, range(first, first + count)))}}}"
+
+
+@dataclass(kw_only=True)
+class _Node:
+    pool: str
+    size: int
+    taken: int = 0
+
+
+@dataclass(kw_only=True)
+class _Rooms:
+    """Holds the nodes that are in use so far, in their order."""
+
+    on_gpus: bool
+    nodes: list[_Node] = field(default_factory=list)
+
+    def seat(self, node: int, first: int, count: int) -> Seat:
+        return Seat(node=node, gpus=gpu_slots(first, count) if self.on_gpus else None)
+
+    def take(self, pool: str, size: int, count: int, *, parts: int) -> tuple[Seat, ...]:
+        """Takes `count` GPUs of each of `parts` nodes that follow each other, new ones where
+        needed."""
+        for start in range(len(self.nodes) + 1):
+            run = self.nodes[start : start + parts]
+            if all(n.pool == pool and n.taken + count <= n.size for n in run):
+                break
+        while len(self.nodes) < start + parts:
+            self.nodes.append(_Node(pool=pool, size=size))
+        seats = []
+        for i in range(start, start + parts):
+            seats.append(self.seat(i, self.nodes[i].taken, count))
+            self.nodes[i].taken += count
+        return tuple(seats)
+
+
+def place(
+    cluster: ClusterConfig,
+    *,
+    trainers: int,
+    servers: int = 0,
+    server_tp: int = 1,
+    server_nnodes: int | None = None,
+    colocated: bool = False,
+    on_gpus: bool = True,
+) -> Placement:
+    """Fills nodes with the trainers, then with the servers: beside the trainers where one node has
+    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn.
+
+    Raises ConfigError for processes that do not fill nodes evenly, and where cluster.n_nodes is
+    another number than they need.
+    """
+    pool, size = cluster.server_pool, cluster.n_gpus_per_node
+    if colocated and pool is not None:
+        raise ConfigError(
+            ["cluster.server_pool: colocated servers are on the trainers' nodes; leave it null"]
+        )
+    rooms = _Rooms(on_gpus=on_gpus)
+    ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
+    room = pool.n_gpus_per_node if pool else size
+    parts = _server_parts(server_tp, server_nnodes, room) if servers else 1
+    each, found = server_tp // parts, []
+    for index in range(servers):
+        if colocated:
+            found.append(_colocated(rooms, index, each, parts, trainers))
+        else:
+            found.append(rooms.take(SERVER_POOL if pool else NODES, room, each, parts=parts))
+    if cluster.n_nodes not in (None, len(rooms.nodes)):
+        raise ConfigError([_wrong_number(cluster, trainers, servers, server_tp, len(rooms.nodes))])
+    return Placement(
+        pools=tuple(n.pool for n in rooms.nodes),
+        trainers=ranks,
+        servers=tuple(found),
+        shared=colocated and on_gpus,
+    )
+
+
+def _trainer_seats(rooms: _Rooms, trainers: int, size: int, pool: str) -> tuple[Seat, ...]:
+    if trainers > size and trainers % size:
+        raise ConfigError(
+            [
+                f"{trainers} trainer processes do not fill nodes of cluster.n_gpus_per_node={size}:"
+                f" start a multiple of {size}, or change cluster.n_gpus_per_node"
+            ]
+        )
+    each, nodes = min(trainers, size), max(1, trainers // size)
+    seats = rooms.take(pool, size, each, parts=nodes)
+    return tuple(seat for seat in seats for _ in range(each))
+
+
+def _server_parts(tp: int, nnodes: int | None, room: int) -> int:
+    """Returns how many nodes one server spans."""
+    parts = nnodes or -(-tp // room)
+    if tp % parts or tp // parts > room:
+        raise ConfigError(
+            [
+                f"server.tp={tp}: does not divide evenly over {parts} node(s) of {room} GPUs; set "
+                "server.nnodes or server.tp so that it does"
+            ]
+        )
+    return parts
+
+
+def _colocated(rooms: _Rooms, index: int, each: int, parts: int, trainers: int) -> tuple[Seat, ...]:
+    """Returns the seats of server `index` on the trainers' GPUs, going round them."""
+    per_node = rooms.nodes[0].taken
+    if per_node % each or each * parts > trainers:
+        raise ConfigError(
+            [
+                f"server.tp={each * parts}: colocated servers take equal shares of the "
+                f"{per_node} trainer GPUs of a node; choose a degree that divides them"
+            ]
+        )
+    seats = []
+    for part in range(parts):
+        slot = (index * parts + part) * each % trainers
+        seats.append(rooms.seat(slot // per_node, slot % per_node, each))
+    return tuple(seats)
+
+
+def _wrong_number(cluster: ClusterConfig, trainers: int, servers: int, tp: int, needed: int) -> str:
+    beside = f" and {servers} server(s) of {tp}" if servers else ""
+    return (
+        f"cluster.n_nodes={cluster.n_nodes}: {trainers} trainer processes{beside} take {needed} "
+        f"node(s) of cluster.n_gpus_per_node={cluster.n_gpus_per_node}; correct allocation_mode, "
+        "or leave cluster.n_nodes null"
+    )

@@ -1,0 +1,161 @@
+"""Reads a launcher's command line and checks everything it names; starts nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.config.allocation import parse_allocation
+from megarl.config.check import check_config, smallest_world_size
+from megarl.config.command_line import CommandLine
+from megarl.config.earlier_run import check_run_dir
+from megarl.config.errors import ConfigError
+from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.transports import Requirements
+from megarl.launcher.devices import check_devices, uses_gpus, visible_gpus
+from megarl.launcher.placement import Placement, place, share_out
+from megarl.trainer.named import (
+    check_code,
+    check_data,
+    check_place,
+    check_tokenizer,
+    read_config,
+    transport_needs,
+)
+from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Says what a command line asks for; all of it has been checked."""
+
+    cfg: BaseConfig
+    script: Path
+    arguments: tuple[str, ...]  # of the script
+    nproc: int
+    placement: Placement
+
+    @property
+    def own(self) -> bool:
+        """Returns whether the script is megarl/run.py; another may have keys of its own."""
+        return self.script.parent == PACKAGE
+
+    @property
+    def import_path(self) -> list[str]:
+        """Returns what `python script.py` puts in front of the import path, nothing for our own."""
+        return _import_path(self.script)
+
+
+def plan_here(command: CommandLine) -> Plan:
+    """Returns the plan for this machine's GPUs. Raises ConfigError for what is wrong."""
+    plan, needs = _read(command)
+    if plan.cfg.cluster.n_nodes not in (None, 1):
+        raise ConfigError(
+            [
+                f"cluster.n_nodes={plan.cfg.cluster.n_nodes}: the local launcher has this machine "
+                "alone; use megarl.launcher.slurm, or cluster.n_nodes=1"
+            ]
+        )
+    if isinstance(plan.cfg, GRPOConfig) and plan.cfg.server.nnodes not in (None, 1):
+        said = f"server.nnodes={plan.cfg.server.nnodes}"
+        raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
+    gpus = visible_gpus(os.environ)
+    servers, tp = _servers(plan.cfg)
+    placement = share_out(
+        gpus[: plan.nproc] if _colocated(plan.cfg, needs) else gpus,
+        trainers=plan.nproc,
+        servers=servers,
+        server_tp=tp,
+    )
+    return _placed(plan, placement, needs)
+
+
+def plan_cluster(command: CommandLine) -> Plan:
+    """Returns the plan for the nodes that `cluster` describes. Raises ConfigError for what is
+    wrong."""
+    plan, needs = _read(command)
+    cfg = plan.cfg
+    servers, tp = _servers(cfg)
+    placement = place(
+        cfg.cluster,
+        trainers=plan.nproc,
+        servers=servers,
+        server_tp=tp,
+        server_nnodes=cfg.server.nnodes if isinstance(cfg, GRPOConfig) else None,
+        colocated=_colocated(cfg, needs),
+        on_gpus=uses_gpus(os.environ),
+    )
+    return _placed(plan, placement, needs)
+
+
+def check_named(plan: Plan, *, writes: bool) -> None:
+    """Checks the run directory, the tokenizer, the data and the code that the configuration names;
+    a process of its own imports the code. Raises ConfigError. With `writes` the directory is made.
+    """
+    check_place(plan.cfg)
+    if plan.own:
+        check_tokenizer(plan.cfg)
+    rows = check_data(plan.cfg, isolated=True, path=plan.import_path)
+    check_code(plan.cfg, rows, isolated=True, path=plan.import_path)
+    if writes:
+        check_writable(plan.cfg)
+
+
+def _read(command: CommandLine) -> tuple[Plan, Requirements]:
+    """Returns the plan without its placement, and what the transport of weights needs."""
+    script = PACKAGE / "run.py"
+    if command.words and command.words[0].endswith(".py"):
+        script = Path(command.words.pop(0))
+        if not script.is_file():
+            raise ConfigError([f"{script}: no such script"])
+    config, own = command.options.get("config"), script.parent == PACKAGE
+    overrides = [*command.words, *command.overrides]
+    cfg = read_config(config, overrides, foreign=not own, path=_import_path(script))
+    nproc = _nproc(command.options.get("nproc"), cfg)
+    fetch_hub_models(cfg)
+    check_config(cfg, nproc)
+    check_models(cfg)
+    check_run_dir(cfg)
+    plan = Plan(
+        cfg=cfg,
+        script=script,
+        arguments=(*(["--config", config] if config else []), *command.overrides),
+        nproc=nproc,
+        placement=Placement(pools=(), trainers=(), servers=()),
+    )
+    if not isinstance(cfg, GRPOConfig):
+        return plan, Requirements()
+    return plan, transport_needs(cfg, _import_path(script))
+
+
+def _import_path(script: Path) -> list[str]:
+    return [] if script.parent == PACKAGE else [str(script.resolve().parent)]
+
+
+def _nproc(given: str | None, cfg: BaseConfig) -> int:
+    if given is None:
+        return smallest_world_size(cfg)
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError([f"--nproc {given}: a number of processes"])
+    return int(given)
+
+
+def _servers(cfg: BaseConfig) -> tuple[int, int]:
+    """Returns how many servers the launcher starts, and the degree of each."""
+    if not isinstance(cfg, GRPOConfig):
+        return 0, 1
+    return 0 if cfg.rollout.addresses else cfg.server.count, cfg.server.tp
+
+
+def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:
+    written = cfg.allocation_mode and parse_allocation(cfg.allocation_mode).colocated
+    return bool(needs.shares_devices or written)
+
+
+def _placed(plan: Plan, placement: Placement, needs: Requirements) -> Plan:
+    if isinstance(plan.cfg, GRPOConfig):
+        check_devices(plan.cfg, placement, needs)
+    return replace(plan, placement=placement)

@@ -1,0 +1,327 @@
+"""Runs one node's processes of a job: starts them, watches them, ends them.
+
+Servers come first. Trainers start once every server of the job is healthy, and all ends when they
+are done or something fails, here or on another node. Nodes tell each other by names (names.py):
+the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+from megarl.config.secrets import masked_override
+from megarl.launcher.devices import visible_gpus
+from megarl.launcher.job import MASTER, SERVER, TRAINER, Job, Task, endpoints, fill
+from megarl.launcher.names import ForgedName, Names, Superseded
+from megarl.launcher.processes import (
+    POLL_INTERVAL,
+    TERM_TIMEOUT,
+    Child,
+    Reaper,
+    Signals,
+    deaf_to,
+    signal_group,
+    stop_all,
+    wait_until,
+)
+from megarl.observability.logging import get_logger
+from megarl.rollout.server_process import ServerProcess, free_port, log_tail
+from megarl.utils.env import cores
+from megarl.utils.http import in_thread
+from megarl.utils.job_token import job_token
+
+log = get_logger("launcher")
+
+SERVER_FAILED = 3  # exit status: a server died or never became healthy
+NODE_FAILED = 4  # exit status: the nodes did not meet, or this one is not as the job needs it
+FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happened
+
+
+class NodeFailed(RuntimeError):
+    """Ends a node's part of the job with `status`; the message says why."""
+
+    def __init__(self, message: str, status: int = NODE_FAILED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerFailed(NodeFailed):
+    """Says that a server died or never became healthy; the message shows the end of its log."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, SERVER_FAILED)
+
+
+def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) -> int:
+    """Runs node `node` of the job to its end and ends everything it started; returns the exit
+    status. host: the address at which the other nodes reach this one."""
+    with ExitStack() as stack:  # it ends things in reverse order
+        with deaf_to(signal.SIGUSR1):
+            reaper = Reaper()
+        stack.callback(reaper.close)
+        run = _NodeRun(job, node, host, names, signals, reaper)
+        stack.callback(end_servers, run.servers, signals, reaper)
+        stack.callback(end_trainers, run.trainers, signals, reaper)
+        try:
+            status = run.to_the_end()
+        except NodeFailed as e:
+            log.error("%s", e)
+            status = e.status
+        except (Superseded, ForgedName) as e:
+            log.error("%s", e)
+            for trainer in run.trainers:  # at once: they write where the newer attempt does
+                signal_group(trainer.pid, signal.SIGKILL)
+            return NODE_FAILED
+        names.put(f"end.{node}", str(status))
+        return status
+
+
+def end_servers(servers: Sequence[ServerProcess], signals: Signals, reaper: Reaper) -> None:
+    """Stops all servers at once. `stop` bounds its own waits; a second signal cuts them short."""
+    stops = [in_thread(server.stop) for server in servers]
+    wait_until(lambda: len(signals.received) > 1 or all(s.done() for s in stops), timeout=math.inf)
+    for server, stop in zip(servers, stops, strict=True):
+        if not stop.done():
+            signal_group(server.pid, signal.SIGKILL)
+        stop.result(2 * TERM_TIMEOUT)
+        reaper.forget(server.pid)
+
+
+def end_trainers(trainers: Sequence[Child], signals: Signals, reaper: Reaper) -> None:
+    """Stops the trainers, which have FAIL_GRACE seconds before they are killed."""
+    stop_all(trainers, signals, timeout=FAIL_GRACE)
+    for trainer in trainers:
+        reaper.forget(trainer.pid)
+
+
+class _NodeRun:
+    """Holds the state of run_node; `servers` and `trainers` are what runs here."""
+
+    def __init__(
+        self, job: Job, node: int, host: str, names: Names, signals: Signals, reaper: Reaper
+    ) -> None:
+        self.job, self.node, self.host = job, node, host
+        self.names, self.signals, self.reaper = names, signals, reaper
+        self.servers: list[ServerProcess] = []
+        self.trainers: list[Child] = []
+
+    def to_the_end(self) -> int:
+        self.start_servers()
+        if not self.wait_for_servers():
+            return 128 + self.signals.received[0]
+        if self.job.of(TRAINER, self.node) and not self.start_trainers():
+            return 128 + self.signals.received[0]
+        return self.watch()
+
+    # what nodes tell each other
+
+    def choose(self, name: str) -> None:
+        """Publishes an endpoint of this node."""
+        self.names.put(name, f"{self.host}:{free_port(self.host)}")
+
+    def await_names(self, wanted: Sequence[str], *, timeout: float) -> bool:
+        """Waits until others have published all of `wanted`; returns False when a signal came
+        first. Raises NodeFailed where another node failed, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while missing := [name for name in wanted if self.names.peek(name) is None]:
+            if self.signals.received:
+                return False
+            self.check_peers()
+            self.bury()
+            if time.monotonic() > deadline:
+                raise NodeFailed(
+                    f"node {self.node} waited {timeout:g} s for {', '.join(missing)} of other "
+                    "nodes (cluster.rendezvous_timeout); are all of them up, with the same "
+                    f"{self.job.directory}?"
+                )
+            time.sleep(POLL_INTERVAL)
+        return not self.signals.received
+
+    def address(self, name: str) -> str:
+        found = self.names.peek(name)
+        assert found is not None, f"{name} has been waited for"
+        return found
+
+    def check_peers(self) -> None:
+        """Raises NodeFailed where another node ended with a failure."""
+        self.names.check()
+        for node in range(len(self.job.pools)):
+            if node == self.node:
+                continue
+            if (ended := self.names.peek(f"end.{node}")) not in (None, "0"):
+                raise NodeFailed(f"node {node} ended with status {ended}", int(ended))
+
+    def trainers_done(self) -> bool:
+        """Returns whether the trainers of all other nodes have ended well."""
+        others = (n for n in self.job.trainer_nodes if n != self.node)
+        return all(self.names.peek(f"end.{n}") == "0" for n in others)
+
+    def filled(self, task: Task) -> tuple[list[str], dict[str, str]]:
+        """Returns a task's command and environment with their marks replaced."""
+
+        def put_in(text: str) -> str:
+            return fill(text, address=self.address, gpus=self.gpus, cores=cores())
+
+        env = {name: put_in(value) for name, value in task.env.items()}
+        return [put_in(word) for word in task.command], {**os.environ, **env}
+
+    def gpus(self, numbers: str) -> str:
+        """Returns the names of this node's GPUs of these numbers."""
+        visible, wanted = visible_gpus(os.environ), [int(n) for n in numbers.split(",")]
+        if max(wanted) >= len(visible):
+            raise NodeFailed(
+                f"node {self.node}: {len(visible)} GPUs are visible and the job uses number "
+                f"{max(wanted)}; correct cluster.n_gpus_per_node, or ask for more GPUs"
+            )
+        return ",".join(visible[n] for n in wanted)
+
+    # servers
+
+    def start_servers(self) -> None:
+        """Starts them all at once."""
+        tasks = self.job.of(SERVER, self.node)
+        for name in (name for task in tasks for name in task.ports):
+            self.choose(name)
+        needed = endpoints(word for task in tasks for word in task.command)
+        if not self.await_names(needed, timeout=self.job.rendezvous_timeout):
+            return
+        for task in tasks:
+            command, env = self.filled(task)
+            host, _, port = self.address(task.endpoint).rpartition(":")
+            with deaf_to(signal.SIGUSR1):
+                server = ServerProcess(
+                    command,
+                    host=host,
+                    port=int(port),
+                    log_path=Path(task.log),
+                    env=env,
+                    tether=self.reaper.tether,
+                    # SGLang logs its arguments, of which the key is one
+                    private_log=job_token() is not None and "sglang" in " ".join(command),
+                )
+            log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
+            self.servers.append(server)
+            self.reaper.watch(server.pid)
+
+    def wait_for_servers(self) -> bool:
+        """Waits until all servers are healthy; returns False when a signal came first. Raises
+        ServerFailed for one that dies, or is not healthy in time."""
+        tasks, limit = self.job.of(SERVER, self.node), self.job.start_timeout
+        waiting: dict[Future[None], Task] = {
+            in_thread(server.wait_healthy, limit): task
+            for server, task in zip(self.servers, tasks, strict=False)
+            if task.part == 0  # the others of its nodes answer through it
+        }
+        while waiting:
+            if self.signals.received:
+                return False
+            self.check_peers()
+            for future in [f for f in waiting if f.done()]:
+                if (error := future.exception()) is not None:
+                    raise ServerFailed(str(error)) from error
+                self.names.put(f"ready.{waiting.pop(future).endpoint}", "yes")
+            time.sleep(POLL_INTERVAL)
+        return not self.signals.received
+
+    def bury(self) -> None:
+        """Raises ServerFailed where a server has died."""
+        for obituary in self.obituaries():
+            raise ServerFailed(obituary)
+
+    def obituaries(self) -> Iterator[str]:
+        """Yields, for each server that has died, its status and the end of its log."""
+        for server in self.servers:
+            if (code := server.poll()) is not None:
+                end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"
+                yield f"server {server.address} exited with {code}; {end}"
+
+    # trainers
+
+    def start_trainers(self) -> bool:
+        """Starts the trainers as torchrun does, but without its agent: the exit status stays the
+        trainers'. Returns False when a signal came first."""
+        tasks = self.job.of(TRAINER, self.node)
+        servers = [t.endpoint for t in self.job.of(SERVER) if t.part == 0]
+        patience = self.job.start_timeout + self.job.rendezvous_timeout
+        if not self.await_names([f"ready.{name}" for name in servers], timeout=patience):
+            return False
+        if servers:
+            found = ", ".join(map(self.address, servers))
+            log.info("%d server(s) healthy: %s", len(servers), found)
+        if MASTER in tasks[0].ports:
+            self.choose(MASTER)
+        if not self.await_names([MASTER], timeout=self.job.rendezvous_timeout):
+            return False
+        for task in tasks:
+            command, env = self.filled(task)
+            with deaf_to(signal.SIGUSR1):
+                tether = self.reaper.tether
+                child = Child(task.name, command, env=env, tether=tether, log_path=task.log)
+            self.trainers.append(child)
+            self.reaper.watch(child.pid)
+        shown = " ".join(masked_override(a) for a in command[2:])
+        log.info("%d trainer process(es): %s %s", len(tasks), command[1], shown)
+        return True
+
+    # watching
+
+    def watch(self) -> int:
+        """Waits until all trainers are done or something fails; returns the exit status. After a
+        signal those here have job.grace seconds to end. Raises NodeFailed when a server dies, or
+        another node fails."""
+        while True:
+            if self.signals.received:
+                return self._interrupted()
+            for trainer in self.trainers:
+                if status := trainer.poll():
+                    return self._failed(trainer, status)
+            if all(t.poll() == 0 for t in self.trainers):
+                if self.trainers:
+                    self.names.put(f"end.{self.node}", "0")
+                if self.trainers_done():
+                    return 0
+            self.check_peers()
+            self.bury()
+            time.sleep(POLL_INTERVAL)
+
+    def _failed(self, trainer: Child, status: int) -> int:
+        log.error("%s exited with status %d; ending the run", trainer.name, status)
+        if trainer.log_path:
+            log.error("end of %s:\n%s", trainer.log_path, log_tail(Path(trainer.log_path)))
+        for obituary in self.obituaries():  # which may be why
+            log.error("%s", obituary)
+        # its peers are failing too, and one of them may be about to print the cause
+        wait_until(lambda: all(t.poll() is not None for t in self.trainers), timeout=FAIL_GRACE)
+        return status
+
+    def _interrupted(self) -> int:
+        """Passes the signal on; 0 if every trainer then ends well, else 128 + its number. A node of
+        servers waits for the trainers, which need them to end their step."""
+        number = self.signals.received[0]
+        if number == signal.SIGUSR1:  # a scheduler's word for it
+            number = signal.SIGTERM
+        if not self.trainers:
+            stopped = wait_until(
+                lambda: len(self.signals.received) > 1 or self._others_ended(),
+                timeout=self.job.grace,
+            )
+            return 0 if stopped and self.trainers_done() else 128 + number
+        log.warning(
+            "signal %d: %d trainer process(es) have %g s (recover.grace) to save a checkpoint and "
+            "end",
+            self.signals.received[0],
+            len(self.trainers),
+            self.job.grace,
+        )
+        stop_all(self.trainers, self.signals, first=number, timeout=self.job.grace)
+        return 128 + number if any(t.poll() for t in self.trainers) else 0
+
+    def _others_ended(self) -> bool:
+        return all(self.names.peek(f"end.{n}") is not None for n in self.job.trainer_nodes)

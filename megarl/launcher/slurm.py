@@ -1,0 +1,197 @@
+"""Runs everything on a Slurm cluster: submits one batch job and follows it to its end.
+
+    python -m megarl.launcher.slurm [script.py] --config X.yaml [--nproc N] [key=value ...]
+
+    --check           check the configuration, models, data and code it names, then stop
+    --dry-run         print every process with its node, GPUs, command, environment, ports and log,
+                      and the batch script, then stop; --format json prints the processes for
+                      programs, --format jobset a manifest for Kubernetes
+    --detach          submit, print the job's number, and do not follow it
+    --container IMAGE short for cluster.container=IMAGE
+
+allocation_mode and `cluster` say what the job needs, `cluster.slurm` how Slurm is asked for it. The
+working directory and fileroot are on storage that this machine and the nodes share. On every node
+one agent (megarl.launcher.node) starts, watches and ends the node's processes. Rank 0 and the
+agents write to <run>/launch/slurm-<job>.log, which is shown here, other ranks to
+<run>/logs/trainer_<rank>.log.
+
+cluster.slurm.save_before seconds before the time limit, and on SIGTERM to its script, the job saves
+a checkpoint and queues again; so it does when it is preempted or a node is lost. A process that
+fails ends all, and recover.restarts has the job started again on the same nodes. Ctrl-C ends the
+following, not the job; `scancel` ends the job with a checkpoint, if it has the time. The exit
+status is that of the trainers, 2 for a configuration error, 1 where Slurm ended the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config.command_line import parse_command_line
+from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.launcher.job import Job
+from megarl.launcher.make import make_job
+from megarl.launcher.plan import Plan, check_named, plan_cluster
+from megarl.launcher.show import TABLE, show
+from megarl.launcher.slurm_script import Files, batch_script
+from megarl.launcher.slurm_states import FAILED, JobState, parse_job
+from megarl.observability.logging import get_logger
+from megarl.utils.importing import add_working_directory
+from megarl.utils.job_token import ensure_job_token
+
+log = get_logger("launcher")
+
+COMMAND_TIMEOUT = 60.0  # seconds one command of Slurm may take
+SILENCE = 600.0  # seconds without an answer of Slurm's after which the job is not followed further
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher with the command line `argv` (None: this process's); returns the exit
+    status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print((__doc__ or "").strip())
+        return 0
+    add_working_directory()
+    try:
+        command = parse_command_line(
+            argv,
+            options=("config", "nproc", "format", "container"),
+            switches=("check", "help", "dry-run", "detach"),
+        )
+        if "container" in command.options:
+            command.overrides.append(f"cluster.container={command.options['container']}")
+        plan = plan_cluster(command)
+        job = make_job(plan, os.environ, cluster=True)
+        if "dry-run" in command.switches:
+            print(dry_run(plan, job, command.options.get("format", TABLE)))
+            return 0
+        only = "check" in command.switches
+        check_named(plan, writes=not only)
+        if only:
+            print(
+                f"the configuration is sound, for {plan.nproc} trainer process(es) on "
+                f"{len(job.pools)} node(s)"
+            )
+            return 0
+        job_id, files = submit(plan, job)
+        if "detach" in command.switches:
+            print(job_id)
+            return 0
+        return follow(job_id, files, plan.cfg.cluster.slurm.poll_seconds)
+    except ConfigError as e:
+        print(e.report(), file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def dry_run(plan: Plan, job: Job, format: str) -> str:
+    """Returns the job as text, in the table's format with the batch script."""
+    shown = show(job, os.environ, format)
+    if format != TABLE:
+        return shown
+    files = Files.of(job)
+    return f"{shown}\n\n{files.script}:\n{batch_script(job, plan.cfg.cluster, files)}"
+
+
+def submit(plan: Plan, job: Job) -> tuple[str, Files]:
+    """Writes the job's files and submits it; returns its number. Raises ConfigError where Slurm
+    refuses it, or a job of this run is there already."""
+    files = Files.of(job)
+    _refuse_second(files)
+    ensure_job_token()
+    files.write(job, batch_script(job, plan.cfg.cluster, files), os.environ)
+    done = _slurm("sbatch", "--parsable", str(files.script))
+    if done.returncode:
+        raise ConfigError([f"sbatch refuses the job: {done.stderr.strip()}; see {files.script}"])
+    job_id = done.stdout.strip().split(";")[0]
+    files.id.write_text(job_id, encoding="utf-8")
+    log.info("job %s: %s, log %s", job_id, job.name, files.log(job_id))
+    return job_id, files
+
+
+def _refuse_second(files: Files) -> None:
+    if not files.id.exists():
+        return
+    job_id = files.id.read_text(encoding="utf-8").strip()
+    state = job_state(job_id)
+    if state is not None and not state.over:
+        raise ConfigError(
+            [
+                f"job {job_id} of this run is {state.state}: scancel {job_id}, or choose another "
+                "trial_name"
+            ]
+        )
+
+
+def follow(job_id: str, files: Files, interval: float) -> int:
+    """Shows the job's states and log until it is over; returns the exit status."""
+    before, at, heard = None, 0, time.monotonic()
+    try:
+        while True:
+            state = job_state(job_id)
+            at = _show_more(files.log(job_id), at)
+            if state is not None:
+                heard = time.monotonic()
+                if state != before:
+                    level = logging.ERROR if state.over and state.status else logging.INFO
+                    log.log(level, "job %s is %s", job_id, state.sentence())
+                elif state.over:  # at two looks: one that is queued again is so for a moment
+                    return state.status
+                before = state
+            elif files.status.exists():  # Slurm has forgotten it
+                return int(files.status.read_text(encoding="utf-8"))
+            elif time.monotonic() - heard > SILENCE:
+                log.error("job %s: Slurm says nothing about it for %g s", job_id, SILENCE)
+                return FAILED
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        log.warning("job %s goes on; `scancel %s` ends it", job_id, job_id)
+        raise
+
+
+def job_state(job_id: str) -> JobState | None:
+    """Returns what Slurm says of a job, None where it does not know it or gives no answer."""
+    done = _slurm("scontrol", "-o", "show", "job", job_id)
+    return None if done.returncode else parse_job(done.stdout)
+
+
+def _show_more(path: Path, at: int) -> int:
+    """Prints what the log has beyond byte `at`; returns its new end."""
+    if not path.exists():
+        return at
+    with path.open("rb") as f:
+        f.seek(at)
+        more = f.read()
+    sys.stdout.write(more.decode(errors="replace"))
+    sys.stdout.flush()
+    return at + len(more)
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm's. Raises ConfigError where it is not installed."""
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT,
+            check=False,
+        )
+    except FileNotFoundError as e:
+        raise ConfigError([f"{command[0]}: no such command; start on a machine with Slurm"]) from e
+    except subprocess.TimeoutExpired as e:
+        why = f"no answer within {COMMAND_TIMEOUT:g} s"
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr=f"{e.cmd[0]}: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

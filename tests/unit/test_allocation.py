@@ -1,0 +1,115 @@
+"""allocation_mode: what it means, how its errors point, and how it goes with other keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.allocation import parse_allocation
+from megarl.config.check import check_config, smallest_world_size
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, save_config
+from megarl.config.recipes import GRPOConfig, SFTConfig
+from tests.hf_stub import write_stub
+
+
+def test_servers_beside_trainers() -> None:
+    a = parse_allocation("sglang.d4t2p1+megatron.d2t2p2c1e1")
+    assert a.servers is not None and (a.servers.gpus, a.trainers.gpus, a.colocated) == (8, 8, False)
+    assert a.keys("actor") == {
+        "actor.parallel.tp": 2, "actor.parallel.pp": 2, "actor.parallel.cp": 1,
+        "actor.parallel.ep": 1, "server.type": "sglang", "server.count": 4, "server.tp": 2,
+    }  # fmt: skip
+
+
+def test_colons_any_order_and_colocation() -> None:
+    a = parse_allocation("sglang:t2d4|megatron:c2p3t4d1")
+    assert a.colocated and a.servers is not None and a.servers.gpus == 8 and a.trainers.gpus == 24
+    assert "actor.parallel.ep" not in a.keys("actor")  # the configuration's own
+    alone = parse_allocation("megatron.d2t2")
+    assert alone.servers is None and alone.trainers.gpus == 4
+    assert alone.keys("model") == {
+        "model.parallel.tp": 2, "model.parallel.pp": 1, "model.parallel.cp": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "says"),
+    [
+        ("sglang.d4x2+megatron.d1", 9, "'x' is no degree of sglang"),
+        ("sglang.d4t2+vllm.d2", 12, "'vllm' is no backend"),
+        ("sglang.d4t2", 11, "the trainers are missing"),
+        ("sglang.d4d2+megatron.d1", 9, "d is given twice"),
+        ("sglang.d0+megatron.d1", 8, "d needs a number from 1"),
+        ("sglang.d4p2+megatron.d1", 10, "no pipeline stages"),
+        ("sglang.d4e2+megatron.d1", 9, "'e' is no degree of sglang"),
+        ("sglang.d4+megatron", 18, "write . or : behind megatron"),
+        ("sglang.d4+megatron.", 19, "megatron has no degrees"),
+        ("megatron.d2+sglang.d4", 11, "servers stand in front"),
+        ("sglang.d4+sglang.d4", 10, "the second part is the trainers"),
+        ("sglang.d4+megatron.d1|megatron.d1", 21, "two parts"),
+        ("sglang.d4 + megatron.d1", 9, "' ' is no degree"),
+        ("+megatron.d1", 0, "a backend is missing"),
+    ],
+)
+def test_errors_point_at_the_character(text: str, at: int, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_allocation(text)
+    first, shown, caret = caught.value.report().splitlines()
+    assert says in first and shown == f"    {text}" and caret == " " * (4 + at) + "^"
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> list[str]:
+    model = write_stub(tmp_path / "model")
+    return [f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2"]
+
+
+def test_it_sets_keys_that_are_not_set(args: list[str], tmp_path: Path) -> None:
+    mode = "allocation_mode=sglang.d4t2+megatron.d2t2p2"
+    cfg = load_config(None, [*args, mode, "actor.parallel.ep=2"])
+    assert isinstance(cfg, GRPOConfig)
+    assert (cfg.server.type, cfg.server.count, cfg.server.tp) == ("sglang", 4, 2)
+    p = cfg.actor.parallel
+    assert (p.tp, p.pp, p.cp, p.ep) == (2, 2, 1, 2)
+    assert smallest_world_size(cfg) == 8
+    check_config(cfg, 8)
+    save_config(cfg, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == cfg
+
+
+def test_an_sft_has_trainers_alone(tmp_path: Path) -> None:
+    model = write_stub(tmp_path / "model")
+    args = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1e-3"]
+    cfg = load_config(None, [*args, "allocation_mode=megatron.d2t2"])
+    assert isinstance(cfg, SFTConfig) and cfg.model.parallel.tp == 2
+    check_config(cfg, 4)
+    cfg = load_config(None, [*args, "allocation_mode=sglang.d1+megatron.d2"])
+    with pytest.raises(ConfigError, match="recipe=sft has no servers"):
+        check_config(cfg, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "says"),
+    [
+        (["server.tp=4"], 8, r"means server\.tp=2, and server\.tp=4 is set"),
+        (["actor.parallel.pp=1"], 8, r"means actor\.parallel\.pp=2, and actor\.parallel\.pp=1 is"),
+        (["server.type=embedded"], 8, "means server.type=sglang, and server.type=embedded is set"),
+        ([], 4, "its trainers are 8 processes, and 4 would be started"),
+        (["cluster.slurm.minutes=5"], 8, "save_before=300: must be shorter than the time limit"),
+        (["weight_sync.type=colocated"], 8, "needs servers on the trainers' GPUs"),
+    ],
+)
+def test_what_contradicts_it_is_named(
+    args: list[str], more: list[str], world: int, says: str
+) -> None:
+    cfg = load_config(None, [*args, "allocation_mode=sglang.d4t2+megatron.d2t2p2", *more])
+    with pytest.raises(ConfigError, match=says):
+        check_config(cfg, world)
+
+
+def test_a_wrong_allocation_is_reported_with_the_other_problems() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["allocation_mode=vllm.d1+megatron.d1", "acto.path=x"])
+    assert len(caught.value.problems) == 2

@@ -1,0 +1,233 @@
+"""What a job is: its placement on nodes, its records, and what --dry-run prints of them.
+
+The files in golden/ are what is printed; `python -m tests.unit.test_launcher_job` writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config.cluster import ClusterConfig, PoolConfig
+from megarl.config.command_line import parse_command_line
+from megarl.config.errors import ConfigError
+from megarl.launcher import local, plan
+from megarl.launcher.job import SERVER, TRAINER, Job, endpoints, fill
+from megarl.launcher.make import forwarded, make_job
+from megarl.launcher.placement import Placement, place
+from megarl.launcher.plan import plan_cluster
+from megarl.launcher.show import show
+from tests.hf_stub import write_stub
+
+GOLDEN = Path(__file__).parent / "golden"
+LLAMA_70B = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=8192, head_dim=128,
+    intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=8192, rms_norm_eps=1e-5, hidden_act="silu",
+    tie_word_embeddings=False,
+)  # fmt: skip
+ENV = {"PATH": "/usr/bin", "WANDB_API_KEY": "hush", "HOSTNAME": "login", "MY_FLAG": "1"}
+CASES = {
+    "70b": ["allocation_mode=sglang.d8t8+megatron.d2t8p4", "weight_sync.delta=false"],
+    "tp16": ["allocation_mode=sglang.d2t16+megatron.d1t8", "cluster.interface=ib0"],
+}
+MANIFEST = [
+    "allocation_mode=sglang.d1+megatron.d2", "cluster.n_gpus_per_node=1", "recover.restarts=2",
+    "cluster.server_pool.n_gpus_per_node=1", "cluster.container=registry/megarl:1",
+    "cluster.container_mounts=[/data,/home/me:/me]",
+]  # fmt: skip
+
+
+# placement
+
+
+def nodes(placed: Placement) -> tuple[list[int], list[list[int]]]:
+    return [s.node for s in placed.trainers], [[p.node for p in s] for s in placed.servers]
+
+
+def test_trainers_fill_nodes_and_servers_follow() -> None:
+    placed = place(ClusterConfig(n_gpus_per_node=2), trainers=4, servers=3, server_tp=1)
+    assert nodes(placed) == ([0, 0, 1, 1], [[2], [2], [3]])
+    assert [p.gpus for s in placed.servers for p in s] == ["@{gpus:0}", "@{gpus:1}", "@{gpus:0}"]
+    assert placed.trainers[3].gpus == "@{gpus:0,1}" and not placed.shared
+
+
+def test_one_node_has_room_for_both() -> None:
+    placed = place(ClusterConfig(n_nodes=1), trainers=4, servers=2, server_tp=2)
+    assert nodes(placed) == ([0] * 4, [[0], [0]])
+    assert [s[0].gpus for s in placed.servers] == ["@{gpus:4,5}", "@{gpus:6,7}"]
+
+
+def test_a_server_of_16_gpus_takes_two_whole_nodes() -> None:
+    placed = place(ClusterConfig(), trainers=4, servers=2, server_tp=16)
+    assert nodes(placed) == ([0] * 4, [[1, 2], [3, 4]])
+    wide = place(ClusterConfig(), trainers=8, servers=1, server_tp=8, server_nnodes=2)
+    assert nodes(wide)[1] == [[1, 2]] and wide.servers[0][1].gpus == "@{gpus:0,1,2,3}"
+
+
+def test_colocated_servers_go_round_the_trainers_gpus() -> None:
+    placed = place(
+        ClusterConfig(n_gpus_per_node=4), trainers=8, servers=5, server_tp=2, colocated=True
+    )
+    assert nodes(placed)[1] == [[0], [0], [1], [1], [0]] and placed.shared
+    assert placed.servers[4][0].gpus == "@{gpus:0,1}"
+    assert len(placed.pools) == 2
+
+
+def test_servers_on_nodes_of_another_kind() -> None:
+    cluster = ClusterConfig(n_gpus_per_node=8, server_pool=PoolConfig(n_gpus_per_node=2))
+    placed = place(cluster, trainers=4, servers=3, server_tp=1)
+    assert placed.pools == ("trainers", "servers", "servers")
+    assert nodes(placed) == ([0] * 4, [[1], [1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "args", "says"),
+    [
+        ({"n_nodes": 2}, {"trainers": 8, "servers": 2, "server_tp": 8}, "take 3 node"),
+        ({"n_nodes": 4}, {"trainers": 8, "servers": 2, "server_tp": 8}, "take 3 node"),
+        ({}, {"trainers": 12}, "do not fill nodes of cluster.n_gpus_per_node=8"),
+        ({}, {"trainers": 8, "servers": 1, "server_tp": 9}, r"server\.tp=9: does not divide"),
+        ({}, {"trainers": 8, "servers": 1, "server_tp": 16, "server_nnodes": 1}, "over 1 node"),
+        (
+            {"n_gpus_per_node": 4},
+            {"trainers": 4, "servers": 1, "server_tp": 3, "colocated": True},
+            "equal shares",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(cluster: dict, args: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        place(ClusterConfig(**cluster), **args)
+
+
+# records
+
+
+def make(folder: Path, *more: str, on_gpus: bool = True) -> Job:
+    """The job of a 70B model on nodes of 8 GPUs, started from ENV."""
+    model = write_stub(folder / "model")
+    (model / "config.json").write_text(json.dumps(LLAMA_70B))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "uses_gpus", lambda env: on_gpus)
+        patch.setattr("sys.executable", "/env/bin/python")
+        patch.setattr("megarl.launcher.make.os.getcwd", lambda: "/work")
+        patch.setattr("megarl.launcher.make.PACKAGE", Path("/code/megarl"))
+        patch.setattr("megarl.launcher.plan.PACKAGE", Path("/code/megarl"))
+        line = [
+            f"actor.path={model}", "actor.optimizer.lr=1e-6", "gconfig.n_samples=2",
+            f"fileroot={folder}/runs", "actor.attention=sdpa", "cluster.forward_env=[MY_*]", *more,
+        ]  # fmt: skip
+        return make_job(plan_cluster(parse_command_line(line)), ENV, cluster=True)
+
+
+def text(folder: Path, *more: str, format: str = "table", stamp: str = "") -> str:
+    shown = show(make(folder, *more), ENV, format, stamp=stamp)
+    return shown.replace(str(folder), "/data") + "\n"
+
+
+def test_70b_on_16_nodes(tmp_path: Path) -> None:
+    job = make(tmp_path, *CASES["70b"])
+    assert (len(job.pools), len(job.of(TRAINER)), len(job.of(SERVER))) == (16, 64, 8)
+    rank = job.of(TRAINER)[42]
+    assert (rank.node, rank.env["LOCAL_RANK"], rank.env["GROUP_RANK"]) == (5, "2", "5")
+    assert rank.env["LOCAL_WORLD_SIZE"] == "8" and rank.env["WORLD_SIZE"] == "64"
+    assert rank.log.endswith("/logs/trainer_42.log") and not job.of(TRAINER)[0].log
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_a_server_over_two_nodes(tmp_path: Path) -> None:
+    first, second, *_ = make(tmp_path, *CASES["tp16"]).of(SERVER)
+    assert (first.index, first.part, second.index, second.part) == (0, 0, 0, 1)
+    assert first.command[-6:] == (
+        "--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "@{address:server.0.init}",
+    )  # fmt: skip
+    assert second.command[-3:] == ("1", "--dist-init-addr", "@{address:server.0.init}")
+    assert first.ports == ("server.0", "server.0.init") and second.ports == ("server.0.1",)
+    assert first.env["GLOO_SOCKET_IFNAME"] == first.env["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_dry_run_is_as_in_the_golden_file(name: str, tmp_path: Path) -> None:
+    assert text(tmp_path, *CASES[name]) == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_the_manifest_is_as_in_the_golden_file(tmp_path: Path) -> None:
+    shown = text(tmp_path, *MANIFEST, format="jobset", stamp="1")
+    assert shown == (GOLDEN / "jobset.yaml").read_text()
+    records, jobset = yaml.safe_load_all(shown)
+    assert Job.from_json(records["data"]["job.json"]).restarts == 2
+    pools = [
+        (j["name"], j["template"]["spec"]["completions"]) for j in jobset["spec"]["replicatedJobs"]
+    ]
+    assert pools == [("trainers", 2), ("servers", 1)]
+
+
+def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
+    for format in ("table", "json", "jobset"):
+        shown = text(tmp_path, *MANIFEST, format=format, stamp="1")
+        assert "hush" not in shown
+    assert "WANDB_API_KEY=***" in text(tmp_path, *MANIFEST)
+    with pytest.raises(ConfigError, match="--format xml: not one of table, json, jobset"):
+        text(tmp_path, *MANIFEST, format="xml")
+
+
+def test_the_environment_is_an_explicit_list() -> None:
+    env = ENV | {"CUDA_VISIBLE_DEVICES": "3", "https_proxy": "p", "NCCL_DEBUG": "INFO"}
+    assert forwarded(env) == {
+        "PATH": "/usr/bin", "WANDB_API_KEY": "hush", "https_proxy": "p", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+    assert forwarded(env, ["MY_*"])["MY_FLAG"] == "1"
+
+
+def test_variables_that_the_configuration_reads_are_passed_on_and_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM", "silent")
+    monkeypatch.setitem(ENV, "TEAM", "silent")
+    read = "stats_logger.wandb.entity=${oc.env:TEAM}"
+    for format in ("table", "json"):
+        shown = text(tmp_path, read, format=format)
+        assert "TEAM" in shown and "silent" not in shown
+    assert "TEAM" in make(tmp_path, read).forwarded
+
+
+def test_marks() -> None:
+    known = {"server.0": "10.0.0.1:77", "master": "10.0.0.2:88"}
+    word = "a=[@{address:server.0}] @{host:master}@{port:master} ${x} {} @{gpus:0,1} @{cores:4}"
+    assert endpoints([word]) == ["server.0", "master"]
+    filled = fill(word, address=known.__getitem__, gpus=lambda n: f"<{n}>", cores=9)
+    assert filled == "a=[10.0.0.1:77] 10.0.0.288 ${x} {} <0,1> 2"
+
+
+def test_the_local_launcher_shows_its_job_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    model = write_stub(tmp_path / "model")
+    line = [
+        f"actor.path={model}", "actor.optimizer.lr=1e-6", "gconfig.n_samples=2",
+        f"fileroot={tmp_path}/runs", "actor.parallel.tp=2", "--dry-run",
+    ]  # fmt: skip
+    assert local.main(line) == 0
+    shown = capsys.readouterr().out
+    assert "2 trainer process(es), 1 server(s)" in shown and "hush" not in shown
+    assert "trainer 1: node 0" in shown and "RANK=1" in shown and "server_0.log" in shown
+    assert local.main([*line, "--format", "json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tasks"]) == 3
+    assert local.main([*line, "cluster.n_nodes=2"]) == 2
+    assert "use megarl.launcher.slurm" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+if __name__ == "__main__":
+    for name, more in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (GOLDEN / f"{name}.txt").write_text(text(Path(folder), *more))
+    with tempfile.TemporaryDirectory() as folder:
+        shown = text(Path(folder), *MANIFEST, format="jobset", stamp="1")
+        (GOLDEN / "jobset.yaml").write_text(shown)

@@ -1,0 +1,197 @@
+"""What the Slurm launcher asks for, and what it makes of Slurm's answers.
+
+`python -m tests.unit.test_launcher_slurm` writes the golden script anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.launcher import slurm
+from megarl.launcher.slurm_script import Files, batch_script
+from megarl.launcher.slurm_states import PASSING, TERMINAL, JobState, parse_job
+from tests.unit.test_launcher_job import GOLDEN, MANIFEST, make
+
+LINE = (
+    "JobId=12 JobName=megarl-e-t UserId=me(1000) Priority=1 JobState={state} Reason={reason} "
+    "Dependency=(null) Requeue=1 Restarts={restarts} BatchFlag=2 ExitCode={code} RunTime=00:00:04 "
+    "NodeList=n[1-3] BatchHost=n1"
+)
+
+
+def state(name: str, reason: str = "None", code: str = "0:0", restarts: int = 0) -> JobState:
+    found = parse_job(LINE.format(state=name, reason=reason, code=code, restarts=restarts))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "code", "status"),
+    [
+        ("COMPLETED", "None", "0:0", 0),
+        ("FAILED", "NonZeroExitCode", "7:0", 7),
+        ("FAILED", "JobLaunchFailure", "0:53", 181),
+        ("CANCELLED", "None", "0:15", 1),
+        ("TIMEOUT", "TimeLimit", "0:15", 1),
+        ("NODE_FAIL", "NodeDown", "0:0", 1),
+        ("PREEMPTED", "None", "0:15", 1),
+        ("DEADLINE", "DeadLine", "0:1", 1),
+        ("OUT_OF_MEMORY", "OutOfMemory", "0:125", 1),
+        ("BOOT_FAIL", "None", "0:0", 1),
+    ],
+)
+def test_every_end_has_a_status_and_a_sentence(
+    name: str, reason: str, code: str, status: int
+) -> None:
+    found = state(name, reason, code)
+    assert found.over and found.status == status
+    assert found.sentence().startswith(name)
+    assert status == 0 or "newest checkpoint" in found.sentence()
+
+
+def test_a_job_that_waits_says_for_what() -> None:
+    assert state("PENDING", "Resources").sentence() == "PENDING (Resources)"
+    assert "scontrol release" in state("PENDING", "JobHeldUser").sentence()
+    held = state("PENDING", "ReqNodeNotAvail,").sentence()
+    assert "drained" in held
+    assert state("PENDING", "BeginTime", restarts=1).sentence().startswith("PENDING, for attempt 2")
+    assert state("RUNNING").sentence() == "RUNNING on n[1-3]"
+    assert not set(TERMINAL) & set(PASSING)
+    assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
+
+
+def slurm_args(*more: str) -> list[str]:
+    return [
+        "cluster.slurm.partition=gpu", "cluster.slurm.account=us", "cluster.slurm.minutes=240",
+        "cluster.slurm.reservation=night", "cluster.slurm.sbatch_args=[--qos=high]",
+        "cluster.server_pool.sbatch_args=[--constraint=big]", *more,
+    ]  # fmt: skip
+
+
+def script(tmp_path: Path, *more: str) -> str:
+    job = make(tmp_path, *MANIFEST, *more)
+    cluster = load_config(None, [a for a in (*MANIFEST, *more) if a.startswith("cluster.")]).cluster
+    return batch_script(job, cluster, Files.of(job))
+
+
+def shown(tmp_path: Path) -> str:
+    text = script(tmp_path, *slurm_args()).replace(str(tmp_path), "/data")
+    return text.replace(str(Path(slurm.__file__).parents[2]), "/code")
+
+
+def test_the_script_is_as_in_the_golden_file(tmp_path: Path) -> None:
+    assert shown(tmp_path) == (GOLDEN / "slurm.sbatch").read_text()
+
+
+FAKE = """#!/bin/bash
+# stands in for a command of Slurm's
+echo "$(basename "$0") $*" >> calls
+case "$(basename "$0")" in
+  squeue) cat state ;;
+  srun) n=$(( $(cat tries 2>/dev/null || echo 0) + 1 )); echo $n > tries
+        exit "$(sed -n "${n}p" statuses)" ;;
+esac
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Slurm's commands note what they are called with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("srun", "squeue", "scontrol"):
+        (folder / name).write_text(FAKE)
+        (folder / name).chmod(0o755)
+    (tmp_path / "state").write_text("RUNNING\n")
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "state", "ends", "tries"),
+    [
+        ([0], "RUNNING", 0, 1),
+        ([7, 0], "RUNNING", 0, 2),
+        ([7, 7, 9], "RUNNING", 9, 3),
+        ([2], "RUNNING", 2, 1),
+        ([143], "CANCELLED", 143, 1),
+    ],
+    ids=["done", "recovers", "fails for good", "a config error", "Slurm is ending it"],
+)
+def test_the_script_starts_again(
+    fakes: dict[str, str],
+    tmp_path: Path,
+    statuses: list[int],
+    state: str,
+    ends: int,
+    tries: int,
+) -> None:
+    (tmp_path / "state").write_text(state + "\n")
+    (tmp_path / "statuses").write_text("".join(f"{s}\n" for s in statuses))
+    text = script(tmp_path).replace("cd /work", f"cd {tmp_path}")
+    (tmp_path / "runs/megarl/trial0/launch").mkdir(parents=True)
+    done = subprocess.run(["bash", "-c", text], env=fakes, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == ends
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("srun ") == tries and "requeue" not in calls
+    assert f"--attempt 12.0.{tries - 1}" in calls
+    assert (tmp_path / "runs/megarl/trial0/launch/status").read_text() == f"{ends}\n"
+
+
+ANSWERS = """#!/bin/bash
+n=$(( $(cat asked 2>/dev/null || echo 0) + 1 )); echo $n > asked
+line=$(sed -n "${n}p" answers); [ -n "$line" ] || exit 1
+echo "$line"
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "status"),
+    [
+        (["PENDING", "RUNNING", "COMPLETED", "COMPLETED"], 0),
+        (["RUNNING", "PREEMPTED", "PENDING", "RUNNING", "COMPLETED", "COMPLETED"], 0),
+        (["RUNNING", "TIMEOUT", "TIMEOUT"], 1),
+        (["RUNNING"], 9),  # then Slurm has forgotten it, and the script had noted its status
+    ],
+)
+def test_a_job_is_followed_to_its_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    states: list[str],
+    status: int,
+) -> None:
+    (tmp_path / "scontrol").write_text(ANSWERS)
+    (tmp_path / "scontrol").chmod(0o755)
+    lines = [LINE.format(state=s, reason="None", code="0:0", restarts=0) for s in states]
+    (tmp_path / "answers").write_text("\n".join(lines))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    files = Files(tmp_path)
+    files.log("12").write_text("0: a step\n")
+    files.status.write_text("9\n")
+    with caplog.at_level("INFO"):
+        assert slurm.follow("12", files, 0.0) == status
+    assert capsys.readouterr().out == "0: a step\n"
+    for state in states:
+        assert f"job 12 is {state}" in caplog.text
+
+
+def test_slurm_that_is_not_there_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no such command; start on a machine with Slurm"):
+        slurm.job_state("12")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        (GOLDEN / "slurm.sbatch").write_text(shown(Path(folder)))
