@@ -138,7 +138,7 @@ def build(
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
     data parallelism moves the weights."""
-    made = _modules(cfg, what, seed)
+    made = make_modules(cfg, what, seed)
     # what follows looks at the bare modules, so before they are wrapped
     routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
     if cfg.head == "lm":
@@ -165,7 +165,8 @@ def build(
     )  # fmt: skip
 
 
-def _modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
+def make_modules(cfg: TrainEngineConfig, what: Resolved, seed: int) -> BuiltModel:
+    """Makes this rank's modules, in the scope of the layout's groups; weights are not loaded."""
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
         model_parallel_cuda_manual_seed(seed)
         return build_model(
