@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.utils.stacks import dump_on_signal
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ COMMANDS = {
     "launch": Command("megarl.launcher.local", "start servers and trainers on this machine"),
     "rehearse": Command("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
     "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
+    "status": Command("megarl.cli.status", "say how a run is doing"),
+    "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 
 
@@ -44,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megarl: {_unknown(name)}", file=sys.stderr)
         return EXIT_CODE
     sys.argv[0] = f"megarl {name}"
+    dump_on_signal()
     try:
         with contextlib.suppress(BrokenPipeError):  # megarl ... | head
             return importlib.import_module(COMMANDS[name].module).main(rest) or 0

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from megarl.observability.timeline import timeline
+
 
 def _synchronize() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -30,7 +32,7 @@ class Timers:
 
     Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
     that a phase is charged for the kernels it launched; `clock` is for tests. In a profiler's trace
-    phases are ranges.
+    phases are ranges, and the run's timeline has them.
     """
 
     def __init__(
@@ -46,10 +48,10 @@ class Timers:
             _synchronize()
         start = self._clock()
         try:
-            with torch.profiler.record_function(name), _nvtx(name):
+            with torch.profiler.record_function(name), _nvtx(name), timeline.phase(name):
                 yield
-            if self._sync:
-                _synchronize()
+                if self._sync:
+                    _synchronize()
         finally:
             self.add(name, self._clock() - start)
 

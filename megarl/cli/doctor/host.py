@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding
 from megarl.config.check import engines, model_path, smallest_world_size, trained_engines
+from megarl.config.check_data import looks_like_hub_name
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.servers import server_addresses
 from megarl.models.hf_config import parse_hf_config
@@ -176,8 +177,6 @@ def credential_findings(cfg: BaseConfig, env: Mapping[str, str]) -> Iterator[Fin
 
 
 def _is_hub_name(path: str) -> bool:
-    from megarl.config.check_data import looks_like_hub_name
-
     return "/" in path and not Path(path).exists() and looks_like_hub_name(path)
 
 

@@ -110,7 +110,7 @@ def _construct(plan: Plan, out: Path, limit: int | None) -> Iterator[Constructed
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(plan.raw[name]))
         # what a CPU lacks does not change which shapes a rank has
-        engine.path, engine.optimizer = str(folder), None
+        engine.path, engine.init_from_scratch, engine.optimizer = str(folder), False, None
         engine.fp8, engine.attention = "none", "auto"
         engine.parallel.cp_comm_type, engine.moe.token_dispatcher = "auto", "alltoall"
         whole = list(range(world))

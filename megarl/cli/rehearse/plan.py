@@ -70,9 +70,10 @@ def _shapes(paths: Mapping[str, str], cards: Path) -> dict[str, dict[str, Any]]:
         try:
             found[name] = find_shapes(path, cards)
         except ValueError as e:
-            problems.append(f"{name}.path: {e}")
+            first = next(n for n, other in paths.items() if other == path)
+            problems.append(f"{first}.path: {e} ({first}.path=NAME, for a rehearsal)")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(dict.fromkeys(problems))
     return found
 
 
