@@ -34,6 +34,7 @@ from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull
 from megarl.utils.importing import add_working_directory, load_object
+from megarl.utils.stacks import dump_on_signal
 
 FAILED = 1  # exit status of a run that an error ended
 OTHERS_WAIT = 2.0  # seconds a rank stays quiet after a config error, so that rank 0 is heard
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a configuration error, 128 + the signal's number after a stop by signal. Other errors are
     raised."""
     add_working_directory()
+    dump_on_signal()
     with stopping.listening(spokesman=_rank() == 0):
         return _start(argv) or stopping.status()
 

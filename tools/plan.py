@@ -1,15 +1,16 @@
 """Plans a model on a cluster you need not have: memory per GPU, weight sync, layouts that fit.
 
     python tools/plan.py qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8
+    python tools/plan.py --config configs/llama3_70b_grpo.yaml --train 8x8
 
 MODEL is a directory with a config.json, such a file, or the name of a file in configs/models/.
-Nothing is loaded, and no GPU is needed.
+With --config the answers are a recipe's, where no option says otherwise: its model, layout, batch
+and servers. Nothing is loaded, and no GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package beside it
 
+from megarl.config.loader import load_config  # noqa: E402
 from megarl.config.parallel import ParallelConfig  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
@@ -30,6 +32,7 @@ from megarl.planning.advice import (  # noqa: E402
     estimate_step,
     make_layout,
 )
+from megarl.planning.job import questions  # noqa: E402
 from megarl.planning.memory import (  # noqa: E402
     StageMemory,
     Workload,
@@ -38,6 +41,7 @@ from megarl.planning.memory import (  # noqa: E402
     server_weights,
     training_memory,
 )
+from megarl.planning.shapes import find_shapes  # noqa: E402
 from megarl.planning.traffic import (  # noqa: E402
     Cluster,
     Receivers,
@@ -60,9 +64,9 @@ GPUS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
     started = time.perf_counter()
     try:
+        args = _arguments(argv)
         for line in report(args):
             print(line)
     except ValueError as e:
@@ -75,8 +79,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", metavar="MODEL")
+    add("model", metavar="MODEL", nargs="?")
+    add("--config", metavar="X.yaml", help="take what no option says from this recipe")
     add("--train", default="8x8", metavar="NODESxGPUS", help="training GPUs (default %(default)s)")
+    parser.set_defaults(split=None)
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         add(f"--{name}", type=_positive, default=1, help=f"{name} of training")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
@@ -103,8 +109,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--senders", type=_positive, default=1, help="ranks that send buckets (default %(default)s)"
     )
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
+    add("--server-fp8", action="store_true", help="servers hold weights of one byte")
     add("--top", type=_positive, default=5, help="layouts in the advice (default %(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.config:
+        parser.set_defaults(**questions(load_config(args.config)))
+        args = parser.parse_args(argv)
+    if args.model is None:
+        parser.error("give a MODEL or --config X.yaml")
+    return args
 
 
 def _positive(text: str) -> int:
@@ -147,6 +160,7 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     parallel = ParallelConfig(
         tp=args.tp, pp=args.pp, vpp=args.vpp, cp=args.cp, ep=args.ep, etp=args.etp,
         sequence_parallel=args.tp > 1,
+        pipeline_split=_split(args),
     )  # fmt: skip
     gpus = nodes * per_node
     layout = make_layout(m, gpus, parallel)
@@ -163,22 +177,12 @@ def report(args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_model(name: str) -> ModelConfig:
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    elif not path.is_file():
-        path = ROOT / "configs" / "models" / f"{name}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (ROOT / "configs" / "models").glob("*.json")))
-        raise ValueError(f"no config.json at {name!r}; give a directory, a file or one of: {known}")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path} is not a JSON file: {e}") from e
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} is not a model's config.json: it holds a {type(raw).__name__}")
-    raw.pop("quantization_config", None)  # describes the published files; the plan is in bf16
-    return parse_hf_config(raw, str(path))
+    return parse_hf_config(find_shapes(name, ROOT / "configs" / "models"), name)
+
+
+def _split(args: argparse.Namespace) -> list[int] | None:
+    """Returns the recipe's pipeline split, where the pipeline is the recipe's, too."""
+    return args.split if args.split and len(args.split) == args.pp * args.vpp else None
 
 
 def _grid(option: str, value: str) -> tuple[int, int]:
@@ -219,6 +223,8 @@ def _serving(
     if receivers.gpus % receivers.tp:
         raise ValueError(f"--server-tp {receivers.tp} does not divide {receivers.gpus} GPUs")
     weights, per_token = server_weights(m, args.server_tp), kv_bytes_per_token(m, args.server_tp)
+    if args.server_fp8:
+        weights //= 2
     room = args.server_memory * cluster.gpu_bytes - weights
     yield f"\nserving on {receivers.gpus} GPUs, {receivers.servers} servers of tp{receivers.tp}"
     kv = f"{room / GIB:.1f} GiB of KV cache, {room / per_token:,.0f} tokens of a server"

@@ -120,6 +120,11 @@ class ProfilerConfig:
         "profile", help="where traces go; a relative path is in the run directory"
     )
     memory: bool = arg(False, help="trace allocations too")
+    timeline: bool = arg(
+        True,
+        help="record when phases, syncs and episodes began and ended, in <run>/timeline, for "
+        "`megarl trace`; 64 MiB a process at most",
+    )
     stacks: bool = arg(False, help="trace Python call stacks too; makes files several times larger")
     peak_tflops: float | None = arg(
         None,

@@ -141,8 +141,8 @@ def build(
 
     The order is precision, weights, adapters, data parallelism: converting makes new buffers, and
     data parallelism moves the weights."""
-    made = _modules(cfg, what, groups, seed)
-    # it looks at the bare modules, so before they are wrapped
+    made = make_modules(cfg, what, groups, seed)
+    # what follows looks at the bare modules, so before they are wrapped
     routing = Routing(made.chunks, what.model, cfg.moe, groups) if what.model.moe else None
     chunks: list[torch.nn.Module] = list(made.chunks)
     if what.dtype != torch.float32:
@@ -175,9 +175,10 @@ def build(
     )
 
 
-def _modules(
+def make_modules(
     cfg: TrainEngineConfig, what: Resolved, groups: ProcessGroups, seed: int
 ) -> BuiltModel:
+    """Makes this rank's modules, in the scope of `groups`; weights are not loaded."""
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay its own
         model_parallel_cuda_manual_seed(seed)
         made = build_model(

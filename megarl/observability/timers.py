@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megarl.observability.timeline import timeline
+
 
 def _synchronize() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -31,7 +33,8 @@ class Timers:
 
     Phases may nest and repeat; each adds up on its own. `sync` waits for the GPU at both ends, so
     that a phase is charged for the kernels it launched; `clock` is for tests. In a profiler's trace
-    phases are ranges. `around(name)` is entered before a phase begins, and left when it has ended.
+    phases are ranges, and the run's timeline has them. `around(name)` is entered before a phase
+    begins, and left when it has ended.
     """
 
     def __init__(
@@ -53,10 +56,10 @@ class Timers:
             _synchronize()
         start = self._clock()
         try:
-            with torch.profiler.record_function(name), _nvtx(name):
+            with torch.profiler.record_function(name), _nvtx(name), timeline.phase(name):
                 yield
-            if self._sync:
-                _synchronize()
+                if self._sync:
+                    _synchronize()
         finally:
             self.add(name, self._clock() - start)
 

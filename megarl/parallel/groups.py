@@ -226,6 +226,11 @@ class ProcessGroups:
             dist.destroy_process_group(group)
 
 
+def forget_groups() -> None:
+    """Forgets the groups of every layout, after the world that they were part of has ended."""
+    _groups_by_layout.clear()
+
+
 _in_scope: list[ProcessGroups] = []
 
 

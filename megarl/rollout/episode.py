@@ -12,6 +12,7 @@ import torch
 
 from megarl.api.batch import Padded
 from megarl.api.inference import FAILURES, InferenceEngine, RolloutWorkflow
+from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.episode_check import check_episode, check_valid
@@ -66,7 +67,7 @@ async def run_episode(
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
     `episode`; only our own cancellation of its task propagates. vocab_size: the model's, None where
     it is not known."""
-    begun, task = time.monotonic(), asyncio.current_task()
+    begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     clock = asyncio.timeout(timeout)
     try:
@@ -94,6 +95,19 @@ async def run_episode(
     if episode.answers is not None:
         episode.answers.end()
     episode.latency = time.monotonic() - begun
+    timeline.record(
+        EPISODES, episode.name, start, episode.latency, number=episode.number, **_outcome(episode)
+    )
+
+
+def _outcome(episode: Episode) -> dict[str, Any]:
+    """Returns in a few words how the episode ended, for the timeline."""
+    if episode.error is not None:
+        return {"outcome": "failed", "error": type(episode.error).__name__}
+    if episode.batch is None:
+        return {"outcome": "rejected"}
+    tokens = int(episode.batch["attention_mask"].sum())
+    return {"outcome": "accepted", "samples": len(episode.batch["input_ids"]), "tokens": tokens}
 
 
 def _checked(

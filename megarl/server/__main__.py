@@ -8,11 +8,13 @@ import sys
 
 from megarl.server.args import parse_args
 from megarl.utils.env import set_nccl_default
+from megarl.utils.stacks import dump_on_signal
 
 
 def main() -> int:
     """Reads the command line and serves until SIGTERM or SIGINT; returns the exit status."""
     args = parse_args()
+    dump_on_signal()
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s server: %(levelname)s %(message)s"
     )

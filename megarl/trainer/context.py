@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
-from megarl.config.recipes import BaseConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.servers import server_addresses
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
+from megarl.observability.presence import Presence
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_logger import StatsLogger
+from megarl.observability.timeline import timeline
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
 from megarl.trainer.run_dir import claim, newest_checkpoint
@@ -43,6 +46,7 @@ class RunContext:
         self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
         self._logger: StatsLogger | None = None
         self._lock: TextIO | None = None
+        self._presence: Presence | None = None
         self.resumed: Checkpoint | None = None  # what this start continues from
 
     def __enter__(self) -> RunContext:
@@ -50,6 +54,7 @@ class RunContext:
         torch.manual_seed(self.cfg.seed)
         self.on_rank_zero = RankZero(self.cfg.collective_timeout)
         self.on_rank_zero(self._claim)
+        self._appear()
         self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero)
         self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
         stats_tracker.watch(self.profiler.phase)
@@ -61,6 +66,16 @@ class RunContext:
 
     def _claim(self) -> None:
         self._lock = claim(self.cfg)
+
+    def _appear(self) -> None:
+        """Has `megarl status` and `megarl trace` see this process from now on."""
+        rank, cfg = dist.get_rank(), self.cfg
+        if cfg.profiler.timeline:
+            timeline.open(self.run_dir, rank)
+        servers = server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) and not rank else ()
+        self._presence = Presence(
+            self.run_dir, rank=rank, world_size=dist.get_world_size(), servers=servers
+        )
 
     def __exit__(
         self,
@@ -74,6 +89,9 @@ class RunContext:
             stats_tracker.watch()
             self.profiler.close()
         finally:
+            timeline.close()
+            if self._presence is not None:
+                self._presence.end(error)
             if self._lock is not None:
                 self._lock.close()
             shutdown_distributed(failed=kind is not None)
@@ -106,5 +124,7 @@ class RunContext:
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
         """Logs the metrics of a step on rank 0; does nothing on the other ranks."""
+        if self._presence is not None:
+            self._presence.total_steps = total_steps
         if self._logger is not None:
             self._logger.log(step, stats, total_steps=total_steps)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.observability.timeline import SYNCS, timeline
 from megarl.rollout.client import RemoteSGLangEngine
 
 
@@ -53,19 +54,23 @@ class WeightPublisher:
         client = self._client
         version = self._model.get_version() + 1 if version is None else version
         begun = time.monotonic()
-        addresses = client.on_driver(self._pause)
+        with timeline.span(SYNCS, "pause"):
+            addresses = client.on_driver(self._pause)
         seconds = {"weight_sync/pause_s": time.monotonic() - begun}
         while True:
             meta = self._meta(version, addresses)
             try:
-                stats = self._model.upload_weights(meta)
+                with timeline.span(SYNCS, "upload") as about:
+                    stats = self._model.upload_weights(meta)
+                    about |= {"version": version, **stats}
                 break
             except ServersLost as e:  # the same on every rank
                 addresses = client.on_driver(self._go_on_without, e.servers)
         begun = time.monotonic()
-        # the arrival's own bound, meta.timeout, comes first
-        client.update_weights(meta).result(timeout=2 * meta.timeout)
-        client.on_driver(client.resume)
+        with timeline.span(SYNCS, "resume"):
+            # the arrival's own bound, meta.timeout, comes first
+            client.update_weights(meta).result(timeout=2 * meta.timeout)
+            client.on_driver(client.resume)
         seconds["weight_sync/resume_s"] = time.monotonic() - begun
         self._model.set_version(version)
         self._published = True

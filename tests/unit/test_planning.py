@@ -55,6 +55,9 @@ LAYOUTS = (
     # Llama 3.1's own count of its safetensors; DeepSeek-V3 and Qwen3: model cards
     (
         ("llama-3.1-405b", 405_853_388_800, 405_853_388_800),
+        ("meta-llama/Llama-3.1-70B-Instruct", 70_553_706_496, 70_553_706_496),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976, 1_720_574_976),
+        ("smollm2-135m-instruct", 134_515_008, 134_515_008),
         ("deepseek-v3", 671e9, 37e9),
         ("qwen3-235b-a22b", 235e9, 22e9),
     ),
@@ -270,6 +273,27 @@ def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "train", "words"),
+    [
+        ("llama3_70b", "8x8", ("dp4 tp8 pp2", "16 servers of tp4", "141.1 GB")),
+        ("qwen3_235b", "32x8", ("dp8 tp4 pp8 ep8", "16 servers of tp8", "470.2 GB")),
+        ("deepseek_v3", "64x8", ("dp4 tp8 pp16 ep8", "[4, 4, 4,", "16 servers of tp16")),
+    ],
+)
+def test_the_ready_recipes_fit(
+    config: str, train: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", str(tool.ROOT / "configs" / f"{config}_grpo.yaml"), "--train", train]
+    tool.main(command)
+    said = capsys.readouterr().out
+    assert "does NOT fit" not in said
+    for part in (*words, "fits 80 GiB", "a step of", "one weight sync", "  estimate "):
+        assert part in said
+    tool.main([*command, "--recompute", "none", "--micro-batch-tokens", "262144"])
+    assert "does NOT fit 80 GiB" in capsys.readouterr().out  # an option beats the recipe
+
+
+@pytest.mark.parametrize(
     ("wrong", "words"),
     [
         *((f"deepseek-v3 --{name} {value}", f"--{name}: '{value}': must be a whole number > 0")
@@ -281,6 +305,8 @@ def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("deepseek-v3 --server-memory 5", "'5': must be a fraction above 0, at most 1"),
         ("deepseek-v3 --train 0x8", "--train 0x8: give nodes and GPUs of a node"),
         ("deepseek-v3 --train 8x8 --pp 3", "3 does not divide the world size 64"),
+        ("", "give a MODEL or --config X.yaml"),
+        ("--config absent.yaml", "absent.yaml"),
         ("deepseek-v4", "no config.json at 'deepseek-v4'; give a directory, a file or one of"),
         ("EMPTY", "no config.json at"),
         ("EMPTY/bad.json", "bad.json is not a JSON file: Expecting"),

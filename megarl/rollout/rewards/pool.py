@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl.utils.stacks import dump_on_signal
+
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
 KILL_TIMEOUT = 10.0  # for the kernel to end a killed worker
@@ -46,6 +48,7 @@ def _serve(pipe: Connection) -> None:
     """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error",
     value)."""
     _end_with_parent()
+    dump_on_signal()
     while True:
         try:
             payload = pipe.recv_bytes()

@@ -1,0 +1,72 @@
+"""The command `megarl`: one word for each thing to do, `megarl NAME --help` for how.
+
+A command is a module with `main(argv) -> exit status`; it is imported when it is asked for, so that
+`megarl --help` is instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.utils.stacks import dump_on_signal
+
+
+@dataclass(frozen=True)
+class Command:
+    """Names the module of a command, and says what it does."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "run": Command("megarl.run", "run a recipe: one trainer process of a job"),
+    "launch": Command("megarl.launcher.local", "start servers and trainers on this machine"),
+    "rehearse": Command("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
+    "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
+    "status": Command("megarl.cli.status", "say how a run is doing"),
+    "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: this process's) and returns the exit status: the
+    command's, 2 for a wrong command line or configuration."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if words else EXIT_CODE
+    name, *rest = words
+    if name not in COMMANDS:
+        print(f"megarl: {_unknown(name)}", file=sys.stderr)
+        return EXIT_CODE
+    sys.argv[0] = f"megarl {name}"
+    dump_on_signal()
+    try:
+        with contextlib.suppress(BrokenPipeError):  # megarl ... | head
+            return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+        return 0
+    except ConfigError as e:
+        print(e.report(), file=sys.stderr)
+        return EXIT_CODE
+
+
+def help_text() -> str:
+    """Returns the text of `megarl --help`."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: megarl COMMAND ...   (megarl COMMAND --help says how)", "", *lines])
+
+
+def _unknown(name: str) -> str:
+    if name.startswith("--"):
+        return f"{name}: a command comes first; to train, megarl run {name} ..."
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return f"{name}: no such command; {hint}"

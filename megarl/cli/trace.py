@@ -1,0 +1,136 @@
+"""Makes one Chrome trace of a run: phases, weight syncs and episodes on one time axis.
+
+    megarl trace RUN [--out FILE] [--steps A-B]
+
+    RUN        the run's directory; it may still be running
+    --out      the file to write (RUN/trace.json.gz; without .gz it is not packed)
+    --steps    only what lies in these steps, such as 10-12
+
+Open the file in ui.perfetto.dev or chrome://tracing. Each trainer process has its phases and its
+part of syncs; rank 0 has the episodes below, in as many lanes as ran at once. Times are those of
+each host's own clock (`megarl doctor` compares clocks).
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config.command_line import parse_command_line
+from megarl.config.errors import ConfigError
+from megarl.observability.presence import read_presence
+from megarl.observability.timeline import EPISODES, FOLDER, PHASES, SYNCS, read_spans
+
+Span = dict[str, Any]
+_TRACKS = {PHASES: 0, SYNCS: 1}  # the numbers of a process's lanes; episodes come behind
+_STEP = "step"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the trace of the run that `argv` names and returns 0. Raises ConfigError for a wrong
+    command line or a run without a timeline."""
+    command = parse_command_line(
+        sys.argv[1:] if argv is None else argv, options=("out", "steps"), switches=("help",)
+    )
+    if "help" in command.switches:
+        print((__doc__ or "").strip())
+        return 0
+    if len(command.words) != 1 or command.overrides:
+        raise ConfigError(["give one run directory: megarl trace RUN"])
+    run = Path(command.words[0])
+    spans = read_timeline(run)
+    if not any(spans.values()):
+        why = "it has not begun, or ran with profiler.timeline=false"
+        raise ConfigError([f"{run / FOLDER}: no timeline; {why}"])
+    if "steps" in command.options:
+        spans = within(spans, _steps(command.options["steps"]))
+    out = Path(command.options.get("out", run / "trace.json.gz"))
+    hosts = {p["rank"]: p["host"] for p in read_presence(run)}
+    events = list(trace_events(spans, hosts))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    out.write_bytes(gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())
+    print(f"{out}: {sum(map(len, spans.values()))} spans of {len(spans)} process(es)")
+    return 0
+
+
+def read_timeline(run: Path) -> dict[int, list[Span]]:
+    """Returns what each process recorded, by rank, in order of time."""
+    found = {}
+    for path in sorted((run / FOLDER).glob("rank_*.jsonl")):
+        number = path.stem.removeprefix("rank_")
+        if number.isdecimal():
+            found[int(number)] = sorted(read_spans(path), key=lambda s: float(s["start"]))
+    return dict(sorted(found.items()))
+
+
+def within(spans: dict[int, list[Span]], steps: tuple[int, int]) -> dict[int, list[Span]]:
+    """Returns the spans that touch the time of steps A to B, counted from 1, of the first process.
+    Raises ConfigError where there are not so many."""
+    first = next(iter(spans.values()))
+    taken = [s for s in first if s["track"] == PHASES and s["name"] == _STEP]
+    a, b = steps
+    if b > len(taken):
+        raise ConfigError([f"--steps {a}-{b}: the timeline has {len(taken)} steps"])
+    begin, end = taken[a - 1]["start"], taken[b - 1]["start"] + taken[b - 1]["seconds"]
+    return {
+        rank: [s for s in own if s["start"] < end and s["start"] + s["seconds"] > begin]
+        for rank, own in spans.items()
+    }
+
+
+def trace_events(spans: dict[int, list[Span]], hosts: dict[int, str]) -> Iterator[dict[str, Any]]:
+    """Yields the events of Chrome's trace format. Times are microseconds since the first span."""
+    zero = min(s["start"] for own in spans.values() for s in own)
+    for rank, own in spans.items():
+        yield _name(rank, "process_name", f"trainer {rank} {hosts.get(rank, '')}".strip())
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for track, number in _TRACKS.items():
+            yield _name(rank, "thread_name", track, number)
+        episodes = [s for s in own if s["track"] == EPISODES]
+        for lane in range(1 + max((n for _, n in lanes(episodes)), default=-1)):
+            yield _name(rank, "thread_name", f"episodes {lane}", len(_TRACKS) + lane)
+        placed = [(s, _TRACKS[s["track"]]) for s in own if s["track"] in _TRACKS]
+        placed += [(s, len(_TRACKS) + lane) for s, lane in lanes(episodes)]
+        for span, number in placed:
+            yield {
+                "ph": "X",
+                "name": span["name"],
+                "cat": span["track"],
+                "pid": rank,
+                "tid": number,
+                "ts": round(1e6 * (span["start"] - zero), 1),
+                "dur": round(1e6 * span["seconds"], 1),
+                "args": span.get("about", {}),
+            }
+
+
+def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
+    """Returns each span with the number of a lane in which nothing overlaps, few lanes in all.
+    `spans` are in order of time."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []  # (end, lane)
+    placed = []
+    for span in spans:
+        while busy and busy[0][0] <= span["start"]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span["start"] + span["seconds"], lane))
+        placed.append((span, lane))
+    return placed
+
+
+def _name(pid: int, kind: str, name: str, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ConfigError([f"--steps {text}: give the first and the last step, such as 10-12"])
+    return int(first), int(last)

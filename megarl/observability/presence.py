@@ -1,0 +1,83 @@
+"""Says that a trainer process is there and what it does, for `megarl status`.
+
+<run>/processes/rank_3.json is written by a thread every BEAT seconds and at the end: host, pid,
+`beat` (Unix seconds of the write), the phase that the process is in and since when, how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.observability.timeline import timeline
+from megarl.utils.staging import write_whole
+
+FOLDER = "processes"
+BEAT = 5.0  # seconds
+RUNNING, ENDED, FAILED = "running", "ended", "failed"
+
+
+class Presence:
+    """Writes the file of this process until `end`. servers: addresses that it generates with."""
+
+    def __init__(
+        self, run_dir: Path, *, rank: int, world_size: int, servers: Sequence[str] = ()
+    ) -> None:
+        self.total_steps: int | None = None
+        self._path = run_dir / FOLDER / f"rank_{rank}.json"
+        self._about: dict[str, Any] = {
+            "rank": rank,
+            "world_size": world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.time(),
+            "servers": list(servers),
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._over = threading.Event()
+        self._write(RUNNING)
+        self._thread = threading.Thread(target=self._beat, name="megarl-presence", daemon=True)
+        self._thread.start()
+
+    def end(self, error: BaseException | None) -> None:
+        """Writes how the process ended: with `error`, or well."""
+        self._over.set()
+        self._thread.join(2 * BEAT)
+        said = f"{type(error).__name__}: {error}" if error is not None else None
+        self._write(FAILED if error is not None else ENDED, said)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            self._write(RUNNING)
+
+    def _write(self, state: str, error: str | None = None) -> None:
+        phase = timeline.phase_now()
+        now = {
+            "state": state,
+            "error": error,
+            "beat": time.time(),
+            "phase": phase[0] if phase else None,
+            "phase_since": phase[1] if phase else None,
+            "total_steps": self.total_steps,
+        }
+        with contextlib.suppress(OSError):  # a full disk ends no run from here
+            write_whole(self._path, json.dumps(self._about | now) + "\n")
+
+
+def read_presence(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns what the processes of the newest start last said, by rank; none where there are no
+    files."""
+    found = []
+    for path in (run_dir / FOLDER).glob("rank_*.json"):
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    found.sort(key=lambda p: p["rank"])
+    world = found[0]["world_size"] if found else 0
+    return [p for p in found if p["rank"] < world]

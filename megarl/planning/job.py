@@ -1,0 +1,49 @@
+"""Reads what the planner asks for out of a recipe's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.check import engines, model_path, ref_is_below_adapters, smallest_world_size
+from megarl.config.recipes import BaseConfig, GRPOConfig
+
+_LONGEST = 2048  # tokens of a prompt where the data set has no max_length
+
+
+def questions(cfg: BaseConfig) -> dict[str, Any]:
+    """Returns the options of tools/plan.py, by name, that the configuration answers: those of its
+    first engine, the policy. Sequences are taken to be as long as they may become. `train` is the
+    fewest GPUs that the layouts fit, since a configuration need not say how many there are."""
+    name, engine = next(iter(engines(cfg).items()))
+    p, data = engine.parallel, cfg.train_dataset
+    sequence = data.max_length or _LONGEST
+    samples = data.batch_size
+    found: dict[str, Any] = {}
+    if isinstance(cfg, GRPOConfig):
+        sequence += cfg.gconfig.max_new_tokens
+        samples *= cfg.gconfig.n_samples
+        found = _generation(cfg)
+    return found | {
+        "model": model_path(cfg, name),
+        "train": f"1x{smallest_world_size(cfg)}",
+        "split": p.pipeline_split,
+        "batch_tokens": samples * sequence,
+        "micro_batch_tokens": engine.mb_spec.max_tokens_per_mb * p.cp,
+        "sequence": sequence,
+        "recompute": "full" if engine.recompute_granularity == "full" else "none",
+        **{degree: getattr(p, degree) for degree in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+    }
+
+
+def _generation(cfg: GRPOConfig) -> dict[str, Any]:
+    ref, server, sync = cfg.ref, cfg.server, cfg.weight_sync
+    resident = ref is not None and not ref.offload and not ref_is_below_adapters(cfg)
+    return {
+        "reference": resident,
+        "serve": f"{server.count}x{server.tp}" if server.count else None,
+        "server_tp": server.tp,
+        "server_fp8": sync.quantization == "fp8_block",
+        "server_memory": float(server.options.get("mem_fraction_static", 0.85)),
+        "bucket_mb": sync.bucket_mb,
+        "senders": sync.senders or cfg.actor.parallel.pp,
+    }

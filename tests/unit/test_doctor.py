@@ -1,0 +1,204 @@
+"""What `megarl doctor` finds, on a sound recipe and on each kind of broken one."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main as megarl
+from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding, from_json, merged, to_json
+from megarl.cli.doctor.host import environment_findings
+from megarl.cli.doctor.peers import first_host, this_job
+from megarl.cli.doctor.versions import TESTED
+from megarl.cli.rehearse.model import VOCAB, write_model
+from megarl.cli.rehearse.sizes import Degrees, shrink_model
+from megarl.config.loader import load_config
+from megarl.planning.shapes import find_shapes
+from tests.dist.world import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart_grpo.yaml")
+LLAMA = str(ROOT / "configs" / "llama3_70b_grpo.yaml")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    raw = find_shapes("qwen3-1.7b", ROOT / "configs" / "models")
+    d = Degrees(tp=2, ep=1, etp=1, repeats=False)
+    path = tmp_path_factory.mktemp("doctor") / "model"
+    small = shrink_model(raw, d, layers=2, vocab_size=VOCAB, positions=256)
+    write_model(small, path, head="lm", seed=1)
+    return path
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = megarl(["doctor", *words])
+    return status, capsys.readouterr().out
+
+
+def line(said: str, name: str) -> str:
+    return next(x for x in said.splitlines() if re.match(rf"(OK|WARN|FAIL) +{re.escape(name)}", x))
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in [n for n in os.environ if n.startswith(("NCCL_", "SLURM_", "WANDB_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+
+
+def test_a_sound_recipe(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = doctor(capsys, CONFIG, f"actor.path={model}", f"fileroot={tmp_path}")
+    assert status == 0 and "0 FAIL" in said, said
+    assert "fix:" not in said and " WARN" not in said.replace("0 WARN", ""), said
+    for name in ("configuration", "actor layout", "ref layout", "tokenizer and model", "torch",
+                 "file root", "disk space", "disk speed", "ports", "shared storage"):  # fmt: skip
+        assert line(said, name).startswith("OK"), said
+    assert not list(tmp_path.iterdir())  # nothing is left
+
+
+def test_each_break_is_found(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # without ~/.netrc
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        dead = f"127.0.0.1:{free_port()}"
+        status, said = doctor(
+            capsys, CONFIG, f"actor.path={model}", f"fileroot={tmp_path}", "actor.eps_clip=2",
+            "stats_logger.wandb.mode=online", f"rollout.addresses=[{dead}]",
+        )  # fmt: skip
+    assert status == 1
+    for name, words in (
+        ("configuration", "actor.eps_clip=2"),
+        ("Transformer Engine", "NVTE_FUSED_ATTN=0"),
+        ("W&B", "no key"),
+        ("master port", "in use"),
+        (f"server {dead}", "does not answer"),
+    ):
+        assert line(said, name).startswith("FAIL") and words in line(said, name), said
+    assert line(said, "NCCL").startswith("WARN") and "fix: unset NCCL_IB_DISABLE" in said
+
+
+def test_a_file_root_and_a_tokenizer_that_do_not_do(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "model"
+    small.mkdir()
+    for file in model.iterdir():
+        (small / file.name).write_bytes(file.read_bytes())
+    (small / "added_tokens.json").write_text(f'{{"<more>": {VOCAB}}}')
+    (tmp_path / "file").write_text("")
+    status, said = doctor(
+        capsys, CONFIG, f"actor.path={small}", f"fileroot={tmp_path / 'file' / 'runs'}"
+    )
+    assert status == 1 and line(said, "file root").startswith("FAIL")
+    found = line(said, "tokenizer and model")
+    assert found.startswith("FAIL") and f"'<more>' with id {VOCAB}" in found
+
+
+def test_what_only_the_cluster_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe of a model that is not here, far too large for this disk."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    config = str(ROOT / "configs" / "deepseek_v3_grpo.yaml")
+    status, said = doctor(capsys, config, f"fileroot={tmp_path}")
+    assert status == 1 and line(said, "actor layout").startswith("OK")
+    assert line(said, "GPUs").startswith("WARN")
+    assert "is not a directory here" in line(said, "model")
+    assert "33,55" in line(said, "disk space"), said  # GB: 50 bytes of 671 billion parameters
+
+
+def test_environment_of_a_host_with_gpus() -> None:
+    cfg = load_config(LLAMA)
+    env = {
+        "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "nonesuch0", "NCCL_CUMEM_ENABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    }  # fmt: skip
+    found = list(environment_findings(cfg, env, 8))
+    assert [f.status for f in found] == [WARN] * 4
+    for words, f in zip(("hides some", "CUMEM", "nonesuch0", "CONNECTIONS=8"), found):
+        assert words in f.text and f.fix
+    found = list(environment_findings(cfg, {"NCCL_DEBUG": "INFO"}, 8))
+    assert [f.status for f in found] == [OK, OK] and "NCCL_DEBUG=INFO" in found[1].text
+
+
+def test_tested_versions_are_those_of_ci() -> None:
+    pins: dict[str, set[str]] = {}
+    for file in (ROOT / "constraints").glob("*.txt"):
+        for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)$", file.read_text(), re.M):
+            pins.setdefault(name.lower().replace("_", "-"), set()).add(pin)
+    pins["torch"].add(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())[0])
+    for name, (low, high) in TESTED.items():
+        assert pins[name] == {low, high}, name
+
+
+def test_findings_of_several_hosts() -> None:
+    same, other = Finding(OK, "torch", "2.13"), Finding(WARN, "torch", "2.14", "take 2.13")
+    disk = Finding(FAIL, "disk", "full", "make room")
+    assert from_json(to_json([same, disk])) == [same, disk]
+    found = merged([("a", [same, disk]), ("b", [other, disk]), ("c", [same, disk])])
+    assert [(f.status, f.text) for f in found] == [
+        (OK, "a, c: 2.13"), (WARN, "b: 2.14"), (FAIL, "full"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("a,b", "a"), ("n[03-07,9],x", "n03"), ("n[2]-ib,x", "n2-ib")],
+)
+def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_which_process_this_is() -> None:
+    assert this_job({}) is None and this_job({"SLURM_STEP_NUM_TASKS": "1"}) is None
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    job = this_job(slurm)
+    assert job is not None and (job.rank, job.size, job.speaks) == (1, 2, True)
+    assert (job.host, job.port) == ("n1", 20007)
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        this_job({"WORLD_SIZE": "2", "RANK": "0"})
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_two_hosts(shared: bool, model: Path, tmp_path: Path) -> None:
+    """Two processes as two hosts have them; without shared storage each has a file root of its
+    own at another place."""
+    port = str(free_port())
+    started = []
+    for rank in range(2):
+        root = tmp_path / ("root" if shared else f"root{rank}")
+        env = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "megarl.cli", "doctor", CONFIG, "--wait", "3"]
+        command += [f"actor.path={model}", f"fileroot={root}"]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [p.returncode for p in started] == [0 if shared else 1] * 2, said
+    assert not said[1]  # one of them speaks
+    found = line(said[0], "shared storage")
+    assert found.startswith("OK" if shared else "FAIL"), said[0]
+    assert ("2 hosts read each other's files" in found) == shared
+    assert line(said[0], "clock").startswith("OK")
+    assert not list(tmp_path.rglob(".megarl_doctor_*"))

@@ -1,0 +1,230 @@
+"""What a rehearsal shrinks, as plain arithmetic; the runs are in tests/system."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import COMMANDS
+from megarl.cli import main as megarl
+from megarl.cli.rehearse.construct import construct, sample_ranks
+from megarl.cli.rehearse.job import ANSWER, REWARD, STEPS, changes, shrink_config
+from megarl.cli.rehearse.layout import shrink_layouts, small_split
+from megarl.cli.rehearse.model import VOCAB, write_model
+from megarl.cli.rehearse.plan import make_plan
+from megarl.cli.rehearse.sizes import Degrees, is_mixed, shrink_model
+from megarl.config.check import check_config, engines
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.parallel import ParallelConfig
+from megarl.models.hf_config import check_layout, parse_hf_config, read_hf_config
+from megarl.utils.isolated import call_isolated
+from tests.unit.test_reallocation_plan import FAMILIES, config
+
+ROOT = Path(__file__).resolve().parents[2]
+CARDS = ROOT / "configs" / "models"
+
+
+def parallel(**degrees: Any) -> ParallelConfig:
+    return ParallelConfig(sequence_parallel=degrees.get("tp", 1) > 1, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "small", "world", "left_out"),
+    [
+        ({}, 8, {}, 2, ()),
+        ({"tp": 4}, 8, {"tp": 4}, 8, ()),  # data parallelism alone goes
+        ({"tp": 8, "pp": 2}, 8, {"tp": 2, "pp": 2}, 8, ()),
+        ({"tp": 8, "pp": 16, "cp": 4}, 8, {"tp": 2, "pp": 2, "cp": 2}, 8, ()),
+        ({"tp": 4, "pp": 8, "vpp": 4, "ep": 8}, 8, {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}, 8, ()),
+        ({"tp": 8, "pp": 2, "cp": 2}, 4, {"tp": 2, "pp": 2}, 4, ("cp",)),
+        ({"tp": 8, "pp": 2, "vpp": 2}, 2, {"pp": 2, "vpp": 2}, 2, ("tp",)),
+        ({"tp": 3, "pp": 3, "vpp": 2}, 1, {}, 1, ("tp", "pp")),
+    ],
+)
+def test_layouts_keep_every_dimension_that_fits(
+    degrees: dict[str, int],
+    ranks: int,
+    small: dict[str, int],
+    world: int,
+    left_out: tuple[str, ...],
+) -> None:
+    found = shrink_layouts({"actor": parallel(**degrees)}, ranks=ranks, mixed=False)
+    p = found.parallel["actor"]
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp")
+    assert {n: getattr(p, n) for n in names if getattr(p, n) > 1} == small
+    assert (found.world_size, found.left_out) == (world, left_out)
+    assert p.sequence_parallel == (p.tp > 1) and found.layers % (p.pp * p.vpp) == 0
+
+
+def test_engines_share_one_world() -> None:
+    layouts = {"actor": parallel(tp=8, pp=4), "ref": parallel(tp=2, pp=1)}
+    found = shrink_layouts(layouts, ranks=8, mixed=True)
+    assert found.world_size == 8 and found.layers == 4
+    assert (found.parallel["ref"].tp, found.parallel["ref"].pp) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "chunks", "layers", "small"),
+    [
+        ([4, 4, 4, 3], 2, 4, [3, 1]),
+        ([3, 4, 4, 4], 2, 4, [1, 3]),
+        ([11, 12, 12, 11], 2, 4, [3, 1]),  # its ends are equal, yet it is uneven
+        ([11, 12, 12, 11], 4, 8, [1, 3, 2, 2]),
+        ([2, 2], 2, 4, [2, 2]),
+        ([3, 5], 1, 2, None),
+    ],
+)
+def test_an_uneven_split_stays_uneven(
+    split: list[int], chunks: int, layers: int, small: list[int] | None
+) -> None:
+    found = small_split(split, chunks, layers)
+    if found is not None:
+        assert sum(found) == layers and min(found) > 0
+        assert (len(set(found)) > 1) == (len(set(split)) > 1)
+    if split != [11, 12, 12, 11] or chunks == 2:
+        assert found == small
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4, 8))
+@pytest.mark.parametrize("card", sorted(p.stem for p in CARDS.glob("*.json")))
+def test_published_models_shrink_to_ones_that_fit(card: str, tp: int) -> None:
+    raw = json.loads((CARDS / f"{card}.json").read_text())
+    d = Degrees(tp=tp, ep=2, etp=2, repeats=raw["num_key_value_heads"] < tp)
+    small = shrink_model(raw, d, layers=4, vocab_size=VOCAB, positions=256)
+    m, whole = parse_hf_config(small), parse_hf_config(raw)
+    assert m.family == whole.family and (m.moe is None) == (whole.moe is None)
+    assert m.num_layers == 4 and m.vocab_size == VOCAB and m.hidden_size < 1024
+    assert (m.num_attention_heads > m.num_key_value_heads) == (
+        whole.num_attention_heads > whole.num_key_value_heads
+    )
+    assert (m.num_key_value_heads < tp) == (d.repeats and tp > 1)
+    if m.moe and whole.moe:
+        assert m.moe.num_experts == 4 and m.moe.top_k == 2
+        assert bool(m.moe.dense_layers) == bool(whole.moe.dense_layers) == is_mixed(raw)
+        assert (m.moe.groups > 1) == (whole.moe.groups > 1)
+    here = parallel(tp=tp, pp=2, vpp=2, ep=2 if m.moe else 1, etp=2 if m.moe else 1)
+    check_layout(m, here)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_gets_a_model_that_loads(architecture: str, tmp_path: Path) -> None:
+    raw = dict(config(architecture).raw)
+    d = Degrees(tp=2, ep=2, etp=1, repeats=False)
+    small = shrink_model(raw, d, layers=4, vocab_size=VOCAB, positions=256)
+    numel = write_model(small, tmp_path / "m", head="lm", seed=1)
+    m = read_hf_config(tmp_path / "m")
+    assert m.family == config(architecture).family and 10_000 < numel < 10_000_000
+    check_layout(m, parallel(tp=2, pp=2, vpp=2, ep=2 if m.moe else 1))
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "limit", "ranks"),
+    [
+        (1, 1, 8, [0]),
+        (16, 2, 8, [0, 9, 15]),
+        (128, 16, 32, [s * 8 + s % 8 for s in range(16)]),
+        (128, 16, 3, [0, 63, 127]),
+    ],
+)
+def test_ranks_of_every_stage_are_constructed(
+    world: int, stages: int, limit: int, ranks: list[int]
+) -> None:
+    found = sample_ranks(world, stages, limit)
+    assert found == ranks and found[-1] == world - 1
+    if limit >= stages:
+        assert {r * stages // world for r in found} == set(range(stages))
+
+
+def test_a_wrong_rank_is_named() -> None:
+    cfg = load_config(str(ROOT / "configs" / "llama3_70b_grpo.yaml"))
+    found = construct("actor", engines(cfg)["actor"], 16, [0])  # its path has no config.json
+    assert isinstance(found, str) and found.startswith("actor on rank 0 of 16: ValueError: no conf")
+
+
+def test_a_rank_of_the_published_model_is_constructed(tmp_path: Path) -> None:
+    """Real shapes, no memory: a middle stage of a Qwen3-235B has 1/8 of its layers' experts."""
+    engine = engines(load_config(str(ROOT / "configs" / "qwen3_235b_grpo.yaml")))["actor"]
+    (tmp_path / "config.json").write_text((CARDS / "qwen3-235b-a22b.json").read_text())
+    engine.path = str(tmp_path)
+    engine.optimizer = None
+    found = call_isolated(construct, "actor", engine, 64, [12], timeout=300)
+    assert not isinstance(found, str), found
+    experts = 12 * 16 * 3 * 4096 * 1536  # layers, experts of a rank, matrices
+    assert experts < found.parameters < 1.2 * experts
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "configs").glob("*.yaml")))
+def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
+    cfg = load_config(str(ROOT / "configs" / f"{name}.yaml"), _model(name))
+    before = dict(engines(cfg))
+    plan = make_plan(cfg, cards=CARDS, ranks=8)
+    models = {}
+    for engine in plan.paths:
+        models[engine] = str(tmp_path / engine)
+        write_model(plan.small[engine], tmp_path / engine, head=before[engine].head, seed=1)
+    small = shrink_config(cfg, plan.layouts, models, fileroot=str(tmp_path))
+    check_config(small, plan.layouts.world_size)
+    assert small.recipe == cfg.recipe and small.total_train_steps == STEPS
+    assert list(engines(small)) == list(before)
+    changed = {key for key, _, _ in changes(cfg, small)}
+    assert "fileroot" in changed
+    kept = ("loss", "advantages", "eps_clip", "lr", "recompute_granularity", "ppo_n_minibatches")
+    assert not [k for k in changed if k.endswith(kept)]
+    if "gconfig.n_samples" in changed:
+        assert small.train_dataset.reward.type == REWARD  # type: ignore[attr-defined]
+        assert small.gconfig.max_new_tokens == ANSWER  # type: ignore[attr-defined]
+
+
+def _model(name: str) -> list[str]:
+    key = "model" if name.endswith("sft") else "actor"
+    return [f"{key}.path=qwen3-1.7b"] if name.startswith(("quick", "script", "smol")) else []
+
+
+def test_a_recipe_that_cannot_be_rehearsed_says_why(tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "llama3_70b_grpo.yaml")
+    for overrides, words in (
+        (["actor.path=nobody/knows"], "actor.path: no config.json at 'nobody/knows'"),
+        (["actor.parallel.tp=7"], "actor: parallel.tp=7 does not divide num_attention_heads=64"),
+        (["actor.parallel.pp=3"], "does not divide num_hidden_layers=80"),
+    ):
+        with pytest.raises(ConfigError, match=words.split("[")[0]):
+            make_plan(load_config(config, overrides), cards=CARDS, ranks=8)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("", "usage: megarl COMMAND"),
+        ("rehearsal", "no such command; did you mean rehearse?"),
+        ("--config x.yaml", "a command comes first; to train, megarl run --config"),
+        ("rehearse", "give one configuration"),
+        ("rehearse a.yaml b.yaml", "give one configuration"),
+        ("rehearse absent.yaml", "absent.yaml"),
+        ("rehearse configs/gsm8k_grpo.yaml --ranks 0", "--ranks 0: must be a whole number > 0"),
+        ("rehearse configs/gsm8k_grpo.yaml --out tests", "tests: exists already"),
+        ("rehearse configs/gsm8k_grpo.yaml actor.eps_clip=3", "actor.eps_clip=3"),
+    ],
+)
+def test_wrong_commands_end_with_2(
+    command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    assert megarl(command.split()) == 2
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from megarl.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.stdout.endswith("False\n"), (words, done)
