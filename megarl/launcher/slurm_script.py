@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.cluster import ClusterConfig
+from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE
 from megarl.launcher.job import Job
 from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import PACKAGE
 
 END_WAIT = 120  # seconds the other nodes have to end when one has
+IDLE_LIMIT = 3  # attempts without a checkpoint after which a job is not queued again
 _EXPORT = "PATH,HOME,USER,LANG"
 
 
@@ -50,6 +52,10 @@ class Files:
     def status(self) -> Path:
         return self.directory / "status"
 
+    @property
+    def idle(self) -> Path:
+        return self.directory / "idle"
+
     def log(self, job_id: str) -> Path:
         """Returns the file that the job's output goes to."""
         return self.directory / f"slurm-{job_id}.log"
@@ -59,6 +65,7 @@ class Files:
         user's eyes only."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.status.unlink(missing_ok=True)
+        self.idle.unlink(missing_ok=True)
         self.job.write_text(job.to_json(), encoding="utf-8")
         self.script.write_text(script, encoding="utf-8")
         self.environment.unlink(missing_ok=True)
@@ -78,6 +85,9 @@ def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:
         directory=shlex.quote(job.working_directory),
         python_path=shlex.quote(str(PACKAGE.parent)),
         status=shlex.quote(str(files.status)),
+        checkpoints=shlex.quote(str(files.directory.parent / RECOVER_DIR)),
+        idle=shlex.quote(str(files.idle)),
+        idle_limit=IDLE_LIMIT,
         restarts=job.restarts,
         requeue=int(cluster.slurm.requeue),
         config_error=EXIT_CODE,
@@ -156,6 +166,14 @@ tries=0
 # SIGUSR1 comes before the time limit. srun passes it on, and every node saves and ends.
 trap 'told=1; kill -USR1 "$step" 2>/dev/null' USR1 TERM
 running() {{ [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1)" = RUNNING ]; }}
+checkpoints() {{ ls {checkpoints} 2>/dev/null; }}
+before=$(checkpoints)
+# counts the attempts in a row that end without a new checkpoint
+idle() {{
+    local n=0
+    [ "$(checkpoints)" != "$before" ] || n=$(($(cat {idle} 2>/dev/null || echo 0) + 1))
+    echo "$n" | tee {idle}
+}}
 finish() {{ echo "$1" > {status}; exit "$1"; }}
 while true; do
     {srun} \\
@@ -169,7 +187,10 @@ while true; do
     # a job that Slurm is ending, or queues again by itself, is left to it
     if ! running; then finish "$status"; fi
     if [ "$told" = 1 ]; then
-        if [ {requeue} = 1 ]; then
+        if [ {requeue} = 1 ] && [ "$(idle)" -ge {idle_limit} ]; then
+            echo "{idle_limit} attempts in a row ended before a checkpoint: not queueing again"
+            echo "raise cluster.slurm.minutes, or lower cluster.slurm.save_before"
+        elif [ {requeue} = 1 ]; then
             echo "status $status: queueing the job again, to continue"
             scontrol requeue "$SLURM_JOB_ID"  # ends this script, too
             sleep 60

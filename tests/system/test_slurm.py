@@ -165,6 +165,21 @@ def test_a_killed_trainer_is_started_again_in_the_job_of_two_kinds_of_nodes(
 
 
 @pytest.mark.full
+def test_the_time_limit_queues_the_job_again(
+    cluster: SlurmCluster, command: list[str], local: Run, tmp_path: Path
+) -> None:
+    """Rank 0 hangs in a step until it is told to save."""
+    run = Run(tmp_path, command)
+    limit = ["cluster.slurm.minutes=2", "cluster.slurm.save_before=60"]
+    env = disturbed(cluster, tmp_path, "rollout:3", "true")
+    status, output = run.start("slurm", env, *ON_NODES, *limit)
+    assert status == 0, output
+    job = (run.dir / "launch" / "job_id").read_text()
+    assert int(cluster.field(job, "Restarts")) >= 1 and "queueing the job again" in output
+    check_same(run, local)
+
+
+@pytest.mark.full
 def test_a_job_that_is_cancelled_stays_cancelled_with_a_checkpoint(
     cluster: SlurmCluster, command: list[str], tmp_path: Path
 ) -> None:

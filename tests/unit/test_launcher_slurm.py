@@ -96,7 +96,9 @@ echo "$(basename "$0") $*" >> calls
 case "$(basename "$0")" in
   squeue) cat state ;;
   srun) n=$(( $(cat tries 2>/dev/null || echo 0) + 1 )); echo $n > tries
+        [ -e tell ] && { trap 'exit 143' USR1; kill -USR1 $PPID; sleep 5 >/dev/null 2>&1 & wait; }
         exit "$(sed -n "${n}p" statuses)" ;;
+  scontrol) kill -9 $PPID ;;  # the script ends with it
 esac
 """
 
@@ -142,6 +144,33 @@ def test_the_script_starts_again(
     assert calls.count("srun ") == tries and "requeue" not in calls
     assert f"--attempt 12.0.{tries - 1}" in calls
     assert (tmp_path / "runs/megarl/trial0/launch/status").read_text() == f"{ends}\n"
+
+
+def test_a_job_that_never_gets_to_a_checkpoint_is_not_queued_for_ever(
+    fakes: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "tell").touch()
+    run = tmp_path / "runs/megarl/trial0"
+    (run / "launch").mkdir(parents=True)
+    text = script(tmp_path).replace("cd /work", f"cd {tmp_path}")
+
+    def attempt() -> str:
+        done = subprocess.run(
+            ["bash", "-c", text], env=fakes, cwd=tmp_path, timeout=60, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        return done.stdout
+
+    again, gave_up = "queueing the job again", "3 attempts in a row ended before a checkpoint"
+    assert again in attempt() and again in attempt()
+    (tmp_path / "runs/megarl/trial0/recover").mkdir()
+    text = text.replace("before=$(checkpoints)", "before=''")  # one is made in this attempt
+    (run / "recover" / "step_000001").mkdir()
+    assert again in attempt()
+    text = text.replace("before=''", "before=$(checkpoints)")
+    assert again in attempt() and again in attempt()
+    assert gave_up in attempt() and (run / "launch" / "status").read_text() == "143\n"
+    assert (tmp_path / "calls").read_text().count("scontrol requeue 12") == 5
 
 
 ANSWERS = """#!/bin/bash
