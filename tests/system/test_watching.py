@@ -40,11 +40,16 @@ class Job:
     def start(self, steps: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", "2", "--config"]
         command += [
-            str(ROOT / "configs" / "quickstart_grpo.yaml"), f"actor.path={self.folder / 'model'}",
-            f"fileroot={self.folder}", "experiment_name=e", f"total_train_steps={steps}",
-            "train_dataset.batch_size=4", "valid_dataset=null", "stats_logger.report=false",
+            str(ROOT / "configs" / "quickstart_grpo.yaml"),
+            f"actor.path={self.folder / 'model'}",
+            f"fileroot={self.folder}",
+            "experiment_name=e",
+            f"total_train_steps={steps}",
+            "train_dataset.batch_size=4",
+            "valid_dataset=null",
+            "stats_logger.report=false",
             "train_dataset.reward=megarl.cli.rehearse.reward:even_share",
-        ]  # fmt: skip
+        ]
         out = (self.folder / f"log_{steps}").open("w")
         env = os.environ | self.mark.env | {"MEGARL_DEVICE": "cpu"}
         return subprocess.Popen(
@@ -62,8 +67,12 @@ class Job:
 def megarl(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megarl.cli", *words],
-        cwd=ROOT, env=os.environ | {"COLUMNS": "160"}, timeout=120, text=True, capture_output=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "160"},
+        timeout=120,
+        text=True,
+        capture_output=True,
+    )
 
 
 def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:

@@ -57,8 +57,18 @@ def test_a_sound_recipe(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     status, said = doctor(capsys, CONFIG, f"actor.path={model}", f"fileroot={tmp_path}")
     assert status == 0 and "0 FAIL" in said, said
     assert "fix:" not in said and " WARN" not in said.replace("0 WARN", ""), said
-    for name in ("configuration", "actor layout", "ref layout", "tokenizer and model", "torch",
-                 "file root", "disk space", "disk speed", "ports", "shared storage"):  # fmt: skip
+    for name in (
+        "configuration",
+        "actor layout",
+        "ref layout",
+        "tokenizer and model",
+        "torch",
+        "file root",
+        "disk space",
+        "disk speed",
+        "ports",
+        "shared storage",
+    ):
         assert line(said, name).startswith("OK"), said
     assert not list(tmp_path.iterdir())  # nothing is left
 
@@ -78,9 +88,14 @@ def test_each_break_is_found(
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         dead = f"127.0.0.1:{free_port()}"
         status, said = doctor(
-            capsys, CONFIG, f"actor.path={model}", f"fileroot={tmp_path}", "actor.eps_clip=2",
-            "stats_logger.wandb.mode=online", f"rollout.addresses=[{dead}]",
-        )  # fmt: skip
+            capsys,
+            CONFIG,
+            f"actor.path={model}",
+            f"fileroot={tmp_path}",
+            "actor.eps_clip=2",
+            "stats_logger.wandb.mode=online",
+            f"rollout.addresses=[{dead}]",
+        )
     assert status == 1
     for name, words in (
         ("configuration", "actor.eps_clip=2"),
@@ -127,9 +142,11 @@ def test_what_only_the_cluster_has(
 def test_environment_of_a_host_with_gpus() -> None:
     cfg = load_config(LLAMA)
     env = {
-        "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "nonesuch0", "NCCL_CUMEM_ENABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NCCL_SOCKET_IFNAME": "nonesuch0",
+        "NCCL_CUMEM_ENABLE": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-    }  # fmt: skip
+    }
     found = list(environment_findings(cfg, env, 8))
     assert [f.status for f in found] == [WARN] * 4
     for words, f in zip(("hides some", "CUMEM", "nonesuch0", "CONNECTIONS=8"), found):
@@ -154,8 +171,10 @@ def test_findings_of_several_hosts() -> None:
     assert from_json(to_json([same, disk])) == [same, disk]
     found = merged([("a", [same, disk]), ("b", [other, disk]), ("c", [same, disk])])
     assert [(f.status, f.text) for f in found] == [
-        (OK, "a, c: 2.13"), (WARN, "b: 2.14"), (FAIL, "full"),
-    ]  # fmt: skip
+        (OK, "a, c: 2.13"),
+        (WARN, "b: 2.14"),
+        (FAIL, "full"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +188,12 @@ def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
 def test_which_process_this_is() -> None:
     assert this_job({}) is None and this_job({"SLURM_STEP_NUM_TASKS": "1"}) is None
     slurm = {
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-        "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
-    }  # fmt: skip
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "7",
+    }
     job = this_job(slurm)
     assert job is not None and (job.rank, job.size, job.speaks) == (1, 2, True)
     assert (job.host, job.port) == ("n1", 20007)
@@ -188,9 +210,13 @@ def test_two_hosts(shared: bool, model: Path, tmp_path: Path) -> None:
     for rank in range(2):
         root = tmp_path / ("root" if shared else f"root{rank}")
         env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "x",
+        }
         command = [sys.executable, "-m", "megarl.cli", "doctor", CONFIG, "--wait", "3"]
         command += [f"actor.path={model}", f"fileroot={root}"]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))

@@ -178,7 +178,7 @@ def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
     assert not [k for k in changed if k.endswith(kept)]
     if "gconfig.n_samples" in changed:
         assert small.train_dataset.reward.type == REWARD  # type: ignore[attr-defined]
-        assert small.gconfig.max_new_tokens == ANSWER  # type: ignore[attr-defined]
+        assert small.gconfig.max_new_tokens <= ANSWER  # type: ignore[attr-defined]
 
 
 def _model(name: str) -> list[str]:

@@ -89,16 +89,31 @@ def write_run(folder: Path, *people: dict[str, Any], rows: int = 0) -> None:
     (folder / FOLDER).mkdir(parents=True)
     for rank, person in enumerate(people):
         said = {
-            "rank": rank, "world_size": len(people), "host": "far", "pid": 1, "servers": [],
-            "started": time.time() - 100, "beat": time.time(), "phase": "rollout",
-            "phase_since": time.time() - 7, "state": "running", "error": None, "total_steps": 9,
-        } | person  # fmt: skip
+            "rank": rank,
+            "world_size": len(people),
+            "host": "far",
+            "pid": 1,
+            "servers": [],
+            "started": time.time() - 100,
+            "beat": time.time(),
+            "phase": "rollout",
+            "phase_since": time.time() - 7,
+            "state": "running",
+            "error": None,
+            "total_steps": 9,
+        } | person
         (folder / FOLDER / f"rank_{rank}.json").write_text(json.dumps(said))
     lines = [
-        {"step": i + 1, "time": time.time(), "elapsed_s": 2.0 * i, "reward/mean": i / 10,
-         "timing/step_s": 2.0, "tokens/trained": 100.0}
+        {
+            "step": i + 1,
+            "time": time.time(),
+            "elapsed_s": 2.0 * i,
+            "reward/mean": i / 10,
+            "timing/step_s": 2.0,
+            "tokens/trained": 100.0,
+        }
         for i in range(rows)
-    ]  # fmt: skip
+    ]
     if rows:
         (folder / "stats.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 

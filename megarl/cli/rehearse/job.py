@@ -143,7 +143,7 @@ def _short(g: GenerationHyperparameters) -> GenerationHyperparameters:
     return replace(
         g,
         n_samples=min(g.n_samples, SAMPLES // 4),
-        max_new_tokens=ANSWER,
+        max_new_tokens=min(g.max_new_tokens, ANSWER),
         min_new_tokens=min(g.min_new_tokens, ANSWER),
         stop_token_ids=[],
     )
