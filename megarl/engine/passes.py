@@ -33,9 +33,9 @@ def loss_pass(
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     *,
-    outputs: Sequence[str],
-    temperature: float,
-    whole_groups: bool,
+    outputs: Sequence[str] = ("logprobs",),
+    temperature: float = 1.0,
+    whole_groups: bool = False,
     backward: bool,
 ) -> Metrics:
     """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`

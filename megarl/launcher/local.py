@@ -42,6 +42,7 @@ from megarl.launcher.show import TABLE, show
 from megarl.observability.logging import get_logger
 from megarl.utils.importing import add_working_directory
 from megarl.utils.job_token import ensure_job_token
+from megarl.utils.stacks import dump_on_signal
 
 log = get_logger("launcher")
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print((__doc__ or "").strip())
         return 0
     add_working_directory()
+    dump_on_signal()
     try:
         command = parse_command_line(
             argv,

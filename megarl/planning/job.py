@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config.check import engines, model_path, ref_is_below_adapters, smallest_world_size
+from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
 
 _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
@@ -12,8 +13,8 @@ _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
 
 def questions(cfg: BaseConfig) -> dict[str, Any]:
     """Returns the options of tools/plan.py, by name, that the configuration answers: those of its
-    first engine, the policy. Sequences are taken to be as long as they may become. `train` is the
-    fewest GPUs that the layouts fit, since a configuration need not say how many there are."""
+    first engine, the policy. Sequences are taken to be as long as they may become. `train` is what
+    allocation_mode says, else the fewest GPUs that the layouts fit."""
     name, engine = next(iter(engines(cfg).items()))
     p, data = engine.parallel, cfg.train_dataset
     sequence = data.max_length or _LONGEST
@@ -25,7 +26,7 @@ def questions(cfg: BaseConfig) -> dict[str, Any]:
         found = _generation(cfg)
     return found | {
         "model": model_path(cfg, name),
-        "train": f"1x{smallest_world_size(cfg)}",
+        "train": _grid(smallest_world_size(cfg), cfg.cluster),
         "split": p.pipeline_split,
         "batch_tokens": samples * sequence,
         "micro_batch_tokens": engine.mb_spec.max_tokens_per_mb * p.cp,
@@ -36,14 +37,20 @@ def questions(cfg: BaseConfig) -> dict[str, Any]:
 
 
 def _generation(cfg: GRPOConfig) -> dict[str, Any]:
-    ref, server, sync = cfg.ref, cfg.server, cfg.weight_sync
+    ref, server, sync, pool = cfg.ref, cfg.server, cfg.weight_sync, cfg.cluster.server_pool
     resident = ref is not None and not ref.offload and not ref_is_below_adapters(cfg)
     return {
         "reference": resident,
-        "serve": f"{server.count}x{server.tp}" if server.count else None,
+        "serve": _grid(server.count * server.tp, pool or cfg.cluster) if server.count else None,
         "server_tp": server.tp,
         "server_fp8": sync.quantization == "fp8_block",
         "server_memory": float(server.options.get("mem_fraction_static", 0.85)),
         "bucket_mb": sync.bucket_mb,
         "senders": sync.senders or cfg.actor.parallel.pp,
     }
+
+
+def _grid(gpus: int, pool: ClusterConfig | PoolConfig) -> str:
+    """Returns GPUs as NODESxGPUS of a node."""
+    per_node = min(gpus, pool.n_gpus_per_node)
+    return f"{-(-gpus // per_node)}x{per_node}"

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.cli.rehearse.layout import Shrunk
 from megarl.config.base import SeamConfig
 from megarl.config.check import engines
+from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import GENERATED, DatasetConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.loader import config_yaml
@@ -38,6 +39,7 @@ def shrink_config(
         _shrink_engine(engine)
         engine.parallel = layouts.parallel[name]
     cfg.fileroot, cfg.tokenizer_path = fileroot, ""
+    cfg.allocation_mode, cfg.cluster = "", ClusterConfig()
     cfg.total_train_epochs, cfg.total_train_steps, cfg.max_train_seconds = 1000, STEPS, None
     cfg.collective_timeout = min(cfg.collective_timeout, WAIT)
     _shrink_run(cfg)
@@ -134,6 +136,7 @@ def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     if sync.senders is not None:
         sync.senders = min(sync.senders, world_size)
     r = cfg.rollout
+    r.addresses_file = ""
     r.addresses, r.max_concurrent_rollouts, r.reward_workers = [], None, min(2, r.reward_workers)
     for name in ("request_timeout", "episode_timeout", "setup_timeout"):
         setattr(r, name, min(getattr(r, name), WAIT))
