@@ -149,6 +149,11 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if s.tp > 1 and s.type == "embedded":
         yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"
+    if s.restarts and s.count < 2:
+        yield (
+            f"server.restarts={s.restarts}: the run goes on with the other servers meanwhile, and "
+            f"server.count={s.count} leaves none; recover.restarts starts the whole run again"
+        )
     if s.path:
         yield from model_path_problems("server.path", s.path, weights=True)
     if s.python and not Path(s.python).is_file():

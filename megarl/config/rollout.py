@@ -95,6 +95,12 @@ class ServerConfig:
         "--attention-backend triton; true is the bare flag, false and null leave it out",
     )
     extra_args: list[str] = arg(factory=list, help="more command-line arguments for the server")
+    restarts: int = arg(
+        0,
+        bounds=NOT_NEGATIVE,
+        help="a server that dies is started again this many times while the run goes on with the "
+        "others (server.count=2 or more); 0 ends the run",
+    )
     start_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"
     )

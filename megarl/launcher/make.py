@@ -60,6 +60,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         rendezvous_timeout=cfg.cluster.rendezvous_timeout,
         grace=cfg.recover.grace,
         restarts=cfg.recover.restarts,
+        server_restarts=cfg.server.restarts if isinstance(cfg, GRPOConfig) else 0,
     )
 
 

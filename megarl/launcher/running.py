@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -111,6 +112,8 @@ class _NodeRun:
         self.names, self.signals, self.reaper = names, signals, reaper
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
+        self.tasks = job.of(SERVER, node)
+        self.restarts = Counter({task.index: job.server_restarts for task in self.tasks})
 
     def to_the_end(self) -> int:
         self.start_servers()
@@ -186,34 +189,37 @@ class _NodeRun:
 
     def start_servers(self) -> None:
         """Starts them all at once."""
-        tasks = self.job.of(SERVER, self.node)
-        for name in (name for task in tasks for name in task.ports):
+        for name in (name for task in self.tasks for name in task.ports):
             self.choose(name)
-        needed = endpoints(word for task in tasks for word in task.command)
+        needed = endpoints(word for task in self.tasks for word in task.command)
         if not self.await_names(needed, timeout=self.job.rendezvous_timeout):
             return
-        for task in tasks:
-            command, env = self.filled(task)
-            host, _, port = self.address(task.endpoint).rpartition(":")
-            with deaf_to(signal.SIGUSR1):
-                server = ServerProcess(
-                    command,
-                    host=host,
-                    port=int(port),
-                    log_path=Path(task.log),
-                    env=env,
-                    tether=self.reaper.tether,
-                    # SGLang logs its arguments, of which the key is one
-                    private_log=job_token() is not None and "sglang" in " ".join(command),
-                )
-            log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
-            self.servers.append(server)
-            self.reaper.watch(server.pid)
+        for task in self.tasks:
+            self.servers.append(self.start_server(task))
+
+    def start_server(self, task: Task) -> ServerProcess:
+        """Starts one server at its endpoint."""
+        command, env = self.filled(task)
+        host, _, port = self.address(task.endpoint).rpartition(":")
+        with deaf_to(signal.SIGUSR1):
+            server = ServerProcess(
+                command,
+                host=host,
+                port=int(port),
+                log_path=Path(task.log),
+                env=env,
+                tether=self.reaper.tether,
+                # SGLang logs its arguments, of which the key is one
+                private_log=job_token() is not None and "sglang" in " ".join(command),
+            )
+        log.info("server %s: pid %d, log %s", server.address, server.pid, server.log_path)
+        self.reaper.watch(server.pid)
+        return server
 
     def wait_for_servers(self) -> bool:
         """Waits until all servers are healthy; returns False when a signal came first. Raises
         ServerFailed for one that dies, or is not healthy in time."""
-        tasks, limit = self.job.of(SERVER, self.node), self.job.start_timeout
+        tasks, limit = self.tasks, self.job.start_timeout
         waiting: dict[Future[None], Task] = {
             in_thread(server.wait_healthy, limit): task
             for server, task in zip(self.servers, tasks, strict=False)
@@ -235,12 +241,28 @@ class _NodeRun:
         for obituary in self.obituaries():
             raise ServerFailed(obituary)
 
+    def revive(self) -> None:
+        """Starts servers that have died again, at the same endpoint: the trainers, which have gone
+        on with the others, take one back at the weight update at which it answers. Raises
+        ServerFailed where server.restarts are used up. A server of
+        several nodes is not started again: its other nodes wait for the dead one."""
+        for i, (task, server) in enumerate(zip(self.tasks, self.servers, strict=True)):
+            if (obituary := _obituary(server)) is None:
+                continue
+            spans = any(t.index == task.index and t != task for t in self.job.of(SERVER))
+            if spans or not self.restarts[task.index]:
+                raise ServerFailed(obituary)
+            self.restarts[task.index] -= 1
+            left = self.restarts[task.index]
+            log.error("%s", obituary)
+            log.warning("%s: starting it again, %d restart(s) of it left", task.name, left)
+            server.stop()  # what it left in its group
+            self.reaper.forget(server.pid)
+            self.servers[i] = self.start_server(task)
+
     def obituaries(self) -> Iterator[str]:
         """Yields, for each server that has died, its status and the end of its log."""
-        for server in self.servers:
-            if (code := server.poll()) is not None:
-                end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"
-                yield f"server {server.address} exited with {code}; {end}"
+        yield from filter(None, map(_obituary, self.servers))
 
     # trainers
 
@@ -288,7 +310,7 @@ class _NodeRun:
                 if self.trainers_done():
                     return 0
             self.check_peers()
-            self.bury()
+            self.revive()
             time.sleep(POLL_INTERVAL)
 
     def _failed(self, trainer: Child, status: int) -> int:
@@ -325,3 +347,11 @@ class _NodeRun:
 
     def _others_ended(self) -> bool:
         return all(self.names.peek(f"end.{n}") is not None for n in self.job.trainer_nodes)
+
+
+def _obituary(server: ServerProcess) -> str | None:
+    """Returns the status of a server that has died and the end of its log; None while it runs."""
+    if (code := server.poll()) is None:
+        return None
+    end = f"end of {server.log_path}:\n{log_tail(server.log_path)}"
+    return f"server {server.address} exited with {code}; {end}"

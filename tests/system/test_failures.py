@@ -164,8 +164,11 @@ class Run:
 
     def versions_served_by(self, server: Server) -> set[str]:
         """The weights of the samples that a server answered, where SERVED was patched in."""
+        return self.versions_served_at(address(server))
+
+    def versions_served_at(self, address: str) -> set[str]:
         served = [line.split() for line in (self.path / "served").read_text().splitlines()]
-        return {version for a, version in served if a == address(server)}
+        return {version for a, version in served if a == address}
 
     def close(self) -> None:
         self.mark.kill()
@@ -375,6 +378,43 @@ def test_servers_join_and_leave_in_one_run(run: Run, victim: Server, healthy: Se
     assert run.versions_served_by(third) == {"2", "3", "4"}
     assert run.versions_served_by(victim) <= {"2"}
     healthy.ok("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+
+
+REVIVED = (
+    SERVED
+    + """
+import psutil
+from megarl.utils.http import HttpError, call_json
+FIRST = os.environ["MEGARL_LLM_SERVER_ADDRS"].split(",")[0]
+def lose_first():
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "megarl.server" in words and FIRST.split(":")[1] in words:
+            process.kill()
+def await_first():
+    while True:
+        try:
+            return call_json("GET", FIRST, "/model_info", timeout=1.0)
+        except HttpError:
+            time.sleep(0.1)
+at(RolloutDriver, 'next_batch', lose_first, call=2)
+at(RolloutDriver, 'next_batch', await_first, call=3)
+"""
+)
+
+
+def test_the_launcher_starts_a_dead_server_again_and_the_run_goes_on(run: Run) -> None:
+    """Killed before the second step, it is there again in the third, gets that step's weights, and
+    serves the last two."""
+    run.start(REVIVED.format(), "server.count=2", "server.restarts=1", "total_train_steps=5")
+    status, output = run.end()
+    assert status == 0, output
+    assert output.count("server 0: starting it again, 0 restart(s) of it left") == 1, output
+    assert output.count("is back: it gets the weights of this update") == 1, output
+    found = re.search(r"2 server\(s\) healthy: (\S+), (\S+)", output)
+    assert found, output
+    assert run.versions_served_at(found[1]) == {"0", "3", "4"}
+    assert run.versions_served_at(found[2]) >= {"0", "1", "2"}
 
 
 # rewards and workflows
