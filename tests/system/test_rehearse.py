@@ -25,7 +25,7 @@ MODEL = {
 IN_CI = {
     "quickstart_sft": ["--ranks", "2"],
     "gsm8k_grpo": ["--ranks", "2", "server.count=1"],
-    "llama3_70b_grpo": ["--ranks", "2", "server.count=1"],
+    "llama3_70b_grpo": ["--ranks", "2", "allocation_mode=sglang.d1t4+megatron.d4t8p2"],
 }
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.yaml"))
 
