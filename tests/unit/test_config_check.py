@@ -204,6 +204,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["collective_timeout=inf"], ["collective_timeout=inf", "at most 30 days"]),
         (["server.count=0"], ["server.count=0", "rollout.addresses"]),
         (["server.tp=2"], ["server.tp=2", "server.type=sglang"]),
+        (["server.restarts=1"], ["server.restarts=1", "server.count=1"]),
         (["server.python=/no/python"], ["server.python=/no/python"]),
         (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),
         (["train_dataset.max_length=2000"], ["server.context_length=2048", "2000+512"]),
