@@ -71,7 +71,7 @@ class Job:
     rendezvous_timeout: float
     grace: float
     restarts: int
-    server_restarts: int  # of each server alone, while the run goes on
+    server_restarts: int = 0  # of each server alone, while the run goes on
 
     def of(self, role: str, node: int | None = None) -> list[Task]:
         """Returns the tasks of a role, on one node or (None) on all."""
