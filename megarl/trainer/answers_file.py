@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import time
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from megarl.observability.logging import get_logger
 from megarl.rollout.answers import Kept
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.disk import DiskFull, full_disk_named
+from megarl.utils.staging import write_whole
 
 log = get_logger(__name__)
 
@@ -39,15 +40,14 @@ class AnswersFile:
         self._client.resume()
         self._written = time.monotonic()
         state = {"version": version, "answers": self._client.executor.pipeline.answers()}
-        staged = self._path.with_suffix(".tmp")
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with full_disk_named(f"saving {self._path}", self._path.parent):
-                torch.save(state, staged)
-            os.replace(staged, self._path)
+                write_whole(self._path, buffer.getvalue())
         except (OSError, DiskFull) as e:
             log.warning("the answers so far are not saved: %s", e)
-            staged.unlink(missing_ok=True)
             return
         log.info("answers so far: %s", self._path)
 

@@ -76,12 +76,16 @@ def clean_up(parent: Path) -> list[Path]:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a next start, sees the old text or the new one."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces the file at once: a reader, or a next start, sees the old content or the new one."""
     staging = _beside(path, "tmp")
-    staging.write_text(text, encoding="utf-8")
-    sync(staging)
-    staging.replace(path)
+    try:
+        staging.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(staging)
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -1,5 +1,7 @@
 """Answers kept over a resume: all as of one cut, each for the request that it belongs to."""
 
+import errno
+
 import pytest
 
 from megarl.api.inference import RolloutWorkflow
@@ -8,6 +10,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.generation import Sample
+from megarl.trainer.answers_file import AnswersFile
 from tests.unit.rollout_fakes import FakeServer, trajectory
 
 
@@ -135,3 +138,53 @@ def test_a_workflow_goes_on_in_the_middle_of_its_second_turn(monkeypatch):
         for client in clients:
             client.destroy()
         server.close()
+
+
+class Client:
+    """What AnswersFile asks of a client."""
+
+    def __init__(self) -> None:
+        self.version, self.calls = 3, []
+        self.executor = self.pipeline = self
+
+    def get_version(self):
+        return self.version
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def answers(self):
+        return [(7, [{"request": "k", "stop_reason": ""}])]
+
+
+def test_saved_answers_are_of_one_version(tmp_path):
+    path, client = tmp_path / "recover" / "answers.pt", Client()
+    AnswersFile(path, client, 1000.0).write_if_due()
+    AnswersFile(path, client, None).write_if_due()
+    assert not client.calls and not path.exists()
+    file = AnswersFile(path, client, 0.0)
+    file.write_if_due()
+    assert client.calls == ["pause", "resume"]
+    assert file.read(3) == client.answers() and [p.name for p in path.parent.iterdir()] == [
+        path.name
+    ]
+    assert file.read(4) is None and not path.exists()  # of other weights: never to be read again
+
+
+def test_a_disk_that_is_full_costs_the_answers_not_the_run(tmp_path, monkeypatch, caplog):
+    path, client = tmp_path / "answers.pt", Client()
+    file = AnswersFile(path, client, 0.0)
+    file.write_if_due()
+    before = path.read_bytes()
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megarl.utils.staging.sync", full)
+    client.version = 4
+    file.write_if_due()
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert "the answers so far are not saved" in caplog.text

@@ -1,4 +1,4 @@
-"""What a check found, and how findings of several hosts are shown."""
+"""Holds what the doctor's checks found, merges the findings of several hosts, and prints them."""
 
 from __future__ import annotations
 
