@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from megarl.api.batch import Batch, Padded
+from megarl.config.rollout import GenerationHyperparameters
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 
 # why a sample may fail, see RolloutWorkflow.arun_episode
@@ -66,6 +68,28 @@ class InferenceEngine(ABC):
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Generates several samples in one request to one server, and returns them in the order of
         `reqs`; a group shares its prompt's prefill."""
+
+    def session(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        index: int = 0,
+        seed_key: Sequence[Any] = (),
+    ) -> AbstractAsyncContextManager[Any]:
+        """Opens a session of the gateway, through which an agent reaches the policy by HTTP:
+
+            async with engine.session(gconfig, tokenizer) as s:
+                await my_agent(s.base_url, s.api_key)
+
+        Afterwards s.trajectory holds what the policy read and wrote. See rollout.gateway.session.
+
+        template_kwargs: of the chat template. index: the rollout's place among those of its row.
+        seed_key: tells its seeds from those of other sessions. Raises NotImplementedError for a
+        backend without a gateway.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no gateway for agents")
 
     @abstractmethod
     def submit(

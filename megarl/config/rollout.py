@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 
+from megarl.config.gateway import GatewayConfig
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
@@ -138,6 +139,9 @@ class RolloutConfig:
     backend: SeamConfig = seam(
         "megarl.rollout.client:RemoteSGLangEngine",
         help="class of the generation client, made with (rollout, weight_sync=..., seed=...)",
+    )
+    gateway: GatewayConfig = arg(
+        factory=GatewayConfig, help="HTTP gateway through which agents reach the policy"
     )
     max_concurrent_rollouts: int | None = arg(
         None,

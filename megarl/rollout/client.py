@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
+from megarl.rollout.gateway.gateway import Gateway
+from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Sample, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers
-from megarl.rollout.server_waits import wait_for_version, wait_healthy
+from megarl.rollout.server_waits import context_length, wait_for_version, wait_healthy
 
 T = TypeVar("T")
 
@@ -63,6 +66,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
         self._cut: Future[None] | None = None  # of the answers, during a pause
+        self._gateway: Gateway | None = None  # from the first session
 
     # life
 
@@ -118,10 +122,14 @@ class RemoteSGLangEngine(InferenceEngine):
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
         thread. Every rank calls it, none waits for another. May be called twice."""
         loop, pool, samples, zero = self._loop, self._pool, self._samples, self._zero
+        gateway = self._gateway
         self._loop = self._pool = self._samples = self._executor = self._zero = None
+        self._gateway = None
         if zero is not None:
             zero.close()
         if loop is not None:
+            if gateway is not None and not loop.blocked():
+                loop.run(gateway.close(), timeout=PROBE_TIMEOUT)
             paused = samples is not None and samples.held
             loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
 
@@ -197,6 +205,20 @@ class RemoteSGLangEngine(InferenceEngine):
                     response.output_tokens, skip_special_tokens=True
                 )
         return responses
+
+    @asynccontextmanager
+    async def session(
+        self, gconfig: GenerationHyperparameters, tokenizer: Any = None, **named: Any
+    ) -> AsyncIterator[Session]:
+        """Opens a session of the gateway, which starts with the first of them; see
+        InferenceEngine.session. tokenizer: the client's where it is None."""
+        loop, pool, _ = self._open()
+        if self._gateway is None:
+            self._gateway = Gateway(self, self.config.gateway)
+        await loop.here(self._gateway.start(partial(context_length, pool)))
+        chosen = self._tokenizer if tokenizer is None else tokenizer
+        with self._gateway.session(gconfig, chosen, **named) as session:
+            yield session
 
     def _encoded(self, req: ModelRequest) -> ModelRequest:
         """Returns the request with the ids of its text, if it has text alone."""

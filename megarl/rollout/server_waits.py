@@ -64,6 +64,13 @@ async def wait_for_version(pool: ServerPool, meta: WeightUpdateMeta, patience: f
         await asyncio.sleep(POLL_INTERVAL)
 
 
+async def context_length(pool: ServerPool) -> int | None:
+    """Returns the smallest context of the servers, in tokens; None where none of them says."""
+    found = await pool.everywhere("GET", "/server_info", timeout=PROBE_TIMEOUT)
+    known = [info.get("context_length") for info in found.values() if isinstance(info, dict)]
+    return min((n for n in known if isinstance(n, int)), default=None)
+
+
 def _served(info: Any) -> str:
     """Returns the weight version of a /model_info answer, or why there is none."""
     if not isinstance(info, dict):

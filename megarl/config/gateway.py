@@ -1,0 +1,49 @@
+"""Configures the gateway through which agents reach the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.base import arg
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+
+MATCHES = ("whitespace", "thinking", "tool_arguments", "tool_ids")
+
+
+@dataclass(kw_only=True)
+class GatewayConfig:
+    """Configures the gateway: where it listens, and when a chat goes on from recorded tokens."""
+
+    host: str = arg("127.0.0.1", help="address that the gateway listens on")
+    port: int = arg(0, bounds=Bounds(ge=0, le=65535), help="its port; 0 takes a free one")
+    advertise: str = arg(
+        "",
+        help="host name in the URLs that agents get; empty is `host`, or this machine's name where "
+        "the gateway listens on every address",
+    )
+    reuse: bool = arg(
+        True, help="a chat that goes on after an answer of the policy keeps the policy's own tokens"
+    )
+    match: list[str] = arg(
+        factory=lambda: list(MATCHES),
+        help="differences between a message and the one that was recorded which do not count: "
+        + ", ".join(MATCHES),
+    )
+    retry_window: float = arg(
+        5.0,
+        bounds=NOT_NEGATIVE,
+        help="seconds in which the same request counts as sent again, where it has no idempotency "
+        "key; two that wait at once are two samples",
+    )
+    context_length: int | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="prompt plus answer in tokens, beyond which a request is refused; null asks the server",
+    )
+    tool_format: str = arg(
+        "hermes", help="how the policy writes calls of tools: a name, or pkg.module:function"
+    )
+
+    def __post_init__(self) -> None:
+        if unknown := [m for m in self.match if m not in MATCHES]:
+            raise ValueError(f"rollout.gateway.match={unknown[0]!r}: use {', '.join(MATCHES)}")

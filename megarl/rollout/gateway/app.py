@@ -1,0 +1,197 @@
+"""Routes of the gateway: each dialect's calls, at a session's own URL or by its key alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from megarl.observability.logging import get_logger
+from megarl.rollout.gateway import anthropic, openai_chat, responses
+from megarl.rollout.gateway.errors import BadRequest
+from megarl.rollout.gateway.messages import ChatRequest
+from megarl.rollout.gateway.session import Answer, Session
+
+log = get_logger(__name__)
+
+MAX_BODY = 64 << 20
+KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
+MODEL = "policy"
+
+
+class Dialect(Protocol):
+    """Reads and writes one vendor's form of a chat; a module of this package is one."""
+
+    def read(self, body: Mapping[str, Any], *, key: str) -> ChatRequest: ...
+    def write(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], model: str
+    ) -> dict[str, Any]: ...
+    def events(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], model: str
+    ) -> Iterator[tuple[str, Any]]: ...
+    def error(self, message: str, status: int, code: str) -> dict[str, Any]: ...
+
+
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/messages": anthropic,
+    "/v1/v1/messages": anthropic,  # a client that got the OpenAI URL and adds its own /v1
+    "/v1/responses": responses,
+}
+
+
+def build_app(find: Callable[[str, str], Session], context_length: int | None) -> Starlette:
+    """Returns the app. find: the session of (its id or "", the key); raises BadRequest."""
+    routes: list[Route] = []
+
+    def add(path: str, handler: Callable[[Request, Session], Awaitable[Response]],
+            dialect: Dialect, *methods: str) -> None:  # fmt: skip
+        run = _guarded(handler, find, dialect)
+        for prefix in ("", "/s/{session}"):
+            routes.append(Route(prefix + path, run, methods=list(methods)))
+
+    for path, dialect in DIALECTS.items():
+        add(path, _Chat(dialect), dialect, "POST")
+
+    async def models(request: Request, session: Session) -> Response:
+        entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
+        entry["max_model_len"] = context_length
+        return _answer({"object": "list", "data": [entry]})
+
+    add("/v1/models", models, openai_chat, "GET")
+    add("/v1/reward", _reward, openai_chat, "POST")
+    add("/reward", _reward, openai_chat, "POST")
+    return Starlette(routes=routes)
+
+
+class _Chat:
+    """Answers the chats of one dialect."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+
+    async def __call__(self, request: Request, session: Session) -> Response:
+        body = await _read(request)
+        asked = self.dialect.read(body, key=request.headers.get("idempotency-key", ""))
+        model = str(body.get("model") or MODEL)
+        work = asyncio.ensure_future(session.complete(asked))
+        if body.get("stream"):
+            stream = self._stream(work, body, model)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return _answer(self.dialect.write(body, work.result(), model))
+        finally:
+            gone.cancel()
+            work.cancel()
+
+    async def _stream(
+        self, work: asyncio.Task[list[Answer]], body: Mapping[str, Any], model: str
+    ) -> AsyncIterator[bytes]:
+        """Yields the answer as server-sent events, and before it a comment now and then: clients
+        and proxies close a silent connection."""
+        try:
+            while not (await asyncio.wait({work}, timeout=KEEP_ALIVE))[0]:
+                yield b": the policy is writing\n\n"
+            for name, data in self.dialect.events(body, work.result(), model):
+                yield _event(name, data)
+        except Exception as e:
+            _, content = _refusal(e, self.dialect)
+            yield _event("error", content)
+        finally:
+            work.cancel()
+
+
+async def _reward(request: Request, session: Session) -> Response:
+    """Takes {"reward": r}, and with "id" the reward of one answer alone."""
+    body = await _read(request)
+    reward, answer_id = body.get("reward"), body.get("id")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise BadRequest(f"reward={reward!r}: send a finite number")
+    if answer_id is not None:
+        answer_id = str(answer_id).partition("_" if "_" in str(answer_id) else "-")[2]
+    session.set_reward(float(reward), answer_id)
+    return _answer({"ok": True})
+
+
+def _guarded(
+    handler: Callable[[Request, Session], Awaitable[Response]],
+    find: Callable[[str, str], Session],
+    dialect: Dialect,
+) -> Callable[[Request], Awaitable[Response]]:
+    """Makes a handler that finds the session first, and answers refusals in the dialect's form."""
+
+    async def run(request: Request) -> Response:
+        try:
+            session = find(request.path_params.get("session", ""), _key(request))
+            return await handler(request, session)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as e:
+            status, content = _refusal(e, dialect)
+            return _answer(content, status)
+
+    return run
+
+
+def _refusal(error: Exception, dialect: Dialect) -> tuple[int, Any]:
+    if isinstance(error, BadRequest):
+        status, code = error.status, error.code
+    else:
+        log.warning("gateway: %s: %s", type(error).__name__, error)
+        status, code = 502, "generation_failed"
+    return status, dialect.error(str(error), status, code)
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        return key.strip()
+    return request.headers.get("x-api-key", "")
+
+
+def same_key(one: str, other: str) -> bool:
+    """Returns whether two keys are the same, in a time that does not tell where they differ."""
+    return secrets.compare_digest(one.encode(), other.encode())
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise BadRequest(f"the body has more than {MAX_BODY >> 20} MiB", status=413)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _answer(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _event(name: str, data: Any) -> bytes:
+    text = data.encode() if isinstance(data, str) else orjson.dumps(data)
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection (its body is read already)."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

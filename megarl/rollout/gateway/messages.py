@@ -1,0 +1,187 @@
+"""Defines the gateway's one form of a chat, into which every dialect is read, and when two messages
+count as the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.rollout.gateway.errors import BadRequest
+
+_THOUGHT = re.compile(r"^\s*(?:<think>)?.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """Holds one call of a tool; `arguments` is JSON text, as the model or the client wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def values(self) -> Any:
+        """Returns the decoded arguments; their text where they are no JSON."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Holds one message of a chat. role: system | user | assistant | tool. reasoning: what a model
+    thought before its `content`. call_id: of a tool's message, the call that it answers."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message as chat templates take it: arguments of calls are objects."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.calls:
+            found["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.values},
+                }
+                for call in self.calls
+            ]
+        if self.call_id:
+            found["tool_call_id"] = self.call_id
+        if self.name:
+            found["name"] = self.name
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """Asks for `n` answers to a chat. tools: OpenAI's function objects. max_tokens: None leaves the
+    bound to the session. stop: further stop strings. key: what the client calls the request, so
+    that it can send it again ("" for none)."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    key: str = ""
+
+    @property
+    def asked(self) -> str:
+        """Returns all that decides about the answers, as text; equal texts ask for the same."""
+        return repr(replace(self, key=""))
+
+
+# -- when two messages are the same
+
+
+def _whitespace(message: Message) -> Message:
+    return replace(message, content=message.content.strip(), reasoning=message.reasoning.strip())
+
+
+def _thinking(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    return replace(message, reasoning="", content=_THOUGHT.sub("", message.content).lstrip())
+
+
+def _tool_arguments(message: Message) -> Message:
+    calls = tuple(
+        replace(c, arguments=json.dumps(c.values, sort_keys=True, ensure_ascii=False))
+        for c in message.calls
+    )
+    return replace(message, calls=calls)
+
+
+def _tool_ids(message: Message) -> Message:
+    return replace(message, call_id="", calls=tuple(replace(c, id="") for c in message.calls))
+
+
+# what rollout.gateway.match may name: differences between a message as it was recorded and as the
+# client sends it again, which do not count
+NORMALISATIONS: dict[str, Callable[[Message], Message]] = {
+    "whitespace": _whitespace,
+    "thinking": _thinking,
+    "tool_arguments": _tool_arguments,
+    "tool_ids": _tool_ids,
+}
+
+
+def normalised(messages: Sequence[Message], rules: Sequence[str]) -> tuple[Message, ...]:
+    """Returns the messages without what `rules` (names in NORMALISATIONS) overlook; equal results
+    mean the same chat. A tool's name is not compared: some clients do not repeat it."""
+    found = []
+    for message in messages:
+        if message.role == "tool":
+            message = replace(message, name="")
+        for rule in rules:
+            message = NORMALISATIONS[rule](message)
+        found.append(message)
+    return tuple(found)
+
+
+# -- reading
+
+
+def text_of(content: Any, where: str) -> str:
+    """Returns the text of a message's content: a string, None, or a list of parts of text. Raises
+    BadRequest for other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} is {type(content).__name__}; send text or a list of parts")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRequest(f"{where} has a part of type {kind!r}; the policy reads text alone")
+        texts.append(text)
+    return "".join(texts)
+
+
+def as_arguments(value: Any) -> str:
+    """Returns a call's arguments as JSON text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def whole_number(body: Mapping[str, Any], *names: str, least: int = 1) -> int | None:
+    """Returns the first of the fields `names` that is given; None where none is. Raises BadRequest
+    unless it is a whole number >= `least`."""
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < least:
+            raise BadRequest(f"{name}={value!r}: send a whole number of at least {least}")
+        return value
+    return None
+
+
+def strings(value: Any, name: str) -> tuple[str, ...]:
+    """Returns one string or a list of them as a tuple. Raises BadRequest for anything else."""
+    listed = [value] if isinstance(value, str) else value or []
+    if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
+        raise BadRequest(f"{name}={value!r}: send a string or a list of strings")
+    return tuple(listed)
+
+
+def objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """Returns a list of JSON objects. Raises BadRequest for anything else."""
+    listed = value or []
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise BadRequest(f"{name} must be a list of objects")
+    return listed

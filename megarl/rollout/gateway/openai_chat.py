@@ -1,0 +1,185 @@
+"""Speaks OpenAI's chat completions (https://platform.openai.com/docs/api-reference/chat), with the
+token ids that SGLang and vLLM add for `return_token_ids`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.rollout.gateway.errors import BadRequest
+from megarl.rollout.gateway.messages import (
+    ChatRequest,
+    Message,
+    ToolCall,
+    as_arguments,
+    objects,
+    strings,
+    text_of,
+    whole_number,
+)
+from megarl.rollout.gateway.session import Answer
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
+    """Returns the request of a body of POST /v1/chat/completions. Raises BadRequest."""
+    refuse_constraints(body)
+    choice = body.get("tool_choice", "auto")
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
+        )
+    tools = [] if choice == "none" else objects(body.get("tools"), "tools")
+    return ChatRequest(
+        messages=tuple(
+            read_message(m, f"messages[{i}]")
+            for i, m in enumerate(objects(body.get("messages"), "messages"))
+        ),
+        tools=tuple(tools),
+        max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
+        stop=strings(body.get("stop"), "stop"),
+        n=whole_number(body, "n") or 1,
+        key=key,
+    )
+
+
+def refuse_constraints(body: Mapping[str, Any]) -> None:
+    """Raises BadRequest for what would have the server sample from another distribution than the
+    trainer computes."""
+    wanted = body.get("response_format") or {}
+    if wanted.get("type", "text") != "text":
+        raise BadRequest(
+            f"response_format={wanted.get('type')!r}: answers are sampled without constraints, as "
+            "the trainer computes their logprobs; ask for the format in the prompt"
+        )
+    for name in ("logit_bias", "functions", "audio", "prediction"):
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported")
+
+
+def read_message(item: Mapping[str, Any], where: str) -> Message:
+    """Returns one message of the body. Raises BadRequest where it is none."""
+    role = item.get("role")
+    role = _ROLES.get(str(role), role)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise BadRequest(f"{where}.role={role!r}: use system, user, assistant or tool")
+    calls = []
+    for call in objects(item.get("tool_calls"), f"{where}.tool_calls"):
+        function = call.get("function") or {}
+        arguments = as_arguments(function.get("arguments", ""))
+        name = str(function.get("name", ""))
+        calls.append(ToolCall(id=str(call.get("id", "")), name=name, arguments=arguments))
+    thought = item.get("reasoning_content") or item.get("reasoning") or ""
+    return Message(
+        role=role,
+        content=text_of(item.get("content"), f"{where}.content"),
+        reasoning=text_of(thought, f"{where}.reasoning_content"),
+        calls=tuple(calls),
+        call_id=str(item.get("tool_call_id") or ""),
+        name=str(item.get("name") or ""),
+    )
+
+
+def write(body: Mapping[str, Any], answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """Returns the body of the answer."""
+    found = _head(answers, model, "chat.completion")
+    found["choices"] = [
+        {
+            "index": i,
+            "message": _message(answer.message),
+            "logprobs": _logprobs(answer) if body.get("logprobs") else None,
+            "finish_reason": _finish(answer),
+        }
+        for i, answer in enumerate(answers)
+    ]
+    found["usage"] = usage(answers)
+    if body.get("return_token_ids"):
+        found["prompt_token_ids"] = answers[0].prompt
+        for choice, answer in zip(found["choices"], answers, strict=True):
+            choice["token_ids"] = answer.response.output_tokens
+    return found
+
+
+def events(
+    body: Mapping[str, Any], answers: Sequence[Answer], model: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the events of a streamed answer, as (name, data); chunks have no name."""
+    head = _head(answers, model, "chat.completion.chunk")
+    for i, answer in enumerate(answers):
+        said = _message(answer.message)
+        calls = [{"index": k} | call for k, call in enumerate(said.pop("tool_calls", []))]
+        said = {k: v for k, v in said.items() if v is not None}
+        delta = said | ({"tool_calls": calls} if calls else {})
+        logprobs = _logprobs(answer) if body.get("logprobs") else None
+        choice: dict[str, Any] = {"index": i, "delta": delta, "logprobs": logprobs}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = answer.response.output_tokens
+        yield "", head | {"choices": [choice | {"finish_reason": None}]}
+        last = {"index": i, "delta": {}, "finish_reason": _finish(answer)}
+        yield "", head | {"choices": [last]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield "", head | {"choices": [], "usage": usage(answers)}
+    yield "", "[DONE]"
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Returns the counts of tokens."""
+    read_, wrote = len(answers[0].prompt), sum(a.response.output_len for a in answers)
+    return {
+        "prompt_tokens": read_,
+        "completion_tokens": wrote,
+        "total_tokens": read_ + wrote,
+    }
+
+
+def error(message: str, status: int, code: str) -> dict[str, Any]:
+    """Returns the body of a refusal."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+
+
+def _head(answers: Sequence[Answer], model: str, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answers[0].id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": message.content or None}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.calls
+        ]
+    elif found["content"] is None:
+        found["content"] = ""
+    return found
+
+
+def _finish(answer: Answer) -> str:
+    if answer.cut:
+        return "length"
+    return "tool_calls" if answer.message.calls else "stop"
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    """Returns the logprobs by token id, the form that clients of token ids read."""
+    pairs = zip(answer.response.output_tokens, answer.response.output_logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{i}", "logprob": lp, "bytes": None, "top_logprobs": []}
+            for i, lp in pairs
+        ],
+        "refusal": None,
+    }

@@ -1,0 +1,202 @@
+"""Speaks OpenAI's responses (https://platform.openai.com/docs/api-reference/responses): a chat as
+items, which the client sends again with every request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.rollout.gateway import openai_chat
+from megarl.rollout.gateway.errors import BadRequest
+from megarl.rollout.gateway.messages import (
+    ChatRequest,
+    Message,
+    ToolCall,
+    as_arguments,
+    objects,
+    text_of,
+    whole_number,
+)
+from megarl.rollout.gateway.session import Answer
+
+error = openai_chat.error
+
+
+def read(body: Mapping[str, Any], *, key: str) -> ChatRequest:
+    """Returns the request of a body of POST /v1/responses. Raises BadRequest."""
+    if body.get("previous_response_id") or body.get("conversation"):
+        raise BadRequest(
+            "previous_response_id and conversation are not supported: send the items again"
+        )
+    wanted = (body.get("text") or {}).get("format") or {}
+    openai_chat.refuse_constraints({"response_format": wanted})
+    choice = body.get("tool_choice", "auto")
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice={choice!r}: the policy is free to call a tool or not; send auto or none"
+        )
+    tools = [] if choice == "none" else objects(body.get("tools"), "tools")
+    messages: list[Message] = []
+    if instructions := text_of(body.get("instructions"), "instructions"):
+        messages.append(Message(role="system", content=instructions))
+    said = body.get("input")
+    if isinstance(said, str):
+        messages.append(Message(role="user", content=said))
+    else:
+        for i, item in enumerate(objects(said, "input")):
+            _add(messages, item, f"input[{i}]")
+    return ChatRequest(
+        messages=tuple(messages),
+        tools=tuple(_read_tool(t, f"tools[{i}]") for i, t in enumerate(tools)),
+        max_tokens=whole_number(body, "max_output_tokens"),
+        key=key,
+    )
+
+
+def _read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise BadRequest(f"{where}.type={tool.get('type')!r}: only functions are supported")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+
+
+def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    """Adds an item: a message, or a part of the assistant's message before it."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        message = openai_chat.read_message(item, where)
+        if message.role == "assistant":
+            _extend(messages, content=message.content)
+        else:
+            messages.append(message)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary")
+        _extend(messages, reasoning=text_of(parts, f"{where}.content"))
+    elif kind == "function_call":
+        arguments = as_arguments(item.get("arguments", ""))
+        call = ToolCall(
+            id=str(item.get("call_id", "")), name=str(item.get("name", "")), arguments=arguments
+        )
+        _extend(messages, calls=(call,))
+    elif kind == "function_call_output":
+        text = text_of(item.get("output"), f"{where}.output")
+        messages.append(Message(role="tool", content=text, call_id=str(item.get("call_id", ""))))
+    else:
+        raise BadRequest(f"{where}.type={kind!r} is not supported")
+
+
+def _extend(
+    messages: list[Message],
+    *,
+    content: str = "",
+    reasoning: str = "",
+    calls: tuple[ToolCall, ...] = (),
+) -> None:
+    """Adds a part of an answer: items that follow each other are one answer."""
+    if not messages or messages[-1].role != "assistant":
+        messages.append(Message(role="assistant"))
+    last = messages[-1]
+    messages[-1] = replace(
+        last,
+        content=last.content + content,
+        reasoning=last.reasoning + reasoning,
+        calls=last.calls + calls,
+    )
+
+
+def write(body: Mapping[str, Any], answers: Sequence[Answer], model: str) -> dict[str, Any]:
+    """Returns the body of the answer."""
+    answer = answers[0]
+    counts = openai_chat.usage(answers)
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "status": "incomplete" if answer.cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "output": _items(answer),
+        "parallel_tool_calls": True,
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools") or [],
+        "temperature": None,
+        "top_p": None,
+        "usage": {
+            "input_tokens": counts["prompt_tokens"],
+            "output_tokens": counts["completion_tokens"],
+            "total_tokens": counts["total_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def events(
+    body: Mapping[str, Any], answers: Sequence[Answer], model: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the events of a streamed answer, as (name, data)."""
+    whole = write(body, answers, model)
+    numbered = enumerate(_events(whole))
+    for number, (kind, fields) in numbered:
+        yield kind, {"type": kind, "sequence_number": number} | fields
+
+
+def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = whole | {"status": "in_progress", "output": [], "usage": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for i, item in enumerate(whole["output"]):
+        where = {"item_id": item["id"], "output_index": i}
+        yield "response.output_item.added", {"output_index": i, "item": item | _empty(item)}
+        if item["type"] == "message":
+            part = item["content"][0]
+            at = where | {"content_index": 0}
+            yield "response.content_part.added", at | {"part": part | {"text": ""}}
+            yield "response.output_text.delta", at | {"delta": part["text"], "logprobs": []}
+            yield "response.output_text.done", at | {"text": part["text"], "logprobs": []}
+            yield "response.content_part.done", at | {"part": part}
+        elif item["type"] == "function_call":
+            arguments = item["arguments"]
+            yield "response.function_call_arguments.delta", where | {"delta": arguments}
+            done = {"arguments": arguments, "name": item["name"]}
+            yield "response.function_call_arguments.done", where | done
+        yield "response.output_item.done", {"output_index": i, "item": item}
+    ends = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
+    yield ends, {"response": whole}
+
+
+def _empty(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] == "function_call":
+        return {"arguments": "", "status": "in_progress"}
+    return {"content": [], "status": "in_progress"}
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    message, status = answer.message, "incomplete" if answer.cut else "completed"
+    found: list[dict[str, Any]] = []
+    if message.reasoning:
+        parts = [{"type": "reasoning_text", "text": message.reasoning}]
+        found.append(
+            {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": parts}
+        )
+    if message.content or not message.calls:
+        text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+        head = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant"}
+        found.append(head | {"status": status, "content": [text]})
+    for k, call in enumerate(message.calls):
+        found.append(
+            {
+                "id": f"fc_{answer.id}_{k}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": status,
+            }
+        )
+    return found

@@ -1,0 +1,256 @@
+"""Holds one agent's session: the requests it made, and the trajectory that they make up.
+
+A request whose messages begin with a chat that the policy has answered before goes on from the
+policy's own tokens: only what is new is rendered and read. Every other request begins a chat of its
+own, which is a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.api.inference import InferenceEngine
+from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.gateway import GatewayConfig
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.gateway.errors import BadRequest
+from megarl.rollout.gateway.messages import ChatRequest, Message, normalised
+from megarl.rollout.gateway.prompt import Renderer
+from megarl.rollout.generation import stable_seed
+from megarl.rollout.trajectory import Trajectory, Turn
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Holds one answer of the policy. prompt: the ids it was written after."""
+
+    id: str
+    message: Message
+    prompt: list[int]
+    response: ModelResponse
+
+    @property
+    def cut(self) -> bool:
+        """Returns whether a bound on tokens ended the answer."""
+        return self.response.stop_reason == "length"
+
+
+@dataclass(kw_only=True)
+class _Chat:
+    """Holds a chat that ends with an answer of the policy, and where that is in the trajectory."""
+
+    messages: tuple[Message, ...]
+    key: tuple[Message, ...]  # `messages`, normalised
+    tools: str
+    turn: Turn
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """Holds a request on its way, which several attempts of the client may share."""
+
+    answers: asyncio.Task[list[Answer]]
+    key: str
+    waiting: int = 0
+    ended: float | None = None  # on the monotonic clock
+
+
+class Session:
+    """Serves one agent; made by Gateway.session.
+
+    base_url, api_key: what an OpenAI client gets. anthropic_url: what an Anthropic client gets.
+    reward: the outcome, set by the workflow or by POST .../reward; None until then.
+    trajectory: what the policy read and wrote. lost: answers that were written and that no client
+    took; they are in no trajectory.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        renderer: Renderer,
+        config: GatewayConfig,
+        gconfig: GenerationHyperparameters,
+        *,
+        address: str,
+        context_length: int | None,
+        index: int = 0,
+        seed_key: Sequence[Any] = (),
+    ) -> None:
+        self.id, self.api_key = uuid.uuid4().hex, f"sk-{secrets.token_hex(24)}"
+        self.anthropic_url = f"{address}/s/{self.id}"
+        self.base_url = f"{self.anthropic_url}/v1"
+        self.reward: float | None = None
+        self.lost = 0
+        self.trajectory = Trajectory(index=index)
+        self._engine, self._renderer, self._config = engine, renderer, config
+        self._gconfig, self._seed_key = gconfig, tuple(seed_key)
+        self._context_length = context_length
+        self._chats: list[_Chat] = []
+        self._calls: dict[tuple[int, str], list[_Call]] = {}
+        self._turns: dict[str, Turn] = {}  # by the answer's id
+        self._asked: dict[tuple[int, ...], int] = {}
+        self._errors: dict[str, str] = {}
+
+    @property
+    def failures(self) -> list[str]:
+        """Returns the errors of requests that the servers did not answer, at any attempt."""
+        return list(self._errors.values())
+
+    # -- requests
+
+    async def complete(self, request: ChatRequest) -> list[Answer]:
+        """Returns the policy's answers. A request that the client sends again gets those of its
+        first attempt. Raises BadRequest for what cannot be answered."""
+        parent = self._parent(request)
+        call = self._find_call(parent, request)
+        call.waiting += 1
+        try:
+            answers = await asyncio.shield(call.answers)
+        finally:
+            call.waiting -= 1
+        self._record(parent, request, answers)
+        return answers
+
+    def close(self) -> None:
+        """Ends the requests that are under way; what nobody waits for any more is counted."""
+        for call in (c for calls in self._calls.values() for c in calls):
+            if not call.answers.done():
+                call.answers.cancel()
+                self.lost += 1
+            elif not call.answers.cancelled() and call.answers.exception() is None:
+                self.lost += sum(a.id not in self._turns for a in call.answers.result())
+
+    def set_reward(self, reward: float, answer_id: str | None = None) -> None:
+        """Sets the outcome, or the reward of one answer. Raises BadRequest for an id that is no
+        answer's."""
+        if answer_id is None:
+            self.reward = reward
+        elif (turn := self._turns.get(answer_id)) is not None:
+            turn.reward = reward
+        else:
+            raise BadRequest(f"no answer of this session has the id {answer_id!r}", status=404)
+
+    # -- the chat that a request goes on with
+
+    def _parent(self, request: ChatRequest) -> _Chat | None:
+        """Returns the longest chat that ends with an answer and begins the request's messages."""
+        if not request.messages:
+            raise BadRequest("messages is empty")
+        if not self._config.reuse:
+            return None
+        key, tools = normalised(request.messages, self._config.match), repr(request.tools)
+        found = [
+            chat
+            for chat in self._chats
+            if chat.tools == tools
+            and len(chat.key) < len(key)
+            and chat.key == key[: len(chat.key)]
+        ]
+        return max(found, key=lambda chat: len(chat.key), default=None)
+
+    def _find_call(self, parent: _Chat | None, request: ChatRequest) -> _Call:
+        """Returns the call of the request's first attempt, else a new one."""
+        where = (-1 if parent is None else self._chats.index(parent), repr(request.asked))
+        now, calls = time.monotonic(), self._calls.setdefault(where, [])
+        for call in calls:
+            if request.key or call.key:
+                same = request.key == call.key
+            else:  # two that wait at the same time are two samples
+                fresh = call.ended is None or now - call.ended < self._config.retry_window
+                same = call.waiting == 0 and fresh
+            if same and not _failed(call):
+                return call
+        call = _Call(answers=asyncio.ensure_future(self._generate(parent, request)), key=request.key)
+        call.answers.add_done_callback(lambda _: setattr(call, "ended", time.monotonic()))
+        calls.append(call)
+        return call
+
+    async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
+        prompt = self._prompt(parent, request)
+        requests = [
+            ModelRequest(input_ids=prompt, gconfig=self._bounds(request, len(prompt)), seed=seed)
+            for seed in self._seeds(prompt, request.n)
+        ]
+        try:
+            responses = await self._engine.agenerate_many(requests)
+        except Exception as e:
+            self._errors[request.asked] = f"{type(e).__name__}: {e}"
+            raise
+        self._errors.pop(request.asked, None)
+        said = sum(len(m.calls) for m in request.messages)
+        return [
+            Answer(
+                id=uuid.uuid4().hex,
+                message=self._renderer.answer(r, tools=bool(request.tools), calls_so_far=said),
+                prompt=prompt,
+                response=r,
+            )
+            for r in responses
+        ]
+
+    def _prompt(self, parent: _Chat | None, request: ChatRequest) -> list[int]:
+        if parent is None:
+            return self._renderer.whole(request.messages, request.tools)
+        before = parent.turn.path_tokens()
+        rest = request.messages[len(parent.messages) :]
+        return before + self._renderer.after(parent.messages, rest, request.tools, before[-1])
+
+    def _bounds(self, request: ChatRequest, length: int) -> GenerationHyperparameters:
+        """Returns the session's sampling parameters, with the request's bound and stop strings."""
+        gconfig, most = self._gconfig, self._gconfig.max_new_tokens
+        if request.max_tokens is not None:
+            most = min(most, request.max_tokens)
+        if (context := self._context_length) is not None:
+            if length >= context:
+                raise BadRequest(
+                    f"the chat has {length} tokens, which leaves no room in a context of {context}",
+                    code="context_length_exceeded",
+                )
+            most = min(most, context - length)
+        stop = [*gconfig.stop, *(s for s in request.stop if s not in gconfig.stop)]
+        return gconfig.new(n_samples=1, max_new_tokens=most, stop=stop)
+
+    def _seeds(self, prompt: list[int], n: int) -> list[int | None]:
+        """Returns a seed for each of n answers, keyed by the prompt and by how often it came."""
+        if self._gconfig.seed is None:
+            return [None] * n
+        key = tuple(prompt)
+        first = self._asked.get(key, 0)
+        self._asked[key] = first + n
+        version = self._engine.get_version()
+        return [
+            stable_seed(self._gconfig.seed, version, *self._seed_key, key, first + i)
+            for i in range(n)
+        ]
+
+    def _record(
+        self, parent: _Chat | None, request: ChatRequest, answers: Sequence[Answer]
+    ) -> None:
+        """Puts answers into the trajectory, once, when a client takes them."""
+        if not answers or answers[0].id in self._turns:
+            return
+        before = self.trajectory.root if parent is None else parent.turn
+        read = self.trajectory.read(answers[0].prompt[before.end :], after=before)
+        for answer in answers:
+            turn = self.trajectory.wrote(answer.response, after=read)
+            chat = (*request.messages, answer.message)
+            self._turns[answer.id] = turn
+            self._chats.append(
+                _Chat(
+                    messages=chat,
+                    key=normalised(chat, self._config.match),
+                    tools=repr(request.tools),
+                    turn=turn,
+                )
+            )
+
+
+def _failed(call: _Call) -> bool:
+    done = call.answers
+    return done.done() and (done.cancelled() or done.exception() is not None)

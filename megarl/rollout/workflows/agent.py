@@ -1,0 +1,105 @@
+"""Defines AgentWorkflow: an agent of any kind, which reaches the policy through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.observability.logging import get_logger
+from megarl.rollout.chat import ChatWorkflow, all_of
+from megarl.rollout.gateway.session import Session
+from megarl.rollout.rewards import RewardPool
+from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.utils.importing import load_object
+
+log = get_logger(__name__)
+
+
+class AgentWorkflow(ChatWorkflow):
+    """Runs an agent gconfig.n_samples times for each row, each time with a session of its own.
+
+    agent: a function (data, base_url, api_key) -> reward or None, or a class whose objects have a
+    method `run` of this form; or an import path of one. It may be asynchronous; one that is not
+    runs in a thread. data: the row. base_url, api_key: for an OpenAI client; the Anthropic client
+    gets the same.
+
+    A rollout's reward is what the agent returns, else what it sent to POST .../reward, else that of
+    reward_fn for the policy's last answer. An agent that raises an error, or that never asks the
+    policy, is a rollout that failed: it is counted and not trained on.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        agent: str | Callable[..., Any],
+        reward_pool: RewardPool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            reward_fn,
+            gconfig,
+            tokenizer,
+            reward_pool=reward_pool,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        found = load_object(agent, what="agent") if isinstance(agent, str) else agent
+        self._agent: Callable[..., Any] = found().run if inspect.isclass(found) else found
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
+        """Returns the batch of gconfig.n_samples rollouts, by trajectory.to_batch."""
+        runs = (self._rollout(engine, data, i) for i in range(self.gconfig.n_samples))
+        return to_batch(await all_of(runs))
+
+    async def _rollout(
+        self, engine: InferenceEngine, data: dict[str, Any], index: int
+    ) -> Trajectory:
+        key = (data.get("row_id"), data.get("episode_id", 0), index)
+        async with engine.session(
+            self.gconfig,
+            self.tokenizer,
+            template_kwargs=self.chat_template_kwargs,
+            index=index,
+            seed_key=key,
+        ) as session:
+            try:
+                returned = await self._run(data, session)
+                if session.failures:  # the agent went on without an answer that it should have got
+                    raise RuntimeError(f"the policy did not answer: {session.failures[0]}")
+            except Exception as e:
+                kind = "server" if session.failures else "environment"
+                log.warning("agent failed on row %s (%s): %r", data.get("row_id", "?"), kind, e)
+                session.trajectory.fail(kind)
+                return session.trajectory
+        return await self._scored(session, returned, data)
+
+    async def _run(self, data: dict[str, Any], session: Session) -> Any:
+        arguments = (data, session.base_url, session.api_key)
+        if inspect.iscoroutinefunction(self._agent):
+            return await self._agent(*arguments)
+        returned = await asyncio.to_thread(self._agent, *arguments)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def _scored(self, session: Session, returned: Any, data: dict[str, Any]) -> Trajectory:
+        rollout = session.trajectory
+        if not rollout.answers:
+            log.warning("the agent of row %s never asked the policy", data.get("row_id", "?"))
+            rollout.fail("environment")
+            return rollout
+        reward = session.reward if returned is None else returned
+        if reward is None:
+            reward = (await self.score([rollout], data))[0]
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise TypeError(f"the agent returned {reward!r}: return a reward as a number, or None")
+        if not math.isfinite(reward):
+            raise ValueError(f"the agent returned a reward of {reward}")
+        rollout.score(float(reward))
+        return rollout
