@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from megarl.api.batch import Batch, Padded
-from megarl.config.rollout import GenerationHyperparameters
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.config.rollout import GenerationHyperparameters
 
 # why a sample may fail, see RolloutWorkflow.arun_episode
 FAILURES = ("other", "environment", "reward", "tool", "server")

@@ -38,7 +38,8 @@ class GatewayConfig:
     context_length: int | None = arg(
         None,
         bounds=POSITIVE,
-        help="prompt plus answer in tokens, beyond which a request is refused; null asks the server",
+        help="prompt plus answer in tokens, beyond which a request is refused; null is the "
+        "servers' own",
     )
     tool_format: str = arg(
         "hermes", help="how the policy writes calls of tools: a name, or pkg.module:function"

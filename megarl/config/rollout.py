@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import FRACTION_ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
-
 from megarl.config.gateway import GatewayConfig
+
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:

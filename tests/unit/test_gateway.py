@@ -24,7 +24,7 @@ from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import to_batch
 from tests.tiny_tokenizer import save_tokenizer
 
-GCONFIG = GenerationHyperparameters(max_new_tokens=24, temperature=0.7)
+GCONFIG = GenerationHyperparameters(max_new_tokens=64, temperature=0.7)
 LOOK = {
     "type": "function",
     "function": {
@@ -106,7 +106,7 @@ async def opened(
     tokenizer: Any, **config: Any
 ) -> AsyncIterator[tuple[Session, StubEngine, Gateway]]:
     engine = StubEngine(tokenizer)
-    gateway = Gateway(engine, GatewayConfig(**config))  # type: ignore[arg-type]
+    gateway = Gateway(engine, GatewayConfig(**config))
 
     async def context() -> int | None:
         return None
@@ -148,13 +148,18 @@ async def chat_agent(session: Session) -> None:
         messages.append({"role": "user", "content": "go"})
         for _ in range(4):
             answer = await client.chat.completions.create(
-                model="any", messages=messages, tools=[LOOK], temperature=2.0  # type: ignore[list-item]
+                model="any",
+                messages=messages,
+                tools=[LOOK],
+                temperature=2.0,
             )
             said = answer.choices[0].message
             assert answer.choices[0].finish_reason == "tool_calls" and said.tool_calls
-            messages.append({k: v for k, v in said.model_dump().items() if k in ("role", "content")})
+            messages.append(
+                {k: v for k, v in said.model_dump().items() if k in ("role", "content")}
+            )
             call = said.tool_calls[0]
-            function = {"name": "look", "arguments": rewritten(call.function.arguments)}  # type: ignore[union-attr]
+            function = {"name": "look", "arguments": rewritten(call.function.arguments)}
             messages[-1]["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
             messages[-1]["content"] = (said.content or "").strip() or None
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "seen"})
@@ -171,7 +176,10 @@ async def streaming_agent(session: Session) -> None:
         for _ in range(4):
             content, calls, ends = "", [], []
             async for chunk in await client.chat.completions.create(
-                model="any", messages=messages, tools=[LOOK], stream=True  # type: ignore[list-item]
+                model="any",
+                messages=messages,
+                tools=[LOOK],
+                stream=True,
             ):
                 delta = chunk.choices[0].delta
                 content += delta.content or ""
@@ -183,7 +191,7 @@ async def streaming_agent(session: Session) -> None:
 
 
 async def responses_agent(session: Session) -> None:
-    tool = {"type": "function"} | LOOK["function"]  # type: ignore[operator]
+    tool = {"type": "function"} | LOOK["function"]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         items: list[Any] = [{"role": "user", "content": "go"}]
         for _ in range(4):
@@ -216,7 +224,8 @@ async def anthropic_agent(session: Session) -> None:
 async def anthropic_streaming_agent(session: Session) -> None:
     tool: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
     async with anthropic.AsyncAnthropic(
-        base_url=session.base_url, api_key=session.api_key  # the OpenAI URL does, too
+        base_url=session.base_url,
+        api_key=session.api_key,  # the OpenAI URL does, too
     ) as client:
         messages: list[Any] = [{"role": "user", "content": "go"}]
         for _ in range(4):
@@ -224,7 +233,9 @@ async def anthropic_streaming_agent(session: Session) -> None:
                 model="any", max_tokens=64, messages=messages, tools=[tool]
             ) as stream:
                 answer = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": [b.model_dump() for b in answer.content]})
+            messages.append(
+                {"role": "assistant", "content": [b.model_dump() for b in answer.content]}
+            )
             used = next(b for b in answer.content if b.type == "tool_use")
             result = {"type": "tool_result", "tool_use_id": used.id, "content": "seen"}
             messages.append({"role": "user", "content": [result]})
@@ -264,3 +275,268 @@ def test_without_reuse_every_turn_becomes_a_row(
             check_exact(session, engine, rows=4)
 
     asyncio.run(run())
+
+
+# -- what else agents do
+
+
+async def post(session: Session, path: str, body: Any, **headers: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {session.api_key}"} | headers
+    async with httpx.AsyncClient(timeout=20) as client:
+        return await client.post(session.base_url + path, json=body, headers=headers)
+
+
+def ask(*contents: str, **fields: Any) -> dict[str, Any]:
+    """A body whose contents alternate between user and assistant."""
+    roles = ("user", "assistant")
+    return {
+        "messages": [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    } | fields
+
+
+def run(
+    tokenizer: Any,
+    test: Callable[[Session, StubEngine], Any],
+    **config: Any,
+) -> None:
+    async def inner() -> None:
+        async with opened(tokenizer, **config) as (session, engine, _):
+            await test(session, engine)
+
+    asyncio.run(inner())
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_fork_shares_what_came_before_and_trains_it_once(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = said(await post(session, "/chat/completions", ask("go")))
+        for more in ("left", "right"):
+            await post(session, "/chat/completions", ask("go", first, more))
+        await post(session, "/chat/completions", ask("a summary"))  # compaction: a chat of its own
+        check_exact(session, engine, rows=3)
+        assert session.trajectory.forks == 2
+
+    run(tokenizer, test)
+
+
+def test_an_edited_answer_is_not_trained(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = said(await post(session, "/chat/completions", ask("go")))
+        await post(session, "/chat/completions", ask("go", first + " edited", "on"))
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def test_differences_count_unless_config_says_otherwise(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = said(await post(session, "/chat/completions", ask("go")))
+        await post(session, "/chat/completions", ask("go", f"  {first}\n", "on"))
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test, match=["thinking"])
+
+
+def test_a_cut_answer_gets_the_end_of_its_turn(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = await post(session, "/chat/completions", ask("go", max_tokens=12))
+        assert first.json()["choices"][0]["finish_reason"] == "length"
+        await post(session, "/chat/completions", ask("go", said(first), "on"))
+        check_exact(session, engine, rows=1)
+        before, after = engine.wrote
+        read = after.input_tokens[len(before.input_tokens) + before.output_len :]
+        assert tokenizer.decode(read) == "<eos>\n<bos>user:on<eos>\n<bos>assistant: "
+
+    run(tokenizer, test)
+
+
+def test_two_that_wait_at_once_are_two_samples(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.gate = asyncio.Event()
+        both = [asyncio.create_task(post(session, "/chat/completions", ask("go"))) for _ in "ab"]
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0.01)
+        engine.gate.set()
+        one, two = [said(await t) for t in both]
+        assert one != two
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def test_a_retry_gets_the_answer_of_its_first_attempt(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.gate = asyncio.Event()
+        first = asyncio.create_task(post(session, "/chat/completions", ask("go")))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        first.cancel()  # the client gave up waiting
+        await asyncio.wait({first})
+        await asyncio.sleep(0.1)
+        again = asyncio.create_task(post(session, "/chat/completions", ask("go")))
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        text = said(await again)
+        assert len(engine.asked) == 1
+        assert said(await post(session, "/chat/completions", ask("go"))) == text  # in the window
+        keyed = {"Idempotency-Key": "k1"}
+        other = said(await post(session, "/chat/completions", ask("go"), **keyed))
+        assert said(await post(session, "/chat/completions", ask("go"), **keyed)) == other != text
+        assert len(engine.asked) == 2
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def test_after_the_window_the_same_request_is_a_new_sample(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        one = said(await post(session, "/chat/completions", ask("go")))
+        assert said(await post(session, "/chat/completions", ask("go"))) != one
+
+    run(tokenizer, test, retry_window=0.0)
+
+
+def test_an_answer_that_nobody_took_is_counted_and_not_trained(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        await post(session, "/chat/completions", ask("go"))
+        engine.gate = asyncio.Event()
+        lost = asyncio.create_task(post(session, "/chat/completions", ask("other")))
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0.01)
+        lost.cancel()
+        await asyncio.wait({lost})
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        await asyncio.sleep(0.2)
+        session.close()
+        assert session.lost == 1 and len(engine.wrote) == 2
+        session.trajectory.score(1.0)
+        assert len(to_batch([session.trajectory])["input_ids"]) == 1
+
+    run(tokenizer, test)
+
+
+def test_a_failed_generation_is_retried_or_told(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        engine.fails = 1
+        answer = await post(session, "/chat/completions", ask("go"))
+        assert answer.status_code == 502 and "no server is left" in answer.text
+        assert session.failures == ["RuntimeError: no server is left"]
+        assert said(await post(session, "/chat/completions", ask("go")))
+        assert session.failures == []
+        engine.fails = 1
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            await client.chat.completions.create(  # tries again by itself
+                model="any", messages=[{"role": "user", "content": "more"}]
+            )
+        assert session.failures == []
+
+    run(tokenizer, test)
+
+
+def test_token_ids_logprobs_and_several_answers_on_demand(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        body = ask("go", n=2, logprobs=True, return_token_ids=True, stop=["x"], max_tokens=40)
+        answer = (await post(session, "/chat/completions", body)).json()
+        assert [c["token_ids"] for c in answer["choices"]] == [
+            w.output_tokens for w in engine.wrote
+        ]
+        assert answer["prompt_token_ids"] == engine.wrote[0].input_tokens
+        logprobs = [e["logprob"] for e in answer["choices"][1]["logprobs"]["content"]]
+        assert logprobs == engine.wrote[1].output_logprobs
+        gconfig = engine.asked[0].gconfig
+        assert (gconfig.stop, gconfig.max_new_tokens, gconfig.n_samples) == (["x"], 40, 1)
+        check_exact(session, engine, rows=2)
+
+    run(tokenizer, test)
+
+
+def test_the_policy_continues_a_message_that_is_begun(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        body = ask("go", "Sure:") | {"model": "any", "max_tokens": 9}
+        assert (await post(session, "/messages", body)).status_code == 200
+        assert tokenizer.decode(engine.asked[0].input_ids).endswith("<bos>assistant:Sure:")
+
+    run(tokenizer, test)
+
+
+def test_rewards_of_the_outcome_and_of_one_answer(tokenizer: Any) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        first = (await post(session, "/chat/completions", ask("go"))).json()["id"]
+        second = (await post(session, "/responses", {"input": "go on"})).json()["id"]
+        for body in ({"reward": 2.0}, {"reward": 0.5, "id": first}, {"reward": 0.25, "id": second}):
+            assert (await post(session, "/reward", body)).status_code == 200
+        assert session.reward == 2.0
+        earned = [t.reward for t in session.trajectory.turns if t.response is not None]
+        assert earned == [0.5, 0.25]
+        for bad in ({}, {"reward": "1"}, {"reward": True}, {"reward": 1.0, "id": "chatcmpl-x"}):
+            assert (await post(session, "/reward", bad)).status_code in (400, 404)
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/chat/completions", ask(), "messages is empty"),
+        ("/chat/completions", ask("go", n=0), "n=0"),
+        ("/chat/completions", ask("go", response_format={"type": "json_object"}), "json_object"),
+        ("/chat/completions", ask("go", tool_choice="required"), "tool_choice"),
+        ("/chat/completions", ask("go", logit_bias={"1": 2}), "logit_bias"),
+        ("/chat/completions", {"messages": [{"role": "robot"}]}, "robot"),
+        ("/chat/completions", {"messages": "go"}, "list of objects"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url",
+        ),
+        ("/chat/completions", ask("x" * 400), "leaves no room in a context of 300"),
+        ("/messages", ask("go", tools=[{"type": "web_search", "name": "w"}]), "input_schema"),
+        ("/responses", {"input": "go", "previous_response_id": "r"}, "previous_response_id"),
+        ("/responses", {"input": "go", "tools": [{"type": "web_search"}]}, "web_search"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    tokenizer: Any, path: str, body: Any, why: str
+) -> None:
+    async def test(session: Session, engine: StubEngine) -> None:
+        answer = await post(session, path, body)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"]
+        assert engine.asked == []
+
+    run(tokenizer, test, context_length=300)
+
+
+def test_a_key_opens_its_own_session_alone(tokenizer: Any) -> None:
+    async def inner() -> None:
+        async with opened(tokenizer) as (session, _, gateway):
+            with gateway.session(GCONFIG, tokenizer) as other:
+                stolen = {"Authorization": f"Bearer {other.api_key}"}
+                answer = await post(session, "/chat/completions", ask("go"), **stolen)
+                assert answer.status_code == 401
+                by_key = f"{gateway.address}/v1/chat/completions"
+                async with httpx.AsyncClient() as client:
+                    answer = await client.post(by_key, json=ask("go"), headers=stolen)
+                    assert answer.status_code == 200 and other.trajectory.answers
+                    assert (await client.get(f"{session.base_url}/models")).status_code == 401
+            assert not session.trajectory.answers
+            answer = await post(other, "/chat/completions", ask("go"))
+            assert answer.status_code == 401  # it has ended
+
+    asyncio.run(inner())
+
+
+def test_sessions_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:
+    plain = save_tokenizer(tmp_path)
+    plain.chat_template = None
+
+    async def inner() -> None:
+        async with opened(tokenizer) as (_, _, gateway):
+            with pytest.raises(ValueError, match="chat template"), gateway.session(GCONFIG, plain):
+                pass
+
+    asyncio.run(inner())

@@ -28,6 +28,9 @@ KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
 MODEL = "policy"
 
 
+_Handler = Callable[[Request, Session], Awaitable[Response]]
+
+
 class Dialect(Protocol):
     """Reads and writes one vendor's form of a chat; a module of this package is one."""
 
@@ -51,26 +54,24 @@ DIALECTS: dict[str, Dialect] = {
 
 def build_app(find: Callable[[str, str], Session], context_length: int | None) -> Starlette:
     """Returns the app. find: the session of (its id or "", the key); raises BadRequest."""
-    routes: list[Route] = []
-
-    def add(path: str, handler: Callable[[Request, Session], Awaitable[Response]],
-            dialect: Dialect, *methods: str) -> None:  # fmt: skip
-        run = _guarded(handler, find, dialect)
-        for prefix in ("", "/s/{session}"):
-            routes.append(Route(prefix + path, run, methods=list(methods)))
-
-    for path, dialect in DIALECTS.items():
-        add(path, _Chat(dialect), dialect, "POST")
 
     async def models(request: Request, session: Session) -> Response:
         entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
-        entry["max_model_len"] = context_length
-        return _answer({"object": "list", "data": [entry]})
+        return _answer({"object": "list", "data": [entry | {"max_model_len": context_length}]})
 
-    add("/v1/models", models, openai_chat, "GET")
-    add("/v1/reward", _reward, openai_chat, "POST")
-    add("/reward", _reward, openai_chat, "POST")
-    return Starlette(routes=routes)
+    calls: list[tuple[str, str, _Handler, Dialect]] = [
+        *(("POST", path, _Chat(dialect), dialect) for path, dialect in DIALECTS.items()),
+        ("GET", "/v1/models", models, openai_chat),
+        ("POST", "/v1/reward", _reward, openai_chat),
+        ("POST", "/reward", _reward, openai_chat),
+    ]
+    return Starlette(
+        routes=[
+            Route(prefix + path, _guarded(handler, find, dialect), methods=[method])
+            for prefix in ("", "/s/{session}")
+            for method, path, handler, dialect in calls
+        ]
+    )
 
 
 class _Chat:
@@ -127,7 +128,7 @@ async def _reward(request: Request, session: Session) -> Response:
 
 
 def _guarded(
-    handler: Callable[[Request, Session], Awaitable[Response]],
+    handler: _Handler,
     find: Callable[[str, str], Session],
     dialect: Dialect,
 ) -> Callable[[Request], Awaitable[Response]]:

@@ -21,7 +21,8 @@ def call_parser(name: str) -> CallParser:
         return found
     if name not in _PARSERS:
         raise ValueError(
-            f"rollout.gateway.tool_format={name!r}: use {', '.join(_PARSERS)} or pkg.module:function"
+            f"rollout.gateway.tool_format={name!r}: use pkg.module:function, or one of "
+            + ", ".join(_PARSERS)
         )
     return _PARSERS[name]
 

@@ -14,8 +14,8 @@ from megarl.api.inference import InferenceEngine
 from megarl.config.gateway import GatewayConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.app import build_app, same_key
-from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.calls import CallParser, call_parser
+from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.session import Session
 

@@ -129,7 +129,7 @@ def _split_reasoning(text: str) -> tuple[str, str]:
 
 
 def _after_mark(text: str) -> str:
-    before, mark, tail = text.partition(_MARK)
+    _, mark, tail = text.partition(_MARK)
     if not mark:
         raise BadRequest("the model's chat template drops an answer of the policy")
     return tail

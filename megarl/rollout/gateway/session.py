@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.api.inference import InferenceEngine
@@ -148,9 +148,7 @@ class Session:
         found = [
             chat
             for chat in self._chats
-            if chat.tools == tools
-            and len(chat.key) < len(key)
-            and chat.key == key[: len(chat.key)]
+            if chat.tools == tools and len(chat.key) < len(key) and chat.key == key[: len(chat.key)]
         ]
         return max(found, key=lambda chat: len(chat.key), default=None)
 
@@ -166,7 +164,9 @@ class Session:
                 same = call.waiting == 0 and fresh
             if same and not _failed(call):
                 return call
-        call = _Call(answers=asyncio.ensure_future(self._generate(parent, request)), key=request.key)
+        call = _Call(
+            answers=asyncio.ensure_future(self._generate(parent, request)), key=request.key
+        )
         call.answers.add_done_callback(lambda _: setattr(call, "ended", time.monotonic()))
         calls.append(call)
         return call

@@ -51,8 +51,8 @@ class AgentWorkflow(ChatWorkflow):
             reward_pool=reward_pool,
             chat_template_kwargs=chat_template_kwargs,
         )
-        found = load_object(agent, what="agent") if isinstance(agent, str) else agent
-        self._agent: Callable[..., Any] = found().run if inspect.isclass(found) else found
+        found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
+        self._agent: Callable[..., Any] = found().run if isinstance(found, type) else found
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """Returns the batch of gconfig.n_samples rollouts, by trajectory.to_batch."""
