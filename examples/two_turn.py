@@ -14,7 +14,8 @@ from typing import Any
 
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
-from megarl.rollout.trajectory import ChatWorkflow, pad
+from megarl.rollout.chat import ChatWorkflow
+from megarl.rollout.trajectory import to_batch
 
 TOOL_TIMEOUT = 10.0  # seconds
 
@@ -54,7 +55,7 @@ class TwoTurnWorkflow(ChatWorkflow):
                 again.append(sample)
         await self.generate(engine, again, data)
         rewards = await self.score(samples, data)
-        return pad(
+        return to_batch(
             samples,
             [
                 r if len(s.answers) == 1 else self.second_try * r

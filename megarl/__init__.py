@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from megarl.observability import stats_tracker
     from megarl.observability.stats_logger import StatsLogger
     from megarl.parallel.rank_zero import on_rank_zero
+    from megarl.rollout.chat import ChatWorkflow
     from megarl.rollout.client import RemoteSGLangEngine
     from megarl.rollout.local import SGLangEngine
     from megarl.rollout.rewards import RewardPool, get_reward_fn
-    from megarl.rollout.trajectory import ChatWorkflow, Trajectory, pad
+    from megarl.rollout.trajectory import Trajectory, to_batch
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.trainer.evaluation import Evaluator
     from megarl.trainer.frequency import Frequency
@@ -78,10 +79,11 @@ _HOME = {
     "observability.stats_tracker": "stats_tracker",
     "observability.stats_logger": "StatsLogger",
     "parallel.rank_zero": "on_rank_zero",
+    "rollout.chat": "ChatWorkflow",
     "rollout.client": "RemoteSGLangEngine",
     "rollout.local": "SGLangEngine",
     "rollout.rewards": "RewardPool get_reward_fn",
-    "rollout.trajectory": "ChatWorkflow Trajectory pad",
+    "rollout.trajectory": "Trajectory to_batch",
     "rollout.workflows.rlvr": "RLVRWorkflow",
     "trainer.evaluation": "Evaluator",
     "trainer.frequency": "Frequency",
@@ -97,11 +99,9 @@ _HOME = {
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [
-    "ChatWorkflow",
-    "Trajectory",
-    "pad",
     "Actor",
     "Batch",
+    "ChatWorkflow",
     "ConfigError",
     "Critic",
     "Evaluator",
@@ -140,6 +140,7 @@ __all__ = [
     "StatsLogger",
     "Tokens",
     "TrainEngine",
+    "Trajectory",
     "WeightPublisher",
     "WeightUpdateMeta",
     "arg",
@@ -154,6 +155,7 @@ __all__ = [
     "on_rank_zero",
     "run_dir",
     "stats_tracker",
+    "to_batch",
 ]
 
 

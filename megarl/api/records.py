@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+from torch import Tensor
+
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -274,7 +276,8 @@ class ModelResponse:
     """Holds tokens with the logprob and the weight version that produced each of them.
 
     `latency` is in seconds; `completion` is the output as text where the client has a tokenizer,
-    else empty.
+    else empty. `routed_experts` [input and output, L, k] are the experts that the server's routers
+    chose for each token, -1 where unknown; None where the server does not say.
     """
 
     input_tokens: list[int]
@@ -284,6 +287,7 @@ class ModelResponse:
     stop_reason: str = "length"
     latency: float = math.nan
     completion: str = ""
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def input_len(self) -> int:

@@ -143,8 +143,10 @@ def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
 
 def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:
     """Returns the samples of each episode, padded to its own length, with group_ids and episode_ids
-    [n]. unit_ids [n], where a workflow gives them, are numbered through all episodes."""
-    parts, units = [], 0
+    [n]. unit_ids and rollout_ids [n], where a workflow gives them, are numbered through all
+    episodes; rollout_ids are left out where every rollout has one row."""
+    parts: list[Padded] = []
+    count = dict.fromkeys(("unit_ids", "rollout_ids"), 0)
     for episode, group in zip(episodes, group_ids, strict=True):
         assert episode.batch is not None
         n = len(episode.batch["input_ids"])
@@ -152,8 +154,10 @@ def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> lis
             "group_ids": torch.full((n,), group),
             "episode_ids": torch.full((n,), episode.number),
         }
-        if "unit_ids" in part:
-            names, local = part["unit_ids"].unique(return_inverse=True)
-            part["unit_ids"], units = local + units, units + len(names)
+        for key in count.keys() & part.keys():
+            names, local = part[key].unique(return_inverse=True)
+            part[key], count[key] = local + count[key], count[key] + len(names)
         parts.append(part)
+    if count["rollout_ids"] == sum(len(p["input_ids"]) for p in parts):
+        parts = [{k: v for k, v in p.items() if k != "rollout_ids"} for p in parts]
     return parts

@@ -1,220 +1,330 @@
-"""Defines Trajectory, a conversation with the policy, token by token, on its way to a batch; and
-ChatWorkflow, which has what every workflow of turns needs."""
+"""Defines Trajectory, a rollout token by token: a tree of turns, and its way to a batch.
+
+A turn is a piece of text that was read (a prompt, a tool's output) or written (an answer of the
+policy, with its logprobs and versions). Turns follow on one another, so a conversation is a line:
+
+    rollout = Trajectory()
+    rollout.read(prompt_ids)
+    rollout.wrote(response)               # the answer to exactly the tokens of rollout.head
+    rollout.read(tool_ids)
+    rollout.wrote(response)
+    rollout.score(1.0)
+    return to_batch([rollout, ...])
+
+Where an agent goes on from an earlier turn (it forks, or shortens its history), turns form a tree.
+Every call says what it follows on, or follows on the head, the turn that came last. A second turn
+after the same one is a fork, so nothing is ever overwritten, and several requests may run at once:
+
+    turn = rollout.find(token_ids)        # the longest recorded path that token_ids begin with
+    asked = rollout.read(token_ids[turn.end :], after=turn)
+    response = await engine.agenerate(ModelRequest(input_ids=asked.path_tokens(), ...))
+    answer = rollout.wrote(response, after=asked)       # answer.number names it, see rollout.turns
+    rollout.branch(rollout.root)          # the head is where everything began, for a new history
+
+Rows. A line is one row; a tree is one row for each leaf. Every sampled token is trained in exactly
+one row: that of a turn which several rows share in the first of them, in the others it is read
+like a prompt. Rows stand in the order in which their branches began (depth first). What was read
+and never answered at a fork, as by a request that failed, makes no row.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.api.batch import Padded
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
-from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.generation import stable_seed
-from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
-
-# of a row, what a reward gets as its own arguments, and what is the executor's
-_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
-# stands for an answer in a rendered chat, and for nothing that a chat may hold
-_MARK = f"<<answer {uuid.uuid4().hex}>>"
+from megarl.api.inference import FAILURES
+from megarl.api.records import ModelResponse
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
+class Turn:
+    """Holds tokens that were read or written in one piece after those of `parent`.
+
+    number: its place in the order in which turns were made; the root, which has no tokens, is 0.
+    end: tokens from the beginning to its end.
+    depth: written turns on the way to it, itself not counted.
+    response: what the server reported of a written turn; None of one that was read.
+    reward: what a written turn earned by itself; Trajectory.score adds it to the outcome.
+    """
+
+    parent: Turn | None = None
+    number: int = 0
+    tokens: Sequence[int] = ()
+    end: int = 0
+    depth: int = 0
+    response: ModelResponse | None = None
+    reward: float = 0.0
+    children: list[Turn] = field(default_factory=list, repr=False)
+
+    def path(self) -> list[Turn]:
+        """Returns the turns from the root to this one."""
+        turns, at = [self], self.parent
+        while at is not None:
+            turns.append(at)
+            at = at.parent
+        return turns[::-1]
+
+    def path_tokens(self) -> list[int]:
+        """Returns the tokens from the beginning to this turn's end."""
+        return [token for turn in self.path() for token in turn.tokens]
+
+
 class Trajectory:
-    """Holds one sample: its tokens, which of them the policy wrote, with which logprob and under
-    which weights. `index` is its place among the samples of its row, `messages` the chat as it
-    stands, `answers` are the policy's turns as the server reported them."""
+    """Holds one rollout as a tree of turns.
 
-    index: int = 0
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    answers: list[ModelResponse] = field(default_factory=list)
+    index: its place among the rollouts of its row of data.
+    messages: the chat as it stands, for workflows that keep one.
+    turns: all turns by number. head: the turn that the next one follows on.
+    failure: why the rollout is not valid, one of api.inference.FAILURES; None while it is.
+    """
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that the policy only reads: prompts, the output of tools. They are not
-        trained on, have logprob 0 and version -1."""
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+    def __init__(self, *, index: int = 0, messages: Sequence[dict[str, Any]] = ()) -> None:
+        self.index, self.messages = index, list(messages)
+        self.root = self.head = Turn()
+        self.turns = [self.root]
+        self.failure: str | None = None
+        self._outcome: float | None = None
+        self._discount = 1.0
 
-    def wrote(self, answer: ModelResponse) -> None:
-        """Appends the tokens of an answer. They are never tokenized again: its logprobs belong to
+    # -- turns
+
+    def read(self, tokens: Sequence[int], *, after: Turn | None = None) -> Turn:
+        """Appends a turn that the policy only reads, and returns it: it is not trained on, its
+        tokens have logprob 0 and version -1. Without tokens it returns the turn to follow on."""
+        at = self.head if after is None else after
+        self.head = self._append(at, tokens, None) if tokens else at
+        return self.head
+
+    def wrote(self, response: ModelResponse, *, after: Turn | None = None) -> Turn:
+        """Appends the tokens of an answer as a turn, and returns it. They are never tokenized
+        again: the logprobs belong to them.
+
+        Raises ValueError where the answer is not to the tokens of the turn it follows on, or does
+        not have a logprob and a version for every token."""
+        at = self.head if after is None else after
+        n, asked = len(response.output_tokens), at.path_tokens()
+        if list(response.input_tokens) != asked:
+            raise ValueError(
+                f"an answer to {len(response.input_tokens)} tokens cannot follow on turn "
+                f"{at.number}, which ends {len(asked)} other tokens: what is trained must be what "
+                "the server saw; ask for turn.path_tokens(), and name the turn by after="
+            )
+        if (len(response.output_logprobs), len(response.output_versions)) != (n, n):
+            raise ValueError(
+                f"an answer of {n} tokens has {len(response.output_logprobs)} logprobs and "
+                f"{len(response.output_versions)} versions: it needs one of each for every token"
+            )
+        self.head = self._append(at, response.output_tokens, response)
+        return self.head
+
+    def branch(self, at: Turn) -> None:
+        """Makes `at` the head: the next turn follows on it, whatever else does."""
+        self.head = at
+
+    def find(self, tokens: Sequence[int]) -> Turn:
+        """Returns the turn whose path is the longest that `tokens` begin with, the root at worst;
+        of several the one with the fewest turns after it, then the first."""
+        best, todo = self.root, [self.root]
+        while todo:
+            turn = todo.pop()
+            for child in turn.children:
+                if list(tokens[turn.end : child.end]) == list(child.tokens):
+                    best = max(best, child, key=_by_reach)
+                    todo.append(child)
+        return best
+
+    def _append(self, at: Turn, tokens: Sequence[int], response: ModelResponse | None) -> Turn:
+        if at.number >= len(self.turns) or self.turns[at.number] is not at:
+            raise ValueError(f"turn {at.number} is one of another trajectory")
+        turn = Turn(
+            parent=at,
+            number=len(self.turns),
+            tokens=list(tokens),
+            end=at.end + len(tokens),
+            depth=at.depth + (at.response is not None),
+            response=response,
+        )
+        at.children.append(turn)
+        self.turns.append(turn)
+        return turn
+
+    @property
+    def tokens(self) -> list[int]:
+        """Returns the tokens from the beginning to the head."""
+        return self.head.path_tokens()
+
+    @property
+    def answers(self) -> list[ModelResponse]:
+        """Returns the policy's turns from the beginning to the head, as the server reported
         them."""
-        self._extend(answer.output_tokens, True, answer.output_logprobs, answer.output_versions)
-        self.answers.append(answer)
+        return [turn.response for turn in self.head.path() if turn.response is not None]
 
-    def _extend(
-        self,
-        tokens: Sequence[int],
-        trained: bool,
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-    ) -> None:
-        self.tokens += tokens
-        self.trained += [trained] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
+    @property
+    def forks(self) -> int:
+        """Returns how often the conversation forked: its rows but one."""
+        return len(self.leaves()) - 1
+
+    # -- rewards
+
+    def score(self, outcome: float, *, discount: float = 1.0) -> None:
+        """Notes what the rollout as a whole earned, and the discount per turn.
+
+        `reward` is the sum over written turns of discount**depth times what the turn earned; the
+        outcome is earned by the turn that was written last."""
+        self._outcome, self._discount = float(outcome), discount
+
+    def fail(self, why: str) -> None:
+        """Notes that something failed, so that the rollout is never trained on: `why` is one of
+        api.inference.FAILURES. Raises ValueError for another word."""
+        if why not in FAILURES:
+            raise ValueError(f"failure {why!r}: use one of {', '.join(FAILURES)}")
+        self.failure = why
+
+    @property
+    def reward(self) -> float:
+        """Returns all that the rollout earned, see `score`. Raises ValueError before `score`, or
+        where a turn earned something that the policy did not write."""
+        if self._outcome is None:
+            raise ValueError(f"rollout {self.index} has no reward: call score(), or fail()")
+        read = [t.number for t in self.turns if t.response is None and t.reward]
+        if read:
+            raise ValueError(
+                f"turn {read[0]} was read, so it earns nothing: give its reward to the turn that "
+                "the policy wrote before it"
+            )
+        last = max((t for t in self.turns if t.response is not None), key=_number, default=None)
+        outcome = self._discount ** (last.depth if last else 0) * self._outcome
+        return outcome + sum(self.turn_reward(t) for t in self.turns)
+
+    def turn_reward(self, turn: Turn) -> float:
+        """Returns what a turn adds to `reward`, the outcome apart."""
+        return self._discount**turn.depth * turn.reward if turn.reward else 0.0
+
+    # -- rows
+
+    def leaves(self) -> list[Turn]:
+        """Returns the last turn of every row, in the order of rows; one at least."""
+        answered = [turn.response is not None and len(turn.tokens) > 0 for turn in self.turns]
+        for turn in reversed(self.turns[1:]):  # a turn's number is above its parent's
+            if turn.parent is not None and answered[turn.number]:
+                answered[turn.parent.number] = True
+        found, todo = [], [self.root]
+        while todo:
+            turn = todo.pop()
+            after = [c for c in turn.children if answered[c.number]] or turn.children[:1]
+            if not after:
+                found.append(turn)
+            todo += reversed(after)
+        return found
+
+    def rows(self) -> Iterator[list[tuple[Turn, bool]]]:
+        """Yields of every row its turns in order, each with whether the row trains it."""
+        seen: set[int] = set()
+        for leaf in self.leaves():
+            path = leaf.path()
+            yield [(t, t.response is not None and t.number not in seen) for t in path]
+            seen.update(t.number for t in path)
 
 
-def pad(samples: Sequence[Trajectory], rewards: Sequence[float]) -> Padded:
-    """Returns the batch that a workflow returns, right-padded: input_ids, attention_mask,
-    loss_mask, logprobs, versions, each [n,S]; rewards [n] float32; truncated [n] bool, whether
-    max_new_tokens cut the last answer."""
-    n, width = len(samples), max(len(s.tokens) for s in samples)
+def to_batch(
+    rollouts: Sequence[Trajectory],
+    rewards: Sequence[float] | None = None,
+    *,
+    turn_rewards: bool = False,
+) -> Padded:
+    """Returns the batch that a workflow returns, right-padded: the rows of every rollout in turn.
+
+    rewards: scores the rollouts with these outcomes; None: they are scored already.
+
+    The batch has input_ids, attention_mask, loss_mask, logprobs, versions, each [n,S]; rewards [n]
+    float32, the whole rollout's on each of its rows; rollout_ids [n]; truncated [n] bool, whether
+    max_new_tokens cut the row's last answer. turn_rewards adds token_rewards [n,S] float32, which
+    hold what turns earned (Turn.reward) at their last tokens. Where responses carry the experts
+    that routers chose, so does the batch: routed_experts [n,S,L,k], -1 where unknown.
+
+    A rollout that failed is one row, with valid [n] False and its kind in failure [n]. Raises
+    ValueError for a rollout without a reward.
+    """
+    if rewards is not None:
+        for rollout, reward in zip(rollouts, rewards, strict=True):
+            rollout.score(reward)
+    rows = [(i, row) for i, r in enumerate(rollouts) for row in _rows_to_keep(r)]
+    n, width = len(rows), max([1, *(row[-1][0].end for _, row in rows)])
+    earned = [math.nan if r.failure else r.reward for r in rollouts]
     batch: Padded = {
         "input_ids": torch.zeros(n, width, dtype=torch.int64),
         "attention_mask": torch.zeros(n, width, dtype=torch.bool),
         "loss_mask": torch.zeros(n, width, dtype=torch.bool),
         "logprobs": torch.zeros(n, width, dtype=torch.float32),
         "versions": torch.full((n, width), -1, dtype=torch.int32),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "truncated": torch.tensor(
-            [bool(s.answers) and s.answers[-1].stop_reason == "length" for s in samples]
-        ),
+        "rewards": torch.tensor([earned[i] for i, _ in rows], dtype=torch.float32),
+        "rollout_ids": torch.tensor([i for i, _ in rows]),
+        "truncated": torch.tensor([_was_cut(row) for _, row in rows]),
     }
-    for i, s in enumerate(samples):
-        end = len(s.tokens)
-        batch["input_ids"][i, :end] = torch.tensor(s.tokens)
-        batch["attention_mask"][i, :end] = True
-        batch["loss_mask"][i, :end] = torch.tensor(s.trained)
-        batch["logprobs"][i, :end] = torch.tensor(s.logprobs)
-        batch["versions"][i, :end] = torch.tensor(s.versions, dtype=torch.int32)
+    if turn_rewards:
+        batch["token_rewards"] = torch.zeros(n, width, dtype=torch.float32)
+    for k, (i, row) in enumerate(rows):
+        _fill({name: values[k] for name, values in batch.items()}, row, rollouts[i])
+    if (routes := _routes([row for _, row in rows], width)) is not None:
+        batch["routed_experts"] = routes
+    if any(r.failure for r in rollouts):
+        batch["valid"] = torch.tensor([rollouts[i].failure is None for i, _ in rows])
+        kinds = [FAILURES.index(rollouts[i].failure or FAILURES[0]) for i, _ in rows]
+        batch["failure"] = torch.tensor(kinds)
     return batch
 
 
-class ChatWorkflow(RolloutWorkflow):
-    """Gives a workflow of one or more turns its parts: `begin`, `generate`, `tell`, `score`. A
-    subclass writes `arun_episode` with them, and ends with `return pad(samples, rewards)`.
-
-    reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
-    with named parameters of its own, see rewards.reward_arguments; it runs in reward_pool, by
-    default one that all workflows of the process share. Rows hold `prompt_ids` (and `prompt`), or
-    `messages` for the chat template, which gets chat_template_kwargs (enable_thinking, ...).
-    """
-
-    def __init__(
-        self,
-        reward_fn: Callable[..., float],
-        gconfig: GenerationHyperparameters,
-        tokenizer: Any,
-        *,
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        if gconfig.n_samples < 1:
-            raise ValueError(f"gconfig.n_samples={gconfig.n_samples}: use at least 1")
-        self.reward_fn, self.reward_pool = reward_fn, reward_pool or shared_pool()
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.gconfig, self.tokenizer = gconfig, tokenizer
-
-    def begin(self, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns gconfig.n_samples trajectories that have read the prompt."""
-        ids, messages = self._prompt(data)[1], data.get("messages", ())
-        n = self.gconfig.n_samples
-        samples = [Trajectory(index=i, messages=list(messages)) for i in range(n)]
-        for sample in samples:
-            sample.read(ids)
-        return samples
-
-    async def generate(
-        self, engine: InferenceEngine, samples: Sequence[Trajectory], data: dict[str, Any]
-    ) -> list[str]:
-        """Has the policy write one more turn of each sample, and returns their texts.
-
-        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn); the
-        server adds the position. A row may come again under the same weights, so its id alone does
-        not do.
-        """
-        if not samples:
-            return []
-        key = (
-            self.gconfig.seed,
-            engine.get_version(),
-            data.get("row_id", tuple(samples[0].tokens)),
-            data.get("episode_id", 0),
-        )
-        requests = [
-            ModelRequest(
-                rid=uuid.uuid4().hex,
-                input_ids=list(sample.tokens),  # the sample's own list grows
-                gconfig=self.gconfig,
-                seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
-            )
-            for sample in samples
-        ]
-        answers = await engine.agenerate_many(requests)
-        for sample, answer in zip(samples, answers, strict=True):
-            sample.wrote(answer)
-        return [self.text(answer) for answer in answers]
-
-    def tell(self, sample: Trajectory, content: str, *, role: str = "user") -> None:
-        """Has the sample read the next message, by the chat template: all text between the policy's
-        last answer and its next one."""
-        told = {"role": role, "content": content}
-        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
-        text = self._template(chat)
-        rest = self._encode(text.partition(_MARK)[2])
-        # the end of its turn stands there already, unless max_new_tokens cut the answer short
-        sample.read(rest[1:] if rest[:1] == sample.tokens[-1:] else rest)
-        answer = self.text(sample.answers[-1]) if sample.answers else ""
-        sample.messages += [{"role": "assistant", "content": answer}, told]
-
-    async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
-        """Returns the rewards of the samples' last answers."""
-        prompt, prompt_ids = self._prompt(data)
-        row = {k: v for k, v in data.items() if k not in _NOT_FOR_REWARD}
-        row_id = data.get("row_id", "?")
-        return await all_of(
-            self.reward_pool.score(
-                self.reward_fn,
-                *reward_arguments(
-                    self.reward_fn,
-                    (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
-                    row,
-                ),
-                row_id=row_id,
-            )
-            for s in samples
-        )
-
-    def text(self, answer: ModelResponse) -> str:
-        """Returns an answer's text, without special tokens."""
-        text: str = self.tokenizer.decode(answer.output_tokens, skip_special_tokens=True)
-        return text
-
-    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
-        prompt, ids = data.get("prompt"), data.get("prompt_ids")
-        if prompt is None:
-            prompt = self._template(data["messages"])
-        return prompt, list(self._encode(prompt) if ids is None else ids)
-
-    def _template(self, messages: Sequence[dict[str, Any]]) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-        )
-        return text
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+def _rows_to_keep(rollout: Trajectory) -> list[list[tuple[Turn, bool]]]:
+    """Returns the rows of a rollout; the first alone of one that failed, so that it counts once."""
+    rows = list(rollout.rows())
+    return rows if rollout.failure is None else rows[:1]
 
 
-def _turn(sample: Trajectory) -> tuple[int, ...]:
-    """Returns the part of a seed's key that tells later turns from the first."""
-    return (len(sample.answers),) if sample.answers else ()
+def _was_cut(row: Sequence[tuple[Turn, bool]]) -> bool:
+    answers = [turn.response for turn, _ in row if turn.response is not None]
+    return bool(answers) and answers[-1].stop_reason == "length"
 
 
-async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Returns the results of all coroutines; the first error cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(c) for c in coros]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+def _fill(out: Padded, row: Sequence[tuple[Turn, bool]], rollout: Trajectory) -> None:
+    """Writes the turns of a row into the fields `out` of the batch, each [S]."""
+    for turn, trained in row:
+        place = slice(turn.end - len(turn.tokens), turn.end)
+        out["input_ids"][place] = torch.tensor(turn.tokens, dtype=torch.int64)
+        out["attention_mask"][place] = True
+        out["loss_mask"][place] = trained
+        if turn.response is not None:
+            out["logprobs"][place] = torch.tensor(turn.response.output_logprobs)
+            versions = torch.tensor(turn.response.output_versions, dtype=torch.int32)
+            out["versions"][place] = versions
+        if "token_rewards" in out and trained and turn.tokens:
+            out["token_rewards"][turn.end - 1] = rollout.turn_reward(turn)
+
+
+def _routes(rows: Sequence[Sequence[tuple[Turn, bool]]], width: int) -> Tensor | None:
+    """Returns routed_experts [n,S,L,k] of rows; None where no response has any. A position's routes
+    are those of the first response that knows them."""
+    found = [[t.response.routed_experts for t, _ in row if t.response] for row in rows]
+    some = next((r for routes in found for r in routes if r is not None), None)
+    if some is None:
+        return None
+    out = torch.full((len(rows), width, *some.shape[1:]), -1, dtype=some.dtype)
+    for k, routes in enumerate(found):
+        for known in routes:
+            if known is not None:
+                part = out[k, : len(known)]
+                part.copy_(torch.where(part < 0, known, part))
+    return out
+
+
+def _by_reach(turn: Turn) -> tuple[int, int, int]:
+    return turn.end, -len(turn.children), -turn.number
+
+
+def _number(turn: Turn) -> int:
+    return turn.number

@@ -315,8 +315,8 @@ def test_example_workflow_ends_a_turn_once(ended: bool) -> None:
         flow = TwoTurnWorkflow(close_reward, GenerationHyperparameters(), tok, reward_pool=pool)
     written = "<|user|>1+1<|assistant|>3" + ("<|end|>" if ended else "")
     question = {"role": "user", "content": "1+1"}
-    sample = Trajectory(tokens=tok(written, add_special_tokens=False)["input_ids"])
-    sample.messages.append(question)
+    sample = Trajectory(messages=[question])
+    sample.read(tok(written, add_special_tokens=False)["input_ids"])
     flow.tell(sample, "less")
     assert [m["role"] for m in sample.messages] == ["user", "assistant", "user"]
     whole = "<|user|>1+1<|assistant|>3<|end|><|user|>less<|assistant|>"

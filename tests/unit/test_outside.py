@@ -28,7 +28,8 @@ import torch
 from dataclasses import dataclass
 from megarl.algos import AdvantageSpec, LossSpec, token_weight
 from megarl.config.recipes import GRPOConfig
-from megarl.rollout.trajectory import ChatWorkflow, pad
+from megarl.rollout.chat import ChatWorkflow
+from megarl.rollout.trajectory import to_batch
 
 
 def reinforce(config, *, scale: float = 1.0):
@@ -80,7 +81,7 @@ class Ask(ChatWorkflow):
         samples = self.begin(data)
         for _ in range(self.turns):
             await self.generate(engine, samples, data)
-        return pad(samples, await self.score(samples, data))
+        return to_batch(samples, await self.score(samples, data))
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,152 @@
+"""Defines ChatWorkflow, which has what every workflow of turns needs."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.records import ModelRequest, ModelResponse
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.generation import stable_seed
+from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
+from megarl.rollout.trajectory import Trajectory
+
+# of a row, what a reward gets as its own arguments, and what is the executor's
+_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
+# stands for an answer in a rendered chat, and for nothing that a chat may hold
+_MARK = f"<<answer {uuid.uuid4().hex}>>"
+
+
+class ChatWorkflow(RolloutWorkflow):
+    """Gives a workflow of one or more turns its parts: `begin`, `generate`, `tell`, `score`. A
+    subclass writes `arun_episode` with them, and ends with `return to_batch(samples, rewards)`.
+
+    reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
+    with named parameters of its own, see rewards.reward_arguments; it runs in reward_pool, by
+    default one that all workflows of the process share. Rows hold `prompt_ids` (and `prompt`), or
+    `messages` for the chat template, which gets chat_template_kwargs (enable_thinking, ...).
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        reward_pool: RewardPool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if gconfig.n_samples < 1:
+            raise ValueError(f"gconfig.n_samples={gconfig.n_samples}: use at least 1")
+        self.reward_fn, self.reward_pool = reward_fn, reward_pool or shared_pool()
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+
+    def begin(self, data: dict[str, Any]) -> list[Trajectory]:
+        """Returns gconfig.n_samples trajectories that have read the prompt."""
+        ids, messages = self._prompt(data)[1], data.get("messages", ())
+        n = self.gconfig.n_samples
+        samples = [Trajectory(index=i, messages=messages) for i in range(n)]
+        for sample in samples:
+            sample.read(ids)
+        return samples
+
+    async def generate(
+        self, engine: InferenceEngine, samples: Sequence[Trajectory], data: dict[str, Any]
+    ) -> list[str]:
+        """Has the policy write one more turn of each sample, and returns their texts.
+
+        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn); the
+        server adds the position. A row may come again under the same weights, so its id alone does
+        not do.
+        """
+        if not samples:
+            return []
+        key = (
+            self.gconfig.seed,
+            engine.get_version(),
+            data.get("row_id", tuple(samples[0].tokens)),
+            data.get("episode_id", 0),
+        )
+        requests = [
+            ModelRequest(
+                rid=uuid.uuid4().hex,
+                input_ids=sample.tokens,
+                gconfig=self.gconfig,
+                seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
+            )
+            for sample in samples
+        ]
+        answers = await engine.agenerate_many(requests)
+        for sample, answer in zip(samples, answers, strict=True):
+            sample.wrote(answer)
+        return [self.text(answer) for answer in answers]
+
+    def tell(self, sample: Trajectory, content: str, *, role: str = "user") -> None:
+        """Has the sample read the next message, by the chat template: all text between the policy's
+        last answer and its next one."""
+        told = {"role": role, "content": content}
+        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
+        text = self._template(chat)
+        rest = self._encode(text.partition(_MARK)[2])
+        # the end of its turn stands there already, unless max_new_tokens cut the answer short
+        sample.read(rest[1:] if rest[:1] == sample.tokens[-1:] else rest)
+        answer = self.text(sample.answers[-1]) if sample.answers else ""
+        sample.messages += [{"role": "assistant", "content": answer}, told]
+
+    async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
+        """Returns the rewards of the samples' last answers."""
+        prompt, prompt_ids = self._prompt(data)
+        row = {k: v for k, v in data.items() if k not in _NOT_FOR_REWARD}
+        row_id = data.get("row_id", "?")
+        return await all_of(
+            self.reward_pool.score(
+                self.reward_fn,
+                *reward_arguments(
+                    self.reward_fn,
+                    (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
+                    row,
+                ),
+                row_id=row_id,
+            )
+            for s in samples
+        )
+
+    def text(self, answer: ModelResponse) -> str:
+        """Returns an answer's text, without special tokens."""
+        text: str = self.tokenizer.decode(answer.output_tokens, skip_special_tokens=True)
+        return text
+
+    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
+        prompt, ids = data.get("prompt"), data.get("prompt_ids")
+        if prompt is None:
+            prompt = self._template(data["messages"])
+        return prompt, list(self._encode(prompt) if ids is None else ids)
+
+    def _template(self, messages: Sequence[dict[str, Any]]) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _turn(sample: Trajectory) -> tuple[int, ...]:
+    """Returns the part of a seed's key that tells later turns from the first."""
+    return (len(sample.answers),) if sample.answers else ()
+
+
+async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Returns the results of all coroutines; the first error cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(c) for c in coros]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
