@@ -1,0 +1,184 @@
+"""Finds the tool calls in what a model wrote, by the format that the model was trained to write.
+
+To add a format: write a parser of text below and name it in FORMATS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """Names a tool and its arguments. `error` is what is wrong with the text of a call that could
+    not be read, to be told to the model; "" for one that could."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+Schemas = dict[str, dict[str, Any]]  # tool name -> JSON schema of its parameters
+
+
+def parse_calls(text: str, format: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:
+    """Returns the calls in `text`, an answer with its special tokens, in their order; none where it
+    calls no tool. What stands before </think> is a thought and calls nothing.
+
+    tools: as ToolingEnv.list_tools returns them; formats whose values have no types (glm,
+    qwen3_coder) are read by their schemas. Raises ValueError for an unknown format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"tool call format {format!r}: use one of {sorted(FORMATS)}")
+    schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}
+    return list(FORMATS[format](text.rpartition("</think>")[2], schemas))
+
+
+def _call_of(found: Any, *keys: str) -> ToolCall:
+    """Returns the call that a JSON object {"name": ..., key: {...}} is, with the first of `keys`
+    that it has."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall(error=f"a tool call must be an object with a name, not {_cut(found)}")
+    arguments: Any = next((found[k] for k in keys if k in found), {})
+    if isinstance(arguments, str):  # some models write the arguments as text of JSON
+        return _call_of_text(found["name"], arguments)
+    if not isinstance(arguments, dict):
+        return ToolCall(
+            name=found["name"], error=f"its arguments are no JSON object: {_cut(arguments)}"
+        )
+    return ToolCall(name=found["name"], arguments=arguments)
+
+
+def _call_of_text(name: str, text: str) -> ToolCall:
+    """Returns the call of a tool with its arguments as the text of a JSON object."""
+    try:
+        arguments = json.loads(text, strict=False) if text.strip() else {}
+    except ValueError as e:
+        return ToolCall(name=name, error=f"its arguments are no JSON ({e}): {_cut(text)}")
+    if not isinstance(arguments, dict):
+        return ToolCall(name=name, error=f"its arguments are no JSON object: {_cut(text)}")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _between(text: str, begin: str, end: str) -> Iterator[tuple[str, bool]]:
+    """Yields what stands between each `begin` and its `end`, and whether the end is there."""
+    for part in text.split(begin)[1:]:
+        inside, closed, _ = part.partition(end)
+        yield inside, bool(closed)
+
+
+def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one a pair of tags."""
+    for inside, _ in _between(text, "<tool_call>", "</tool_call>"):
+        try:
+            found = json.loads(inside, strict=False)
+        except ValueError as e:
+            yield ToolCall(error=f"a tool call is no JSON ({e}): {_cut(inside.strip())}")
+            continue
+        yield _call_of(found, "arguments", "parameters")
+
+
+def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Reads {"name": ..., "parameters": {...}}, several with ; between them, after <|python_tag|>
+    or where the answer begins with one."""
+    _, tag, rest = text.partition("<|python_tag|>")
+    rest = (rest if tag else text).strip()
+    if not tag and not re.match(r'\{\s*"name"', rest):
+        return
+    decoder = json.JSONDecoder(strict=False)
+    while rest.startswith("{"):
+        try:
+            found, end = decoder.raw_decode(rest)
+        except ValueError as e:
+            yield ToolCall(error=f"a tool call is no JSON ({e}): {_cut(rest)}")
+            return
+        yield _call_of(found, "parameters", "arguments")
+        rest = rest[end:].lstrip(" ;\n")
+    if tag and rest and not rest.startswith("<|"):  # <|eom_id|> and the like may follow
+        yield ToolCall(error=f"a tool call is no JSON: {_cut(rest)}")
+
+
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+_FENCED = re.compile(r"^(\S+)\s*```json\s*(.*?)\s*(?:```)?\s*$", re.DOTALL)
+
+
+def _deepseek(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Reads DeepSeek's calls: V3 and R1 write type<sep>name and a ```json block, V3.1 and later
+    name<sep>{...}."""
+    begin, sep, end = _DEEPSEEK
+    for inside, _ in _between(text, begin, end):
+        head, found, body = inside.partition(sep)
+        fenced = _FENCED.match(body.strip())
+        if not found:
+            yield ToolCall(error=f"a tool call has no {sep}: {_cut(inside)}")
+        elif fenced:
+            yield _call_of_text(fenced[1], fenced[2])
+        else:
+            yield _call_of_text(head.strip(), body)
+
+
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _glm(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Reads <tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> ...</tool_call>."""
+    for inside, _ in _between(text, "<tool_call>", "</tool_call>"):
+        name = inside.partition("<arg_key>")[0].strip()
+        if not name or any(c in name for c in "<{\n"):
+            yield ToolCall(error=f"a tool call has no name: {_cut(inside.strip())}")
+            continue
+        pairs = _GLM_ARGUMENT.findall(inside)
+        yield ToolCall(name=name, arguments=_typed(schemas.get(name), pairs))
+
+
+_QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_QWEN_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
+)
+
+
+def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Reads <tool_call><function=name><parameter=k>v</parameter>...</function></tool_call>."""
+    for inside, _ in _between(text, "<tool_call>", "</tool_call>"):
+        found = _QWEN_FUNCTION.search(inside)
+        if found is None:
+            yield ToolCall(error=f"a tool call has no <function=...>: {_cut(inside.strip())}")
+            continue
+        name = found[1].strip()
+        pairs = _QWEN_PARAMETER.findall(found[2])
+        yield ToolCall(name=name, arguments=_typed(schemas.get(name), pairs))
+
+
+def _typed(schema: dict[str, Any] | None, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Returns arguments whose values came as text: text where the schema says so, else what the
+    text is as JSON, else the text."""
+    properties = (schema or {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        key = key.strip()
+        arguments[key] = value
+        if properties.get(key, {}).get("type") != "string":
+            try:
+                arguments[key] = json.loads(value)
+            except ValueError:
+                arguments[key] = value
+    return arguments
+
+
+FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
+    "hermes": _hermes,
+    "qwen": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "llama3": _llama3,
+    "deepseek": _deepseek,
+    "glm": _glm,
+}

@@ -1,0 +1,236 @@
+"""Runs a Python program that nobody has read, such as a model's answer, in a process that can
+compute, write a few files of its own, and nothing else. docs/security.md says what is protected.
+
+`confine.py` is the inner side: it takes the process's rights away before the program begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.tools import confine
+
+START_TIMEOUT = 30.0  # seconds of wall time beside the program's own, for the interpreter
+KILL_TIMEOUT = 10.0  # seconds for the kernel to end a killed process
+LOOK_INTERVAL = 0.05  # seconds between two looks at the files that the program makes
+MAX_FILES = 256
+_CONFINE = Path(confine.__file__)
+_MIB = 1 << 20
+# what an interpreter reads beside its own directories
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+
+
+class SandboxError(RuntimeError):
+    """Says that the sandbox itself failed: the machine cannot confine a process, or there was no
+    process to be had. It says nothing about the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds a program: wall time and CPU time in seconds, memory (address space), each file and
+    all files in bytes, bytes of each of stdout and stderr. Raises ValueError for one that is not
+    positive."""
+
+    wall: float = 10.0
+    cpu: int = 10
+    memory: int = 1024 * _MIB
+    file_size: int = 16 * _MIB
+    files: int = 64 * _MIB
+    output: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"sandbox limit {name}={value}: use a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """Describes a program's end. `ended` is "ok" (exit 0), "error" (another exit, `stderr` says
+    why), "time", "output", "files" (the limit it was killed for) or "signal" (`code` is minus its
+    number). stdout and stderr are cut at the limit."""
+
+    ended: str
+    code: int
+    stdout: str
+    stderr: str
+
+
+async def run_program(
+    source: str, *, stdin: str = "", limits: Limits | None = None, show_last: bool = False
+) -> Ran:
+    """Runs the Python program `source` to its end, or to the first limit it meets; nothing of it is
+    left. A cancellation kills it. show_last: print the value of a last line that is an expression.
+    Raises SandboxError."""
+    limits = limits or Limits()
+    directory = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
+    try:
+        program = directory / "program.py"
+        program.write_text(source, encoding="utf-8", errors="replace")
+        return await _run(program, stdin.encode(errors="replace"), limits, show_last)
+    except OSError as e:
+        raise SandboxError(f"no process for the sandbox: {e}") from e
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _run(program: Path, stdin: bytes, limits: Limits, show_last: bool) -> Ran:
+    ours, theirs = os.pipe()
+    try:
+        try:
+            process = await _start(program, limits, theirs, show_last)
+        finally:
+            os.close(theirs)
+        ended, out, err = await _watch(process, stdin, limits, program.parent)
+        os.set_blocking(ours, False)
+        _check_status(ours)
+    finally:
+        os.close(ours)
+    code = process.returncode or 0
+    if not ended:
+        ended = "ok" if code == 0 else "error" if code > 0 else "signal"
+        if -code in (signal.SIGXCPU, signal.SIGKILL):  # nobody else can kill it, but for the kernel
+            ended = "time"
+    return Ran(ended=ended, code=code, stdout=out, stderr=err)
+
+
+async def _start(program: Path, limits: Limits, status: int, show_last: bool) -> Process:
+    job = {
+        "program": str(program),
+        "directory": str(program.parent),
+        "readable": readable_paths(),
+        "status": status,
+        "parent": os.getpid(),
+        "show_last": show_last,
+        "cpu": limits.cpu,
+        "memory": limits.memory,
+        "file_size": limits.file_size,
+    }
+    home = str(program.parent)
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-B", "-X", "utf8", str(_CONFINE), json.dumps(job)),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        cwd=home,
+        env={"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        pass_fds=(status,),
+        start_new_session=True,
+    )
+
+
+@cache
+def readable_paths() -> list[str]:
+    """Returns what a program may read: the interpreter, the packages beside it, and the machine's
+    shared libraries."""
+    paths = sysconfig.get_paths()
+    found = {*(paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")), *_SYSTEM}
+    found |= {os.path.join(sys.base_prefix, "lib"), os.path.join(sys.prefix, "pyvenv.cfg")}
+    found |= {sys.executable, os.path.realpath(sys.executable), *_SYSTEM_FILES}
+    return sorted(path for path in found if os.path.exists(path))
+
+
+async def _watch(
+    process: Process, stdin: bytes, limits: Limits, directory: Path
+) -> tuple[str, str, str]:
+    """Returns for which limit the process was killed, "" where it ended by itself, and its output.
+    It has ended then, also on a cancellation."""
+    if process.stdin is None or process.stdout is None or process.stderr is None:
+        raise SandboxError("the sandbox's process has no pipes")
+    out, err = bytearray(), bytearray()
+    full = asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.ensure_future(_feed(process.stdin, stdin)),
+        asyncio.ensure_future(_collect(process.stdout, out, limits.output, full)),
+        asyncio.ensure_future(_collect(process.stderr, err, limits.output, full)),
+        asyncio.ensure_future(process.wait()),
+    ]
+    try:
+        ended = await _first_limit(tasks, full, limits, directory)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        # the pipes are read to their ends, for until then asyncio says of no process that it ended
+        _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT)
+        for task in pending:
+            task.cancel()
+    if pending:
+        raise SandboxError(f"a killed process did not end within {KILL_TIMEOUT:g} s")
+    return ended, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+async def _first_limit(
+    tasks: list[asyncio.Task[Any]], full: asyncio.Event, limits: Limits, directory: Path
+) -> str:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limits.wall
+    while True:
+        _, pending = await asyncio.wait(tasks, timeout=LOOK_INTERVAL)
+        if full.is_set():
+            return "output"
+        if _too_many_files(directory, limits.files):
+            return "files"
+        if not pending:
+            return ""
+        if loop.time() > deadline:
+            return "time"
+
+
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # the program may not want to read it
+        pipe.write(data)
+        await pipe.drain()
+        pipe.close()
+        await pipe.wait_closed()
+
+
+async def _collect(
+    pipe: asyncio.StreamReader, into: bytearray, most: int, full: asyncio.Event
+) -> None:
+    while chunk := await pipe.read(65536):
+        into += chunk[: most - len(into)]
+        if len(into) >= most:
+            full.set()
+
+
+def _too_many_files(directory: Path, most: int) -> bool:
+    """Returns whether the files of a directory, which has no subdirectories, are too many or too
+    large."""
+    total = count = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            count += 1
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+            if count > MAX_FILES or total > most:
+                return True
+    return False
+
+
+def _check_status(pipe: int) -> None:
+    """Raises SandboxError where the process was not confined before the program began."""
+    try:
+        said = os.read(pipe, 65536).decode(errors="replace")
+    except BlockingIOError:
+        said = ""
+    if said == "1":
+        return
+    why = said.removeprefix("!") or "its process ended before it was confined"
+    raise SandboxError(
+        f"this machine cannot confine a program, so it was not run: {why}; the sandbox needs Linux "
+        "with seccomp and Landlock"
+    )

@@ -1,0 +1,207 @@
+"""Programs that try to leave the sandbox, or to take more than they were given."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.tools import confine, sandbox
+from megarl.rollout.tools.sandbox import Limits, Ran, SandboxError, run_program
+
+MIB = 1 << 20
+SMALL = Limits(wall=20, cpu=1, memory=256 * MIB, file_size=MIB, files=4 * MIB, output=20_000)
+
+
+def run(source: str, *, stdin: str = "", limits: Limits = SMALL, show_last: bool = False) -> Ran:
+    return asyncio.run(run_program(source, stdin=stdin, limits=limits, show_last=show_last))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No directory and no process of a sandbox is left by any test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("megarl-sandbox-*"))
+    running = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in running
+
+
+def test_a_program_computes_and_writes_its_own_files() -> None:
+    assert run("print(input()[::-1])", stdin="abc\n") == Ran(
+        ended="ok", code=0, stdout="cba\n", stderr=""
+    )
+    files = "open('a','w').write('x' * 10)\nimport os\nprint(os.listdir('.'), open('a').read())"
+    assert "xxxxxxxxxx" in run(files).stdout
+    assert run("x = 2\nx * 21", show_last=True).stdout == "42\n"
+    assert run("x = 2\nx = 3", show_last=True).stdout == ""
+    several = """
+import asyncio, threading, json, math, tempfile, numpy
+async def f():
+    await asyncio.sleep(0.01)
+    return int(numpy.arange(4).sum())
+t = threading.Thread(target=print, args=("thread",))
+t.start(); t.join()
+print(asyncio.run(f()))
+with tempfile.TemporaryFile() as f: f.write(b"1")
+"""
+    ran = run(several, limits=Limits(cpu=5))
+    assert (ran.ended, ran.stdout) == ("ok", "thread\n6\n"), ran
+
+
+def test_an_error_is_the_programs_own() -> None:
+    ran = run("def f():\n    return 1 / 0\nf()")
+    assert (ran.ended, ran.code) == ("error", 1)
+    assert ran.stderr.startswith('Traceback (most recent call last):\n  File "program.py", line 3')
+    assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "SyntaxError" in run("x = = 1").stderr
+    assert run("import sys; sys.exit(7)").code == 7
+    assert run("import os; os.abort()").code == -signal.SIGABRT
+    assert run("print('\\ud800')").ended == "error"
+
+
+FORBIDDEN = {
+    "a process": "import os; os.fork()",
+    "a fork bomb": "import os\nwhile True: os.fork()",
+    "a shell": "import subprocess; subprocess.run(['/bin/sh', '-c', 'echo escaped'])",
+    "another program": "import os; os.execv('/bin/sh', ['sh', '-c', 'echo escaped'])",
+    "a daemon": "import os\nif os.posix_spawn('/bin/sleep', ['sleep', '60'], {}): print('escaped')",
+    "multiprocessing": "import multiprocessing as m\np = m.Process(target=print)\np.start()",
+    "a TCP socket": "import socket; socket.socket()",
+    "a UNIX socket": "import socket; socket.socket(socket.AF_UNIX)",
+    "datagrams": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "a download": "import urllib.request as u; u.urlopen('http://127.0.0.1:80')",
+    "killing the parent": "import os; os.kill(os.getppid(), 9)",
+    "killing everybody": "import os; os.kill(-1, 9)",
+    "a signal by SIGIO": "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "limits of the parent": "import os, resource as r; r.prlimit(os.getppid(), 0, (1, 1))",
+    "higher limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 40, 1 << 40))",
+    "another user": "import os; os.setuid(12345)",
+    "an owner": "import os; os.chown('program.py', 12345, 12345)",
+    "a mode": "import os; os.chmod('/tmp', 0o777)",
+    "times": "import os; os.utime('/tmp')",
+    "a directory": "import os; os.mkdir('deep')",
+    "a link": "import os; os.symlink('/etc/passwd', 'x')",
+    "a hard link": "import os; os.link('/etc/hostname', 'x')",
+    "the user's files": "print('escaped', open('/etc/passwd').read())",
+    "listing files": "import os; print('escaped', os.listdir('/'))",
+    "the parent's environment": "import os\nopen(f'/proc/{os.getppid()}/environ').read()",
+    "its own memory as a file": "open('/proc/self/mem', 'rb')",
+    "shared memory": "from multiprocessing.shared_memory import SharedMemory as S\nS('x', True, 9)",
+    "writing packages": "import json; open(json.__file__, 'a')",
+    "removing a package": "import json, os; os.remove(json.__file__)",
+    "debugging": "import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\n"
+    "r = l.ptrace(16, os.getppid(), 0, 0)\nassert r == 0, ctypes.get_errno()",
+    "giving up the filter": "import ctypes\nl = ctypes.CDLL(None)\n"
+    "r = l.prctl(22, 0, 0, 0, 0)\nassert r == 0, r",
+    "io_uring": "import ctypes\nl = ctypes.CDLL(None)\nassert l.syscall(425, 1, 0) >= 0",
+    "a namespace": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+}
+
+
+@pytest.mark.parametrize("attempt", FORBIDDEN)
+def test_what_a_program_may_not_do(attempt: str) -> None:
+    ran = run(FORBIDDEN[attempt])
+    assert (ran.ended, ran.code) == ("error", 1), ran
+    assert "escaped" not in ran.stdout
+    if "assert" not in FORBIDDEN[attempt]:
+        refused = ("PermissionError", "not allowed to raise", "Invalid cross-device link")
+        assert any(word in ran.stderr for word in refused), ran.stderr
+
+
+def test_it_reads_nothing_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-job")
+    (tmp_path / "batch.txt").write_text("of the job")
+    assert "secret" not in run("import os; print(dict(os.environ))").stdout
+    assert "PermissionError" in run(f"open({str(tmp_path / 'batch.txt')!r}).read()").stderr
+    assert "PermissionError" in run(f"open({str(tmp_path / 'new.txt')!r}, 'w')").stderr
+    assert not (tmp_path / "new.txt").exists()
+    opened = "import os\nprint([os.readlink(f'/proc/self/fd/{i}') for i in range(3, 20)])"
+    with tempfile.TemporaryFile() as inherited:
+        os.set_inheritable(inherited.fileno(), True)
+        assert run(opened).ended == "error"  # there is no fourth file
+
+
+def test_a_listening_server_hears_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        ran = run(f"import socket; socket.create_connection(('127.0.0.1', {port}))")
+        assert "PermissionError" in ran.stderr
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_limits_end_a_program() -> None:
+    assert run("while True: pass").ended == "time"
+    ignoring = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert run(ignoring).ended == "time"
+    assert run("import time; time.sleep(60)", limits=Limits(wall=0.5)).ended == "time"
+    assert run("x = ' ' * (1 << 30)").stderr.endswith("MemoryError\n")
+    threads = "import threading, time\nwhile True:\n"
+    threads += "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    assert "can't start new thread" in run(threads).stderr
+    ran = run("while True: print('x' * 1000)")
+    assert (ran.ended, len(ran.stdout)) == ("output", SMALL.output)
+    assert run("import sys\nwhile True: sys.stderr.write('x' * 1000)").ended == "output"
+    assert "File too large" in run(f"open('x', 'wb').write(b'x' * {2 * MIB})").stderr
+    many = f"i = 0\nwhile True:\n    i += 1\n    open(str(i), 'wb').write(b'x' * {MIB // 2})"
+    assert run(many, limits=Limits(files=MIB)).ended == "files"
+    assert run("i = 0\nwhile True:\n    i += 1\n    open(str(i), 'w')").ended == "files"
+    with pytest.raises(ValueError, match="sandbox limit cpu=0"):
+        Limits(cpu=0)
+
+
+def test_a_cancelled_program_is_killed() -> None:
+    async def cancelled() -> None:
+        async with asyncio.timeout(0.5):
+            await run_program("import time; time.sleep(60)")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())  # the fixture sees that nothing stays
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import asyncio; from megarl.rollout.tools.sandbox import run_program\n"
+        "asyncio.run(run_program(\"open('begun', 'w')\\nimport time; time.sleep(60)\"))"
+    )
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=env)
+    while not list(tmp_path.glob("megarl-sandbox-*/begun")):
+        assert parent.poll() is None
+    parent.kill()
+    parent.wait()
+    (directory,) = tmp_path.glob("megarl-sandbox-*")
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+    deadline = 200
+    while str(directory) in subprocess.check_output(["ps", "-eo", "args"], text=True):
+        deadline -= 1
+        assert deadline, "the program outlives its parent"
+
+
+def test_a_machine_that_cannot_confine_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SandboxError, match="was not run: MemoryError"):
+        run("print(1)", limits=Limits(memory=MIB))  # too little for an interpreter
+    monkeypatch.setattr(sandbox, "_CONFINE", Path(__file__).parent / "no_such_file.py")
+    with pytest.raises(SandboxError, match="was not run"):
+        run("print(1)")
+
+
+def test_the_filters_tables_fit_each_other() -> None:
+    for machine, (_, allowed) in confine._ALLOWED.items():
+        numbers = confine._NUMBERS[machine]
+        assert len(numbers) == len(set(numbers)) == len(confine._CALLS)
+        for code in confine._filter(machine, 1234):
+            assert all(0 <= jump < 256 for jump in code[1:3])
+        assert not allowed & {425, 426, 427, 435}  # io_uring, clone3

@@ -1,0 +1,280 @@
+"""Tools that are functions: their schemas, calls in each model's format, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
+from megarl.rollout.tools.env import ToolFailure, ToolingEnv, opened
+from megarl.rollout.tools.local import LocalToolingEnv
+
+
+def search(
+    query: str,
+    limit: int = 3,
+    exact: bool = False,
+    where: Literal["web", "news"] = "web",
+    tags: list[str] | None = None,
+    weights: dict[str, float] = {},  # noqa: B006
+    plain="text",
+) -> dict[str, Any]:
+    """Searches for pages.
+
+    Takes one query.
+
+    Args:
+        query: what to look for,
+            in words
+        limit: how many pages
+    Returns:
+        what was found
+    """
+    return {"query": query, "limit": limit, "exact": exact, "where": where, "tags": tags}
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    :param a: the first
+    :param b: the second
+    """
+    return a + b
+
+
+def execute(name: str, args: dict[str, Any], *tools: Any, **kw: Any) -> str:
+    async def run() -> str:
+        async with opened(LocalToolingEnv(tools, **kw)) as env:
+            return await env.aexecute(name, args)
+
+    return asyncio.run(run())
+
+
+def test_a_schema_is_read_from_the_signature_and_the_docstring() -> None:
+    schema = LocalToolingEnv.generate_schema(search)
+    assert schema["type"] == "function"
+    function = schema["function"]
+    assert (function["name"], function["description"]) == (
+        "search",
+        "Searches for pages.\n\nTakes one query.",
+    )
+    assert function["parameters"] == {
+        "type": "object",
+        "required": ["query"],
+        "properties": {
+            "query": {"type": "string", "description": "what to look for, in words"},
+            "limit": {"type": "integer", "default": 3, "description": "how many pages"},
+            "exact": {"type": "boolean", "default": False},
+            "where": {"type": "string", "enum": ["web", "news"], "default": "web"},
+            "tags": {
+                "anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}],
+                "default": None,
+            },
+            "weights": {
+                "type": "object",
+                "additionalProperties": {"type": "number"},
+                "default": {},
+            },
+            "plain": {"type": "string", "default": "text"},
+        },
+    }
+
+
+def test_a_schema_is_the_one_that_transformers_reads() -> None:
+    def both(a: int, b: list[str]) -> int:
+        """Does both.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return 0
+
+    assert LocalToolingEnv.generate_schema(both)["function"] == {
+        k: v for k, v in get_json_schema(both)["function"].items() if k != "return"
+    }
+
+
+def test_what_cannot_be_a_tool_is_refused() -> None:
+    env = LocalToolingEnv()
+    assert env.register_tool(add) is add  # as a decorator
+    with pytest.raises(ValueError, match="'add' is registered already"):
+        env.register_tool(add)
+    with pytest.raises(TypeError, match="not a function"):
+        env.register_tool(3)  # type: ignore[arg-type]
+
+    def many(*values: int) -> int:
+        return 0
+
+    with pytest.raises(ValueError, match=r"tool many: parameter \*values"):
+        env.register_tool(many)
+
+    def odd(lock: threading.Event) -> int:
+        return 0
+
+    with pytest.raises(ValueError, match="tool odd: a parameter's type has no JSON schema"):
+        env.register_tool(odd)
+    assert [t["function"]["name"] for t in env.list_tools()] == ["add"]
+    assert LocalToolingEnv().list_tools() == []  # tools belong to an instance
+    with pytest.raises(ValueError, match="timeout=0"):
+        LocalToolingEnv(timeout=0)
+
+
+def test_tools_answer_as_text() -> None:
+    assert execute("add", {"a": 2, "b": "3"}, add) == "5"  # "3" is an int where one is asked for
+    assert execute("search", {"query": "ä", "tags": ["x"]}, search).startswith('{"query": "ä"')
+
+    async def later(text: str) -> str:
+        await asyncio.sleep(0)
+        return text.upper()
+
+    assert execute("later", {"text": "abc"}, later) == "ABC"
+
+    def with_row(x: int, row: dict[str, Any]) -> int:
+        return x + row["answer"]
+
+    schema = LocalToolingEnv.generate_schema(with_row)
+    assert list(schema["function"]["parameters"]["properties"]) == ["x"]
+    assert execute("with_row", {"x": 1}, with_row, row={"answer": 41}) == "42"
+
+
+def test_errors_are_told_to_the_model() -> None:
+    def fails() -> None:
+        raise KeyError("page")
+
+    assert execute("fails", {}, fails) == "Error: fails raised KeyError: 'page'"
+    assert execute("sub", {}, add) == "Error: there is no tool 'sub'; the tools are: add"
+    wrong = execute("add", {"a": "two", "c": 1}, add)
+    assert wrong.startswith("Error: add was called with wrong arguments: a: ")
+    assert "b: Field required" in wrong and "c: Extra inputs are not permitted" in wrong
+
+    async def endless() -> None:
+        await asyncio.sleep(60)
+
+    assert execute("endless", {}, endless, timeout=0.05) == "Error: endless took longer than 0.05 s"
+
+    def own_timeout() -> None:
+        raise TimeoutError("the page did not come")
+
+    said = execute("own_timeout", {}, own_timeout)
+    assert said == "Error: own_timeout raised TimeoutError: the page did not come"
+
+    def broken() -> None:
+        raise ToolFailure("the browser died")
+
+    with pytest.raises(ToolFailure, match="the browser died"):
+        execute("broken", {}, broken)
+
+
+class Counted(ToolingEnv):
+    def __init__(self, *, refuse: bool = False, slow: float = 0.0) -> None:
+        self.closed, self.refuse, self.slow = 0, refuse, slow
+
+    async def ainitialize(self) -> None:
+        if self.refuse:
+            raise ToolFailure("no browser")
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        return []
+
+    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(self.slow)
+        self.closed += 1
+
+
+@pytest.mark.parametrize("end", ["success", "error", "start", "cancelled", "timeout"])
+def test_an_environment_is_closed_however_its_sample_ends(end: str) -> None:
+    env = Counted(refuse=end == "start", slow=0.05)
+
+    async def sample() -> None:
+        async with opened(env):
+            if end == "error":
+                raise KeyError
+            if end in ("cancelled", "timeout"):
+                await env.aexecute("x", {})
+
+    async def run() -> None:
+        if end == "timeout":
+            async with asyncio.timeout(0.01):
+                await sample()
+        task = asyncio.ensure_future(sample())
+        await asyncio.sleep(0.01)
+        if end == "cancelled":
+            task.cancel()
+        await task
+
+    if end == "success":
+        asyncio.run(run())
+    else:
+        expected = {"error": KeyError, "start": ToolFailure, "timeout": TimeoutError}
+        with pytest.raises(expected.get(end, asyncio.CancelledError)):
+            asyncio.run(run())
+    assert env.closed == 1
+
+
+CALL = ToolCall(name="add", arguments={"a": 1, "b": 2})
+FIND = ToolCall(name="search", arguments={"query": "a } b", "limit": 2})
+WRITTEN = {
+    "hermes": 'I will.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "search", "arguments": {"query": "a } b", "limit": 2}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=query>\n"
+    "a } b\n</parameter>\n<parameter=limit>\n2\n</parameter>\n</function>\n</tool_call>",
+    "llama3": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}};'
+    '{"name": "search", "parameters": {"query": "a } b", "limit": 2}}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n'
+    '```json\n{"query": "a } b", "limit": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call><tool_call>search\n<arg_key>query</arg_key>\n"
+    "<arg_value>a } b</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>2</arg_value>\n"
+    "</tool_call>",
+}
+WRITTEN["qwen"] = WRITTEN["hermes"]
+TOOLS = LocalToolingEnv([add, search]).list_tools()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_calls_are_read_in_every_format(format: str) -> None:
+    assert parse_calls(WRITTEN[format], format, TOOLS) == [CALL, FIND]
+    assert parse_calls("no call { at all }", format, TOOLS) == []
+    assert parse_calls(f"<think>{WRITTEN[format]}</think>\nDone.", format, TOOLS) == []
+
+
+def test_other_ways_to_write_a_call() -> None:
+    assert parse_calls('{"name": "add", "parameters": {"a": 1, "b": 2}}', "llama3") == [CALL]
+    v31 = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": 2}<｜tool▁call▁end｜>'
+    assert parse_calls(v31, "deepseek") == [CALL]
+    as_text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>'
+    assert parse_calls(as_text, "hermes") == [CALL]
+    one_line = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert parse_calls(one_line, "glm")[0].arguments == {"a": 1}
+    typed = "<tool_call>search<arg_key>query</arg_key><arg_value>12</arg_value></tool_call>"
+    assert parse_calls(typed, "glm", TOOLS)[0].arguments == {"query": "12"}  # it is text
+    with pytest.raises(ValueError, match="format 'xml': use one of"):
+        parse_calls("", "xml")
+
+
+@pytest.mark.parametrize(
+    "format, text, error",
+    [
+        ("hermes", '<tool_call>{"name": "add", </tool_call>', "a tool call is no JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "must be an object with a name, not [1]"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": 3}</tool_call>', "no JSON object: 3"),
+        ("qwen3_coder", "<tool_call>add(1)</tool_call>", "has no <function=...>: add(1)"),
+        ("llama3", "<|python_tag|>add.call(a=1)", "a tool call is no JSON: add.call(a=1)"),
+        ("deepseek", "<｜tool▁call▁begin｜>add", "a tool call has no"),
+        ("glm", "<tool_call>{}</tool_call>", "a tool call has no name: {}"),
+    ],
+)
+def test_what_is_no_call_is_an_error_to_tell(format: str, text: str, error: str) -> None:
+    (call,) = parse_calls(text, format)
+    assert error in call.error
