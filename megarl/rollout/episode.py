@@ -126,19 +126,21 @@ def _checked(
 
 def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
     """Returns the batch without the samples whose `valid` [n] is False (None if all are), and
-    (kind, length) of these samples. A failed sample may hold anything: NaN, garbage, no token at
-    all."""
+    (kind, length) of each rollout that failed. A failed sample may hold anything: NaN, garbage, no
+    token at all."""
     if not isinstance(batch, dict) or "valid" not in batch:
         return batch, []
     check_valid(batch)
     batch = dict(batch)
     valid, kinds = batch.pop("valid"), batch.pop("failure", None)
     lengths = batch["attention_mask"].bool().sum(1).tolist()
-    failed = [
-        (FAILURES[0 if kinds is None else int(kinds[i])], lengths[i])
-        for i in (~valid).nonzero().flatten().tolist()
-    ]
-    return (select(batch, valid.nonzero().flatten()) if valid.any() else None), failed
+    ids = batch.get("rollout_ids", torch.arange(len(valid))).tolist()
+    failed: dict[int, tuple[str, int]] = {}
+    for i in (~valid).nonzero().flatten().tolist():
+        kind, length = failed.get(ids[i], (FAILURES[0 if kinds is None else int(kinds[i])], 0))
+        failed[ids[i]] = kind, length + lengths[i]
+    kept = select(batch, valid.nonzero().flatten()) if valid.any() else None
+    return kept, list(failed.values())
 
 
 def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> list[Padded]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -169,12 +170,15 @@ class RolloutExecutor:
         return {k: float(v) for k, v in counters.items()} | failed | self._batch_stats
 
     def failed(self, batch: Batch, mask: torch.Tensor, kind: str) -> None:
-        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool,
-        which batch.keep(~mask) leaves out. `kind` is one of api.inference.FAILURES."""
+        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool, all
+        rows of some rollouts, which batch.keep(~mask) leaves out. `kind` is one of
+        api.inference.FAILURES."""
         self.accounting.fail(batch["episode_ids"][mask])
+        lengths: Counter[int] = Counter()
+        for unit, n in zip(batch.rollout_ids[mask].tolist(), batch.lengths[mask].tolist()):
+            lengths[unit] += n
         with self.pipeline.changed:
-            lengths = batch.lengths[mask].tolist()
-            self.pipeline.failed_samples.add([(kind, n) for n in lengths])
+            self.pipeline.failed_samples.add([(kind, n) for n in lengths.values()])
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool as
