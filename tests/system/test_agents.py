@@ -31,7 +31,7 @@ GCONFIG = GenerationHyperparameters(
 )
 
 
-def often_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+def often_calls(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     """Reads a call of the tool out of three answers in four, in a form the template changes."""
     if len(text) % 4 == 0:
         return text, []

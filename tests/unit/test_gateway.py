@@ -19,6 +19,7 @@ import pytest
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.gateway import GatewayConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.gateway.calls import call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.trajectory import to_batch
@@ -50,7 +51,7 @@ TEMPLATE = (
 )
 
 
-def calls_look(text: str) -> tuple[str, list[tuple[str, str]]]:
+def calls_look(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     """Reads a call of `look` out of every answer, with arguments in an order of its own."""
     return f" {text[:3]} ", [("look", json.dumps({"b": len(text), "a": text[3:6]}, indent=1))]
 
@@ -540,3 +541,20 @@ def test_sessions_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:
                 pass
 
     asyncio.run(inner())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            'ok <tool_call>{"name": "look", "arguments": {"b": 1}}</tool_call>',
+            ("ok", [("look", '{"b": 1}')]),
+        ),
+        ("<tool_call>{broken</tool_call>", ("<tool_call>{broken</tool_call>", [])),
+        ("no call", ("no call", [])),
+    ],
+)
+def test_calls_are_told_apart_from_the_text(text: str, expected: Any) -> None:
+    assert call_parser("hermes")(text, [LOOK]) == expected
+    with pytest.raises(ValueError, match="tool_format='robot'"):
+        call_parser("robot")

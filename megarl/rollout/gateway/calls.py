@@ -1,47 +1,44 @@
-"""Reads the calls of tools out of an answer's text."""
+"""Reads the calls of tools out of an answer's text, for clients that want them apart from it."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from megarl.utils.importing import load_object
+from megarl.rollout.tools.calls import FORMATS, parse_calls
+from megarl.utils.importing import is_import_path, load_object
 
-# from an answer's text to what is no call, and (name, arguments as JSON text) of each call
-CallParser = Callable[[str], tuple[str, list[tuple[str, str]]]]
+# (an answer's text, the tools of the request) -> what is no call, and (name, arguments as JSON
+# text) of each call
+Tools = Sequence[Mapping[str, Any]]
+CallParser = Callable[[str, Tools], tuple[str, list[tuple[str, str]]]]
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+# what a format's first call begins with
+_BEGINS = {"llama3": "<|python_tag|>", "deepseek": "<｜tool▁calls▁begin｜>"}
 
 
 def call_parser(name: str) -> CallParser:
-    """Returns the parser called `name`, or that of an import path. Raises ValueError."""
-    if ":" in name:
+    """Returns the parser of a format of tools.calls, or that of an import path. Raises ValueError
+    for another name."""
+    if is_import_path(name):
         found: CallParser = load_object(name, what="rollout.gateway.tool_format")
         return found
-    if name not in _PARSERS:
+    if name not in FORMATS:
         raise ValueError(
             f"rollout.gateway.tool_format={name!r}: use pkg.module:function, or one of "
-            + ", ".join(_PARSERS)
+            + ", ".join(FORMATS)
         )
-    return _PARSERS[name]
+    return partial(_by_format, name)
 
 
-def hermes(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write it.
-    What is no such call stays text."""
-    calls = []
-
-    def take(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return match[0]
-        calls.append((str(name), json.dumps(arguments, ensure_ascii=False)))
-        return ""
-
-    return _HERMES.sub(take, text).strip(), calls
-
-
-_PARSERS: dict[str, CallParser] = {"hermes": hermes}
+def _by_format(format: str, text: str, tools: Tools) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the text before the first call, and the calls; all of the text where one of them
+    cannot be read, so that the agent sees it."""
+    calls = parse_calls(text, format, [dict(t) for t in tools])
+    if not calls or any(call.error for call in calls):
+        return text, []
+    before, begins, _ = text.partition(_BEGINS.get(format, "<tool_call>"))
+    found = [(c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in calls]
+    return before.strip() if begins else "", found

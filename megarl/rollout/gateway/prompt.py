@@ -77,7 +77,9 @@ class Renderer:
             raise BadRequest("the chat template renders a call in another way once it is answered")
         return (end if without.endswith(end) else "") + text[len(without) :]
 
-    def answer(self, response: ModelResponse, *, tools: bool, calls_so_far: int) -> Message:
+    def answer(
+        self, response: ModelResponse, tools: Sequence[Mapping[str, Any]], *, calls_so_far: int
+    ) -> Message:
         """Returns the policy's answer as a message. calls_so_far: number of the chat's calls, from
         which a new one gets its id."""
         tokens = response.output_tokens
@@ -87,7 +89,7 @@ class Renderer:
         reasoning, content = _split_reasoning(text)
         if not tools:
             return Message(role="assistant", content=content, reasoning=reasoning)
-        content, found = self._parser(content)
+        content, found = self._parser(content, tools)
         calls = tuple(
             ToolCall(id=f"call_{calls_so_far + i}", name=name, arguments=arguments)
             for i, (name, arguments) in enumerate(found)

@@ -187,7 +187,7 @@ class Session:
         return [
             Answer(
                 id=uuid.uuid4().hex,
-                message=self._renderer.answer(r, tools=bool(request.tools), calls_so_far=said),
+                message=self._renderer.answer(r, request.tools, calls_so_far=said),
                 prompt=prompt,
                 response=r,
             )
