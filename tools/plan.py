@@ -86,7 +86,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         add(f"--{name}", type=_positive, default=1, help=f"{name} of training")
     add("--serve", metavar="NODESxGPUS", help="GPUs of generation servers")
-    add("--server-tp", type=_positive, default=8, help="GPUs of one server (default %(default)s)")
+    add("--server-tp", type=_positive, default=8, help="GPUs of a server or replica (%(default)s)")
     add("--gpu", choices=GPUS, default="h100", help="default %(default)s")
     add("--nic-gbps", type=_rate, default=400, help="network per GPU, Gbit/s (%(default)g)")
     add("--batch-tokens", type=_positive, default=1 << 22, help="of a step (default %(default)s)")

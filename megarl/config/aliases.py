@@ -88,6 +88,7 @@ _THEIRS: Mapping[str, str] = {
     "server.max_running_requests": "max_num_seqs",
     "server.tp": "rollout.tensor_parallel_size vllm_tensor_parallel_size "
     "rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
+    "server.dp": "rollout.data_parallel_size",
     _MEMORY: "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
     "sglang_mem_fraction_static",
     "rollout.max_head_offpolicyness": "max_staleness staleness_threshold max_trajectory_age_steps",

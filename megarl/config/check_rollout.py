@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.recipes import GRPOConfig
-from megarl.config.rollout import GenerationHyperparameters
+from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
 from megarl.config.transports import Requirements, built_in_transport
 from megarl.utils.env import is_here
@@ -86,6 +86,12 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
             f"{key}: none of rollout.addresses is on this machine; use "
             "weight_sync.type=distributed or disk"
         )
+    if cfg.server.dp > 1 and (needs.adapters or not needs.directory):
+        yield (
+            f"{key}: SGLang takes no weights from a trainer's memory, nor adapters, with "
+            f"server.dp={cfg.server.dp} (it asserts dp_size == 1); use weight_sync.type=disk, or "
+            f"server.count={cfg.server.count * cfg.server.dp} with server.dp=1"
+        )
     yield from _less_to_send_problems(cfg, needs)
     if needs.adapters:
         yield from _adapter_problems(cfg, key)
@@ -149,6 +155,7 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if s.tp > 1 and s.type == "embedded":
         yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"
+    yield from _replica_problems(s)
     if s.restarts and s.count < 2:
         yield (
             f"server.restarts={s.restarts}: the run goes on with the other servers meanwhile, and "
@@ -159,6 +166,27 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
     if s.python and not Path(s.python).is_file():
         yield f"server.python={s.python}: no such interpreter"
     yield from _context_problems(cfg)
+
+
+def _replica_problems(s: ServerConfig) -> Iterator[str]:
+    attention = _named(s, "--enable-dp-attention", "--attn-dp-size")
+    if s.dp > 1 and s.type == "embedded":
+        yield f"server.dp={s.dp}: the embedded server is one process; use server.type=sglang"
+    if s.dp > 1 and attention:
+        yield (
+            f"server.dp={s.dp}: replicas do not go with {attention}, whose parts are within "
+            "server.tp; leave server.dp out and set server.options.dp_size"
+        )
+    if s.dp > 1 and s.nnodes not in (None, 1):
+        yield f"server.nnodes={s.nnodes}: SGLang has replicas (server.dp={s.dp}) on one node alone"
+    if not attention and (flag := _named(s, "--dp-size", "--dp", "--data-parallel-size")):
+        yield f"{flag} among server.options and extra_args: set server.dp, by which GPUs are given"
+
+
+def _named(s: ServerConfig, *flags: str) -> str:
+    """Returns the first of the flags that the server's arguments name, with or without =VALUE."""
+    given = {a.split("=")[0] for a in s.arguments}
+    return next((flag for flag in flags if flag in given), "")
 
 
 def _context_problems(cfg: GRPOConfig) -> Iterator[str]:

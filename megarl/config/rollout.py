@@ -74,10 +74,16 @@ class ServerConfig:
     dtype: str = arg("auto", help="auto is the trainer's", choices=("auto", "float32", "bfloat16"))
     context_length: int = arg(2048, bounds=POSITIVE, help="prompt plus response bound in tokens")
     max_running_requests: int = arg(
-        256, bounds=POSITIVE, help="sequences decoded at once by one server"
+        256, bounds=POSITIVE, help="sequences decoded at once by one server, or replica"
     )
     deterministic: bool = arg(False, help="batch-invariant mode: same request, same bits")
     tp: int = arg(1, bounds=POSITIVE, help="tensor-parallel degree of one server (sglang)")
+    dp: int = arg(
+        1,
+        bounds=POSITIVE,
+        help="data-parallel replicas of tp inside one server (sglang's --dp-size), on further GPUs "
+        "of its node behind one address; weights reach them by weight_sync.type=disk alone",
+    )
     nnodes: int | None = arg(
         None,
         bounds=POSITIVE,
@@ -105,6 +111,11 @@ class ServerConfig:
     start_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"
     )
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of one server (on a CPU: processes)."""
+        return self.tp * self.dp
 
     @property
     def arguments(self) -> list[str]:

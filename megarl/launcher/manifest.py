@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 
+from megarl.config.errors import ConfigError
 from megarl.launcher.job import Job
 
 API = "jobset.x-k8s.io/v1alpha2"
 RECORDS = "/etc/megarl"
+LONGEST = 63  # characters of a pod's name
 _ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 
 
@@ -34,8 +36,8 @@ _Dumper.add_representer(
 
 def jobset(job: Job, stamp: str) -> str:
     """Returns the manifest as YAML. stamp: a number that grows from manifest to manifest, which
-    tells their attempts apart."""
-    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    tells their attempts apart. Raises ConfigError for a name that Kubernetes does not take."""
+    name = _name(job)
     records = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -55,6 +57,21 @@ def jobset(job: Job, stamp: str) -> str:
     return yaml.dump_all([records, manifest], Dumper=_Dumper, sort_keys=False, width=10_000)
 
 
+def _name(job: Job) -> str:
+    """Returns the job's name as Kubernetes takes it: pods are called <name>-<pool>-0-<node>-<five
+    letters>."""
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    room = LONGEST - max(len(f"-{pool}-0-{len(job.pools)}-xxxxx") for pool in job.pools)
+    if not name[:1].isalpha() or len(name) > room:
+        raise ConfigError(
+            [
+                f"experiment_name and trial_name: a JobSet would be called {name!r}, which must "
+                f"begin with a letter and have at most {room} characters; choose others"
+            ]
+        )
+    return name
+
+
 def _replicated(job: Job, name: str, pool: str, stamp: str) -> dict[str, Any]:
     nodes = [n for n, p in enumerate(job.pools) if p == pool]
     pod = {
@@ -63,6 +80,7 @@ def _replicated(job: Job, name: str, pool: str, stamp: str) -> dict[str, Any]:
         "containers": [_container(job, name, nodes[0], stamp)],
         "volumes": [
             {"name": "records", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
             *({"name": name, "hostPath": {"path": here}} for name, here, _ in _mounts(job)),
         ],
     }
@@ -106,6 +124,8 @@ def _container(job: Job, name: str, first: int, stamp: str) -> dict[str, Any]:
         "resources": {"limits": {"nvidia.com/gpu": gpus}} if gpus else {},
         "volumeMounts": [
             {"name": "records", "mountPath": RECORDS},
+            # a pod's own has 64 MiB, too little for NCCL
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
             *({"name": name, "mountPath": there} for name, _, there in _mounts(job)),
         ],
     }

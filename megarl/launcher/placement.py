@@ -37,8 +37,8 @@ class Placement:
         return [node for node, name in enumerate(self.pools) if name == pool]
 
 
-def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: int) -> Placement:
-    """Gives the first GPUs to the trainers and `server_tp` further ones to each server.
+def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_gpus: int) -> Placement:
+    """Gives the first GPUs to the trainers and `server_gpus` further ones to each server.
 
     Where there are too few for both, servers go round the trainers' GPUs. Raises ConfigError where
     the trainers alone, or a server alone, need more than there are.
@@ -50,17 +50,17 @@ def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_tp: in
         raise ConfigError(
             [f"{trainers} trainer processes need as many GPUs and {len(gpus)} are visible"]
         )
-    if server_tp > len(gpus):
-        raise ConfigError([f"server.tp={server_tp}: {len(gpus)} GPUs are visible"])
-    first = [trainers + i * server_tp for i in range(servers)]
+    if server_gpus > len(gpus):
+        raise ConfigError([f"server.tp*dp={server_gpus}: {len(gpus)} GPUs are visible"])
+    first = [trainers + i * server_gpus for i in range(servers)]
     return Placement(
         pools=(NODES,),
         trainers=(Seat(node=0, gpus=",".join(gpus[:trainers])),) * trainers,
         servers=tuple(
-            (Seat(node=0, gpus=",".join(gpus[(at + j) % len(gpus)] for j in range(server_tp))),)
+            (Seat(node=0, gpus=",".join(gpus[(at + j) % len(gpus)] for j in range(server_gpus))),)
             for at in first
         ),
-        shared=trainers + servers * server_tp > len(gpus),
+        shared=trainers + servers * server_gpus > len(gpus),
     )
 
 
@@ -107,7 +107,7 @@ def place(
     *,
     trainers: int,
     servers: int = 0,
-    server_tp: int = 1,
+    server_gpus: int = 1,
     server_nnodes: int | None = None,
     colocated: bool = False,
     on_gpus: bool = True,
@@ -126,15 +126,17 @@ def place(
     rooms = _Rooms(on_gpus=on_gpus)
     ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
     room = pool.n_gpus_per_node if pool else size
-    parts = _server_parts(server_tp, server_nnodes, room) if servers else 1
-    each, found = server_tp // parts, []
+    parts = _server_parts(server_gpus, server_nnodes, room) if servers else 1
+    each, found = server_gpus // parts, []
     for index in range(servers):
         if colocated:
             found.append(_colocated(rooms, index, each, parts, trainers))
         else:
             found.append(rooms.take(SERVER_POOL if pool else NODES, room, each, parts=parts))
     if cluster.n_nodes not in (None, len(rooms.nodes)):
-        raise ConfigError([_wrong_number(cluster, trainers, servers, server_tp, len(rooms.nodes))])
+        raise ConfigError(
+            [_wrong_number(cluster, trainers, servers, server_gpus, len(rooms.nodes))]
+        )
     return Placement(
         pools=tuple(n.pool for n in rooms.nodes),
         trainers=ranks,
@@ -156,14 +158,14 @@ def _trainer_seats(rooms: _Rooms, trainers: int, size: int, pool: str) -> tuple[
     return tuple(seat for seat in seats for _ in range(each))
 
 
-def _server_parts(tp: int, nnodes: int | None, room: int) -> int:
+def _server_parts(gpus: int, nnodes: int | None, room: int) -> int:
     """Returns how many nodes one server spans."""
-    parts = nnodes or -(-tp // room)
-    if tp % parts or tp // parts > room:
+    parts = nnodes or -(-gpus // room)
+    if gpus % parts or gpus // parts > room:
         raise ConfigError(
             [
-                f"server.tp={tp}: does not divide evenly over {parts} node(s) of {room} GPUs; set "
-                "server.nnodes or server.tp so that it does"
+                f"server.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {room} GPUs; "
+                "set server.tp, server.dp or server.nnodes so that it does"
             ]
         )
     return parts
@@ -175,7 +177,7 @@ def _colocated(rooms: _Rooms, index: int, each: int, parts: int, trainers: int) 
     if per_node % each or each * parts > trainers:
         raise ConfigError(
             [
-                f"server.tp={each * parts}: colocated servers take equal shares of the "
+                f"server.tp*dp={each * parts}: colocated servers take equal shares of the "
                 f"{per_node} trainer GPUs of a node; choose a degree that divides them"
             ]
         )
@@ -186,8 +188,10 @@ def _colocated(rooms: _Rooms, index: int, each: int, parts: int, trainers: int) 
     return tuple(seats)
 
 
-def _wrong_number(cluster: ClusterConfig, trainers: int, servers: int, tp: int, needed: int) -> str:
-    beside = f" and {servers} server(s) of {tp}" if servers else ""
+def _wrong_number(
+    cluster: ClusterConfig, trainers: int, servers: int, gpus: int, needed: int
+) -> str:
+    beside = f" and {servers} server(s) of {gpus}" if servers else ""
     return (
         f"cluster.n_nodes={cluster.n_nodes}: {trainers} trainer processes{beside} take {needed} "
         f"node(s) of cluster.n_gpus_per_node={cluster.n_gpus_per_node}; correct allocation_mode, "

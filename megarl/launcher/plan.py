@@ -63,12 +63,12 @@ def plan_here(command: CommandLine) -> Plan:
         said = f"server.nnodes={plan.cfg.server.nnodes}"
         raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
     gpus = visible_gpus(os.environ)
-    servers, tp = _servers(plan.cfg)
+    servers, server_gpus = _servers(plan.cfg)
     placement = share_out(
         gpus[: plan.nproc] if _colocated(plan.cfg, needs) else gpus,
         trainers=plan.nproc,
         servers=servers,
-        server_tp=tp,
+        server_gpus=server_gpus,
     )
     return _placed(plan, placement, needs)
 
@@ -78,13 +78,13 @@ def plan_cluster(command: CommandLine) -> Plan:
     wrong."""
     plan, needs = _read(command)
     cfg = plan.cfg
-    servers, tp = _servers(cfg)
+    servers, server_gpus = _servers(cfg)
     placement = place(
         cfg.cluster,
         trainers=plan.nproc,
         servers=servers,
-        server_tp=tp,
-        server_nnodes=cfg.server.nnodes if isinstance(cfg, GRPOConfig) else None,
+        server_gpus=server_gpus,
+        server_nnodes=_nodes_of_a_server(cfg),
         colocated=_colocated(cfg, needs),
         on_gpus=uses_gpus(os.environ),
     )
@@ -144,10 +144,18 @@ def _nproc(given: str | None, cfg: BaseConfig) -> int:
 
 
 def _servers(cfg: BaseConfig) -> tuple[int, int]:
-    """Returns how many servers the launcher starts, and the degree of each."""
+    """Returns how many servers the launcher starts, and the GPUs of each."""
     if not isinstance(cfg, GRPOConfig):
         return 0, 1
-    return 0 if cfg.rollout.addresses else cfg.server.count, cfg.server.tp
+    return 0 if cfg.rollout.addresses else cfg.server.count, cfg.server.gpus
+
+
+def _nodes_of_a_server(cfg: BaseConfig) -> int | None:
+    """Returns how many nodes one server spans, None for as few as it needs. SGLang has replicas on
+    one node alone."""
+    if not isinstance(cfg, GRPOConfig):
+        return None
+    return cfg.server.nnodes if cfg.server.dp == 1 else 1
 
 
 def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:

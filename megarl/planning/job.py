@@ -41,7 +41,7 @@ def _generation(cfg: GRPOConfig) -> dict[str, Any]:
     resident = ref is not None and not ref.offload and not ref_is_below_adapters(cfg)
     return {
         "reference": resident,
-        "serve": _grid(server.count * server.tp, pool or cfg.cluster) if server.count else None,
+        "serve": _grid(server.count * server.gpus, pool or cfg.cluster) if server.count else None,
         "server_tp": server.tp,
         "server_fp8": sync.quantization == "fp8_block",
         "server_memory": float(server.options.get("mem_fraction_static", 0.85)),

@@ -203,6 +203,8 @@ def server_command(
         command += ["--json-model-override-args", json.dumps(override_config)]
     if sglang:
         command += ["--tp-size", str(server.tp)]
+        if server.dp > 1:
+            command += ["--dp-size", str(server.dp)]
         if server.deterministic:
             command += ["--enable-deterministic-inference"]
     else:

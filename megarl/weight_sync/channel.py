@@ -46,7 +46,7 @@ class UpdateChannel:
         self.servers, self.device = servers, device
         # the store's prefix: servers are told it in a control call, and nobody else can guess it
         self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
-        self.info = servers.info(deadline)
+        self.info = servers.receivers(deadline)
         offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
         address = _address_for(servers)
         store = listen(address, timeout=deadline.left)

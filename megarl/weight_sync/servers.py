@@ -27,7 +27,8 @@ GRACE = 5.0
 class ServerInfo:
     """Holds the facts about a server that a sync depends on.
 
-    tp: workers that receive; dtype: that of the weights held, None where only the server knows;
+    tp: workers that receive, in each of `replicas`; stages: those of a pipeline.
+    dtype: that of the weights held, None where only the server knows.
     hf_checksums: whether its checksums are of HF tensors, as ours are (the embedded server).
     applies_delta: whether it takes changes; then `weights_id` is the id of the update it holds,
     None where its weights are of another origin. weight_version: for messages.
@@ -39,23 +40,16 @@ class ServerInfo:
     applies_delta: bool = False
     weights_id: str | None = None
     weight_version: str = ""
+    replicas: int = 1
+    stages: int = 1
 
     @classmethod
     def parse(cls, server: str, answer: Any) -> ServerInfo:
-        """Reads the answer of /server_info. Raises RuntimeError for a server with several replicas
-        or stages inside: it counts its ranks within one tensor-parallel group, so theirs would
-        collide."""
+        """Reads the answer of /server_info. Raises RuntimeError for one that is no server's."""
         answer = as_object(server, "/server_info", answer)
         sizes = {k: answer.get(f"{k}_size") or 1 for k in ("dp", "pp", "tp")}
         if wrong := [f"{k}_size={shown(n)}" for k, n in sizes.items() if type(n) is not int]:
             raise RuntimeError(f"server {server}: /server_info answered {wrong[0]}: {STRANGER}")
-        replicas = 1 if answer.get("enable_dp_attention") else sizes["dp"]
-        stages = sizes["pp"]
-        if replicas > 1 or stages > 1:
-            raise RuntimeError(
-                f"server {server} runs with dp_size={replicas}, pp_size={stages}: weights can be "
-                "streamed to one replica with tp alone; start one server for each replica"
-            )
         dtype = getattr(torch, str(answer.get("dtype")), None)
         return cls(
             tp=sizes["tp"],
@@ -64,6 +58,8 @@ class ServerInfo:
             applies_delta="weights_id" in answer,
             weights_id=answer.get("weights_id"),
             weight_version=str(answer.get("weight_version", "")),
+            replicas=1 if answer.get("enable_dp_attention") else sizes["dp"],
+            stages=sizes["pp"],
         )
 
 
@@ -112,6 +108,21 @@ class Servers:
         `ServerInfo.parse` do."""
         answers = self.call("/server_info", None, deadline, method="GET")
         return {server: ServerInfo.parse(server, answer) for server, answer in answers.items()}
+
+    def receivers(self, deadline: Deadline) -> dict[str, ServerInfo]:
+        """Returns `info` of servers that take weights by streams or from memory. Raises
+        RuntimeError for one that does not: SGLang asserts that it has no replicas
+        (srt/managers/tokenizer_control_mixin.py, init_weights_update_group), and its pipeline
+        stages would count the same ranks."""
+        found = self.info(deadline)
+        for server, info in found.items():
+            if info.replicas > 1 or info.stages > 1:
+                raise RuntimeError(
+                    f"server {server} runs with dp_size={info.replicas}, pp_size={info.stages}: "
+                    "SGLang takes weights from a trainer with dp_size=1 and pp_size=1 alone; use "
+                    "weight_sync.type=disk, or start one server for each replica"
+                )
+        return found
 
     def started_again(self, deadline: Deadline) -> list[str]:
         """Returns the servers that hold the weights they started with, though they have been

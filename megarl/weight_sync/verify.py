@@ -40,6 +40,7 @@ class Verifier:
         self.names = names
         self.comparable = [s for s, i in info.items() if i.hf_checksums]
         self.others = [s for s, i in info.items() if not i.hf_checksums]
+        self._replicas = {s: i.replicas for s, i in info.items()}
         dtypes = {info[s].dtype for s in self.comparable}
         if len(dtypes) > 1:
             raise RuntimeError(f"servers hold weights in different dtypes: {dtypes}")
@@ -85,7 +86,7 @@ class Verifier:
             )
         others = self._ask(self.others, deadline) if self.names is None else {}
         if others:
-            compare_with_each_other(others)
+            compare_with_each_other(by_replica(others, self._replicas))
             log.log(
                 _once_each(logging.WARNING, others),
                 "weights on %s not verified: checksums there are of fused and sharded parameters, "
@@ -139,8 +140,23 @@ def differences(sent: Checksums, held: Checksums, show: int = 3) -> str:
     )
 
 
+def by_replica(
+    held: Mapping[str, Sequence[Checksums]], replicas: Mapping[str, int]
+) -> dict[str, Sequence[Checksums]]:
+    """Returns the checksums of servers' ranks with an entry for each replica of a server, whose
+    ranks follow each other."""
+    found = {}
+    for server, ranks in held.items():
+        size = len(ranks) // replicas[server]
+        for i in range(replicas[server]):
+            name = server if replicas[server] == 1 else f"{server} (replica {i})"
+            found[name] = ranks[i * size : (i + 1) * size]
+    return found
+
+
 def compare_with_each_other(held: Mapping[str, Sequence[Checksums]]) -> None:
-    """Raises RuntimeError where servers of one tensor-parallel degree hold different weights."""
+    """Raises RuntimeError where servers, or replicas, of one tensor-parallel degree hold different
+    weights."""
     by_degree: dict[int, str] = {}
     for server, ranks in held.items():
         first = by_degree.setdefault(len(ranks), server)

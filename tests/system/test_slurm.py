@@ -125,6 +125,24 @@ def test_sigusr1_saves_and_queues_again_and_the_weights_are_the_local_launchers(
     assert not any(token in p.read_text() for p in [*shared, *run.dir.glob("launch/*.log")])
 
 
+def test_the_doctor_looks_at_every_node(
+    cluster: SlurmCluster, command: list[str], tmp_path: Path
+) -> None:
+    """The nodes' names say nothing to a resolver here, so MASTER_ADDR says where they meet."""
+    model = next(word for word in command if word.startswith("actor.path="))
+    recipe = [str(ROOT / "configs" / "script_grpo.yaml"), model, f"fileroot={tmp_path}"]
+    doctor = [sys.executable, "-m", "megarl.cli", "doctor", *recipe]
+    done = subprocess.run(
+        ["srun", "-N2", "--ntasks-per-node=1", "--time=5", *doctor],
+        cwd=ROOT, env=cluster.env | {"MASTER_ADDR": "127.0.0.1"}, timeout=200, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said = done.stdout
+    assert done.returncode == 0 and said.count("disk speed") == 2, said
+    assert "2 hosts read each other's files" in said, said
+    assert list(tmp_path.iterdir()) == [], said
+
+
 @pytest.mark.full
 def test_a_lost_node_queues_the_job_again_and_its_processes_end(
     cluster: SlurmCluster, command: list[str], local: Run, tmp_path: Path

@@ -204,6 +204,24 @@ def test_sound_configs_pass(model: Path) -> None:
         (["collective_timeout=inf"], ["collective_timeout=inf", "at most 30 days"]),
         (["server.count=0"], ["server.count=0", "rollout.addresses"]),
         (["server.tp=2"], ["server.tp=2", "server.type=sglang"]),
+        (["server.dp=2", "weight_sync.type=disk"], ["server.dp=2", "server.type=sglang"]),
+        (
+            ["server.dp=2", "server.type=sglang"],
+            ["weight_sync.type=distributed", "server.dp=2", "disk", "server.count=2 with"],
+        ),
+        (
+            ["server.dp=2", "server.type=sglang", "server.nnodes=2", "weight_sync.type=disk"],
+            ["server.nnodes=2", "server.dp=2"],
+        ),
+        (
+            [
+                *("server.dp=2", "server.type=sglang", "weight_sync.type=disk"),
+                "+server.options.enable_dp_attention=true",
+            ],
+            ["server.dp=2", "--enable-dp-attention", "server.options.dp_size"],
+        ),
+        (["+server.options.dp_size=2"], ["--dp-size", "set server.dp"]),
+        (["server.extra_args=['--dp=2']"], ["--dp among", "set server.dp"]),
         (["server.restarts=1"], ["server.restarts=1", "server.count=1"]),
         (["server.python=/no/python"], ["server.python=/no/python"]),
         (["server.context_length=512"], ["server.context_length=512", "max_new_tokens=512"]),

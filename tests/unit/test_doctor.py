@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from megarl.cli import main as megarl
 from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding, from_json, merged, to_json
 from megarl.cli.doctor.host import environment_findings
-from megarl.cli.doctor.peers import first_host, this_job
+from megarl.cli.doctor.peers import Meeting, first_host, this_job
 from megarl.cli.doctor.versions import TESTED
 from megarl.cli.rehearse.model import VOCAB, write_model
 from megarl.cli.rehearse.sizes import Degrees, shrink_model
@@ -197,6 +198,11 @@ def test_which_process_this_is() -> None:
     job = this_job(slurm)
     assert job is not None and (job.rank, job.size, job.speaks) == (1, 2, True)
     assert (job.host, job.port) == ("n1", 20007)
+    chosen = {"SLURMD_NODENAME": "n2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}
+    job = this_job(slurm | chosen)
+    assert job is not None and (job.name, job.host, job.port) == ("n2", "10.0.0.1", 77)
+    with pytest.raises(ValueError, match=r"no\.invalid: this name .* set MASTER_ADDR"):
+        Meeting(replace(job, host="no.invalid"))
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         this_job({"WORLD_SIZE": "2", "RANK": "0"})
 

@@ -38,28 +38,28 @@ def gpus_of(placed: Placement) -> tuple[set[str | None], list[str | None]]:
 
 
 def test_trainers_first_then_servers() -> None:
-    placed = share_out([*"abcdefgh"], trainers=4, servers=2, server_tp=2)
+    placed = share_out([*"abcdefgh"], trainers=4, servers=2, server_gpus=2)
     assert gpus_of(placed) == ({"a,b,c,d"}, ["e,f", "g,h"])
     assert len(placed.trainers) == 4 and not placed.shared
 
 
 def test_too_few_gpus_are_shared() -> None:
-    placed = share_out(["0", "1"], trainers=2, servers=2, server_tp=1)
+    placed = share_out(["0", "1"], trainers=2, servers=2, server_gpus=1)
     assert gpus_of(placed) == ({"0,1"}, ["0", "1"]) and placed.shared
-    placed = share_out(["0"], trainers=1, servers=1, server_tp=1)
+    placed = share_out(["0"], trainers=1, servers=1, server_gpus=1)
     assert gpus_of(placed) == ({"0"}, ["0"]) and placed.shared
 
 
 def test_no_gpus() -> None:
-    placed = share_out([], trainers=2, servers=1, server_tp=1)
+    placed = share_out([], trainers=2, servers=1, server_gpus=1)
     assert gpus_of(placed) == ({None}, [None]) and not placed.shared
 
 
 def test_more_trainers_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"4 trainer processes .* 2 are visible"):
-        share_out(["0", "1"], trainers=4, servers=0, server_tp=1)
-    with pytest.raises(ConfigError, match=r"server\.tp=2: 1 GPU"):
-        share_out(["0"], trainers=1, servers=1, server_tp=2)
+        share_out(["0", "1"], trainers=4, servers=0, server_gpus=1)
+    with pytest.raises(ConfigError, match=r"server\.tp\*dp=2: 1 GPU"):
+        share_out(["0"], trainers=1, servers=1, server_gpus=2)
 
 
 # ---- what the launcher's plan refuses before anything starts

@@ -50,28 +50,28 @@ def nodes(placed: Placement) -> tuple[list[int], list[list[int]]]:
 
 
 def test_trainers_fill_nodes_and_servers_follow() -> None:
-    placed = place(ClusterConfig(n_gpus_per_node=2), trainers=4, servers=3, server_tp=1)
+    placed = place(ClusterConfig(n_gpus_per_node=2), trainers=4, servers=3, server_gpus=1)
     assert nodes(placed) == ([0, 0, 1, 1], [[2], [2], [3]])
     assert [p.gpus for s in placed.servers for p in s] == ["@{gpus:0}", "@{gpus:1}", "@{gpus:0}"]
     assert placed.trainers[3].gpus == "@{gpus:0,1}" and not placed.shared
 
 
 def test_one_node_has_room_for_both() -> None:
-    placed = place(ClusterConfig(n_nodes=1), trainers=4, servers=2, server_tp=2)
+    placed = place(ClusterConfig(n_nodes=1), trainers=4, servers=2, server_gpus=2)
     assert nodes(placed) == ([0] * 4, [[0], [0]])
     assert [s[0].gpus for s in placed.servers] == ["@{gpus:4,5}", "@{gpus:6,7}"]
 
 
 def test_a_server_of_16_gpus_takes_two_whole_nodes() -> None:
-    placed = place(ClusterConfig(), trainers=4, servers=2, server_tp=16)
+    placed = place(ClusterConfig(), trainers=4, servers=2, server_gpus=16)
     assert nodes(placed) == ([0] * 4, [[1, 2], [3, 4]])
-    wide = place(ClusterConfig(), trainers=8, servers=1, server_tp=8, server_nnodes=2)
+    wide = place(ClusterConfig(), trainers=8, servers=1, server_gpus=8, server_nnodes=2)
     assert nodes(wide)[1] == [[1, 2]] and wide.servers[0][1].gpus == "@{gpus:0,1,2,3}"
 
 
 def test_colocated_servers_go_round_the_trainers_gpus() -> None:
     placed = place(
-        ClusterConfig(n_gpus_per_node=4), trainers=8, servers=5, server_tp=2, colocated=True
+        ClusterConfig(n_gpus_per_node=4), trainers=8, servers=5, server_gpus=2, colocated=True
     )
     assert nodes(placed)[1] == [[0], [0], [1], [1], [0]] and placed.shared
     assert placed.servers[4][0].gpus == "@{gpus:0,1}"
@@ -80,7 +80,7 @@ def test_colocated_servers_go_round_the_trainers_gpus() -> None:
 
 def test_servers_on_nodes_of_another_kind() -> None:
     cluster = ClusterConfig(n_gpus_per_node=8, server_pool=PoolConfig(n_gpus_per_node=2))
-    placed = place(cluster, trainers=4, servers=3, server_tp=1)
+    placed = place(cluster, trainers=4, servers=3, server_gpus=1)
     assert placed.pools == ("trainers", "servers", "servers")
     assert nodes(placed) == ([0] * 4, [[1], [1], [2]])
 
@@ -88,14 +88,14 @@ def test_servers_on_nodes_of_another_kind() -> None:
 @pytest.mark.parametrize(
     ("cluster", "args", "says"),
     [
-        ({"n_nodes": 2}, {"trainers": 8, "servers": 2, "server_tp": 8}, "take 3 node"),
-        ({"n_nodes": 4}, {"trainers": 8, "servers": 2, "server_tp": 8}, "take 3 node"),
+        ({"n_nodes": 2}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
+        ({"n_nodes": 4}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
         ({}, {"trainers": 12}, "do not fill nodes of cluster.n_gpus_per_node=8"),
-        ({}, {"trainers": 8, "servers": 1, "server_tp": 9}, r"server\.tp=9: does not divide"),
-        ({}, {"trainers": 8, "servers": 1, "server_tp": 16, "server_nnodes": 1}, "over 1 node"),
+        ({}, {"trainers": 8, "servers": 1, "server_gpus": 9}, r"server\.tp\*dp=9: does not divide"),
+        ({}, {"trainers": 8, "servers": 1, "server_gpus": 16, "server_nnodes": 1}, "over 1 node"),
         (
             {"n_gpus_per_node": 4},
-            {"trainers": 4, "servers": 1, "server_tp": 3, "colocated": True},
+            {"trainers": 4, "servers": 1, "server_gpus": 3, "colocated": True},
             "equal shares",
         ),
     ],
@@ -151,6 +151,17 @@ def test_a_server_over_two_nodes(tmp_path: Path) -> None:
     assert first.env["GLOO_SOCKET_IFNAME"] == first.env["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
+def test_the_replicas_of_a_server_have_gpus_of_its_node(tmp_path: Path) -> None:
+    way = ["server.type=sglang", "server.tp=2", "weight_sync.type=disk", "server.count=3"]
+    job = make(tmp_path, "actor.parallel.tp=8", *way, "server.dp=2")
+    servers = [(s.node, s.gpus, s.command[-4:]) for s in job.of(SERVER)]
+    flags = ("--tp-size", "2", "--dp-size", "2")
+    wanted = [(1, "@{gpus:0,1,2,3}", flags), (1, "@{gpus:4,5,6,7}", flags)]
+    assert servers == [*wanted, (2, "@{gpus:0,1,2,3}", flags)]
+    with pytest.raises(ConfigError, match=r"server\.tp\*dp=16: does not .* over 1 node"):
+        make(tmp_path, "actor.parallel.tp=8", *way, "server.dp=8")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_dry_run_is_as_in_the_golden_file(name: str, tmp_path: Path) -> None:
     assert text(tmp_path, *CASES[name]) == (GOLDEN / f"{name}.txt").read_text()
@@ -165,6 +176,48 @@ def test_the_manifest_is_as_in_the_golden_file(tmp_path: Path) -> None:
         (j["name"], j["template"]["spec"]["completions"]) for j in jobset["spec"]["replicatedJobs"]
     ]
     assert pools == [("trainers", 2), ("servers", 1)]
+
+
+def test_what_a_jobset_rests_on(tmp_path: Path) -> None:
+    """Each pod runs one node's agent; one that fails starts the whole set again, never alone."""
+    spread = "cluster.server_pool.n_gpus_per_node=1"
+    ways = [*MANIFEST, "allocation_mode=sglang.d3t2+megatron.d2", "server.nnodes=2", spread]
+    shown = text(tmp_path, *ways, format="jobset", stamp="9")
+    records, jobset = yaml.safe_load_all(shown)
+    job, spec = Job.from_json(records["data"]["job.json"]), jobset["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] == job.restarts == 2
+    first, nodes = 0, []
+    for replicated in spec["replicatedJobs"]:
+        of_job = replicated["template"]["spec"]
+        pod = of_job["template"]["spec"]
+        (container,) = pod["containers"]
+        command = container["command"]
+        assert replicated["replicas"] == 1 and of_job["completionMode"] == "Indexed"
+        assert of_job["parallelism"] == of_job["completions"]
+        assert (of_job["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+        assert pod["terminationGracePeriodSeconds"] > job.grace
+        assert command[command.index("--first-node") + 1] == str(first)
+        assert command[command.index("--node-variable") + 1] == "JOB_COMPLETION_INDEX"
+        (attempt,) = container["env"]
+        assert attempt["valueFrom"]["fieldRef"]["fieldPath"].endswith("restart-attempt']")
+        assert command[-1] == f"9.$({attempt['name']})"
+        secret = {"secretRef": {"name": jobset["metadata"]["name"]}}
+        assert container["envFrom"] == [secret] and "ports" not in container
+        limit = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert limit == job.gpus_per_node[first]
+        mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        assert mounted.keys() == {v["name"] for v in pod["volumes"]}
+        assert mounted["shared-memory"] == "/dev/shm"
+        nodes += [replicated["name"]] * of_job["completions"]
+        first += of_job["completions"]
+    assert tuple(nodes) == job.pools and len(job.pools) == 8
+    assert {task.node for task in job.tasks} == set(range(8))
+
+
+@pytest.mark.parametrize("name", ("experiment_name=7b", f"trial_name={'x' * 40}"))
+def test_a_name_that_kubernetes_does_not_take_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"a JobSet would be called .* choose others"):
+        text(tmp_path, *MANIFEST, name, format="jobset", stamp="1")
 
 
 def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:

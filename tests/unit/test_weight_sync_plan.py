@@ -23,7 +23,7 @@ from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import spread_senders
 from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.transports import WeightSource
-from megarl.weight_sync.verify import compare_with_each_other, differences
+from megarl.weight_sync.verify import by_replica, compare_with_each_other, differences
 from tests.tiny import save_tiny
 
 NORM = "model.norm.weight"
@@ -189,10 +189,12 @@ def test_server_info_knows_who_receives() -> None:
     stock = ServerInfo.parse("s", {"tp_size": 8, "dtype": "auto", "version": "0.5.23"})
     assert stock == ServerInfo(tp=8, dtype=None, hf_checksums=False)
     attention = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
-    assert ServerInfo.parse("s", attention).tp == 8
-    for bad in ({"dp_size": 2}, {"pp_size": 2}):
-        with pytest.raises(RuntimeError, match=r"server s runs with .*one server for each replica"):
-            ServerInfo.parse("s", bad)
+    assert (ServerInfo.parse("s", attention).tp, ServerInfo.parse("s", attention).replicas) == (
+        8,
+        1,
+    )
+    inside = ServerInfo.parse("s", {"tp_size": 2, "dp_size": 4, "pp_size": 3})
+    assert (inside.tp, inside.replicas, inside.stages) == (2, 4, 3)
 
 
 def test_differences_name_the_first_tensors() -> None:
@@ -202,6 +204,16 @@ def test_differences_name_the_first_tensors() -> None:
     assert differences(sent, sent | {"bias": "x"}) == "never sent: bias"
     wrong = {"w1": "?", "w2": "?", "w3": "?", "w4": "?", "w5": "5"}
     assert differences(sent, wrong) == "missing: w0; different: w1, w2, w3 and 1 more"
+
+
+def test_the_replicas_of_a_server_are_compared_with_each_other() -> None:
+    ranks = [{"qkv": "1"}, {"qkv": "2"}]  # tp 2
+    held = by_replica({"a": [*ranks, *ranks], "b": ranks}, {"a": 2, "b": 1})
+    assert list(held) == ["a (replica 0)", "a (replica 1)", "b"]
+    compare_with_each_other(held)
+    other = by_replica({"a": [*ranks, *reversed(ranks)]}, {"a": 2})
+    with pytest.raises(RuntimeError, match=r"a \(replica 0\) and a \(replica 1\) hold different"):
+        compare_with_each_other(other)
 
 
 def test_stock_servers_are_compared_with_each_other() -> None:

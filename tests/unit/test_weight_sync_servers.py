@@ -126,6 +126,17 @@ def test_junk_from_a_server_is_one_readable_line(fakes: Any, junk: Any) -> None:
         assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("inside", ({"dp_size": 2}, {"pp_size": 2}))
+def test_a_server_with_replicas_or_stages_takes_weights_from_files_alone(
+    fakes: Any, inside: dict[str, int]
+) -> None:
+    fake = fakes(server_info=(200, {"tp_size": 1, "dtype": "float32"} | inside))
+    servers = Servers([fake.address])
+    assert servers.info(Deadline(10))[fake.address].tp == 1
+    with pytest.raises(RuntimeError, match=f"server {fake.address} runs with .*type=disk"):
+        servers.receivers(Deadline(10))
+
+
 @pytest.mark.parametrize("address", ("localhost", "host:", ":80", "host:port"))
 def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="use host:port"):

@@ -62,22 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = load_config(str(source), command.overrides)
     try:
         job, wait = this_job(os.environ), float(command.options.get("wait", "30"))
+        meeting = Meeting(job) if job else None
     except ValueError as e:
         raise ConfigError([str(e)]) from e
-    if job is None:
+    if meeting is None:
         found = list(findings(cfg, source.parent / "models"))
         said = (
             "not looked at: this is one host; under srun or torchrun every host reads the others'"
         )
         found.append(Finding(OK, "shared storage", said))
     else:
-        meeting = Meeting(job)
-        own = list(findings(cfg, source.parent / "models")) if job.speaks else []
-        if job.speaks:
+        own = list(findings(cfg, source.parent / "models")) if meeting.job.speaks else []
+        if meeting.job.speaks:
             own += [meeting.shared(Path(cfg.fileroot).absolute(), wait), meeting.clock()]
         found = merged(meeting.gather(own))
         meeting.part()
-    if job is None or job.rank == 0:
+    if meeting is None or meeting.job.rank == 0:
         print_findings(found)
     return int(any(f.status == FAIL for f in found))
 

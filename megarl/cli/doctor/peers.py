@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ _FIRST_PORT, _PORTS = 20000, 10000  # where processes of srun meet
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Says which process of the doctor this is: `rank` of `size`; `speaks` is true of one process
-    of each host. They meet at host:port."""
+    of each host. They meet at host:port. name: this host's, as others call it."""
 
     rank: int
     size: int
     speaks: bool
     host: str
     port: int
+    name: str = field(default_factory=socket.gethostname)
 
 
 def this_job(env: Mapping[str, str]) -> Job | None:
@@ -52,8 +53,9 @@ def this_job(env: Mapping[str, str]) -> Job | None:
             rank=int(env["SLURM_PROCID"]),
             size=int(env["SLURM_STEP_NUM_TASKS"]),
             speaks=env.get("SLURM_LOCALID") == "0",
-            host=first_host(env["SLURM_STEP_NODELIST"]),
-            port=_FIRST_PORT + number % _PORTS,
+            host=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+            port=int(env.get("MASTER_PORT") or _FIRST_PORT + number % _PORTS),
+            name=env.get("SLURMD_NODENAME") or socket.gethostname(),
         )
     return None
 
@@ -70,14 +72,21 @@ class Meeting:
     """Holds a store that all processes of the doctor reach."""
 
     def __init__(self, job: Job) -> None:
-        """Waits for all of them, MEET_TIMEOUT seconds at most."""
+        """Waits for all of them, MEET_TIMEOUT seconds at most. Raises ValueError where the first
+        host's name has no address."""
         from megarl.utils.rendezvous import meet
+
+        try:
+            socket.getaddrinfo(job.host, job.port)
+        except OSError as e:
+            said = f"{job.host}: this name of the first host has no address here ({e.strerror})"
+            raise ValueError(f"{said}; set MASTER_ADDR to one that all hosts reach") from e
 
         self.job = job
         self._store: Any = meet(
             job.host, job.port, rank=job.rank, world_size=job.size, timeout=MEET_TIMEOUT
         )
-        self._store.set(f"name_{job.rank}", f"{int(job.speaks)}{socket.gethostname()}")
+        self._store.set(f"name_{job.rank}", f"{int(job.speaks)}{job.name}")
         names = [self._get(f"name_{rank}") for rank in range(job.size)]
         self.hosts = {r: name[1:] for r, name in enumerate(names) if name[0] == "1"}
 

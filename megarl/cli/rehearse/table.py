@@ -117,7 +117,8 @@ class Report:
             server = cfg.server
             yield (
                 "servers",
-                f"{server.count} {server.type}, tp{server.tp}",
+                f"{server.count} {server.type}, tp{server.tp}"
+                + (f" dp{server.dp}" * (server.dp > 1)),
                 f"{min(2, max(1, server.count))} embedded",
             )
 

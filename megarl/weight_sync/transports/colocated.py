@@ -159,7 +159,9 @@ class ColocatedTransport(Transport):
         spots = agreement.gather(RankLocation(machine(), gpu, near))
         agreement.together(ranks_beside, spots, names)
         info = agreement.together(
-            lambda: Servers(meta.addresses).info(deadline) if self.source.rank == sender else {}
+            lambda: (
+                Servers(meta.addresses).receivers(deadline) if self.source.rank == sender else {}
+            )
         )
         self._known |= agreement.gather({server: i.tp for server, i in info.items()})[sender]
         placed = read_from(spots, self._known, sender=sender)
