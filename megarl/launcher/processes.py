@@ -78,6 +78,16 @@ def _output(log_path: str) -> contextlib.AbstractContextManager[IO[bytes] | None
     return open(log_path, "ab")
 
 
+def spelled(status: int) -> str:
+    """Returns an exit status as a shell gives it, with the signal that it stands for."""
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        return str(status)
+    cause = ": by hand, or by the system for want of memory" if name == "SIGKILL" else ""
+    return f"{status} ({name}{cause})"
+
+
 def signal_group(pgid: int, number: int) -> bool:
     """Sends a signal to a process group; returns False when the whole group has ended."""
     try:

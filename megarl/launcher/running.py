@@ -29,11 +29,13 @@ from megarl.launcher.processes import (
     Signals,
     deaf_to,
     signal_group,
+    spelled,
     stop_all,
     wait_until,
 )
 from megarl.observability.logging import get_logger
 from megarl.rollout.server_process import ServerProcess, free_port, log_tail
+from megarl.utils import stacks
 from megarl.utils.env import cores
 from megarl.utils.http import in_thread
 from megarl.utils.job_token import job_token
@@ -43,6 +45,7 @@ log = get_logger("launcher")
 SERVER_FAILED = 3  # exit status: a server died or never became healthy
 NODE_FAILED = 4  # exit status: the nodes did not meet, or this one is not as the job needs it
 FAIL_GRACE = 5.0  # seconds the peers of a failed trainer get to say what happened
+STACKS = 16  # processes at most whose stacks are shown of a trainer and of what it started
 
 
 class NodeFailed(RuntimeError):
@@ -51,6 +54,10 @@ class NodeFailed(RuntimeError):
     def __init__(self, message: str, status: int = NODE_FAILED) -> None:
         super().__init__(message)
         self.status = status
+
+
+class PeerFailed(NodeFailed):
+    """Says that another node failed."""
 
 
 class ServerFailed(NodeFailed):
@@ -75,6 +82,8 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
         except NodeFailed as e:
             log.error("%s", e)
             status = e.status
+            if isinstance(e, PeerFailed):
+                run.await_trainers()
         except (Superseded, ForgedName) as e:
             log.error("%s", e)
             for trainer in run.trainers:  # at once: they write where the newer attempt does
@@ -131,7 +140,7 @@ class _NodeRun:
 
     def await_names(self, wanted: Sequence[str], *, timeout: float) -> bool:
         """Waits until others have published all of `wanted`; returns False when a signal came
-        first. Raises NodeFailed where another node failed, or after `timeout` seconds."""
+        first. Raises PeerFailed where another node failed, NodeFailed after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while missing := [name for name in wanted if self.names.peek(name) is None]:
             if self.signals.received:
@@ -153,13 +162,13 @@ class _NodeRun:
         return found
 
     def check_peers(self) -> None:
-        """Raises NodeFailed where another node ended with a failure."""
+        """Raises PeerFailed where another node ended with a failure."""
         self.names.check()
         for node in range(len(self.job.pools)):
             if node == self.node:
                 continue
             if (ended := self.names.peek(f"end.{node}")) not in (None, "0"):
-                raise NodeFailed(f"node {node} ended with status {ended}", int(ended))
+                raise PeerFailed(f"node {node} ended with status {ended}", int(ended))
 
     def trainers_done(self) -> bool:
         """Returns whether the trainers of all other nodes have ended well."""
@@ -314,14 +323,32 @@ class _NodeRun:
             time.sleep(POLL_INTERVAL)
 
     def _failed(self, trainer: Child, status: int) -> int:
-        log.error("%s exited with status %d; ending the run", trainer.name, status)
+        log.error("%s exited with status %s; ending the run", trainer.name, spelled(status))
         if trainer.log_path:
             log.error("end of %s:\n%s", trainer.log_path, log_tail(Path(trainer.log_path)))
         for obituary in self.obituaries():  # which may be why
             log.error("%s", obituary)
-        # its peers are failing too, and one of them may be about to print the cause
-        wait_until(lambda: all(t.poll() is not None for t in self.trainers), timeout=FAIL_GRACE)
+        self.await_trainers()
         return status
+
+    def await_trainers(self) -> None:
+        """Waits for the end of trainers whose peer has failed: they are failing too, and one of
+        them may be about to print the cause. Logs which of them do not end, and the stacks of all
+        that runs here: where the others gave up waiting, it is those that they waited for."""
+        if wait_until(lambda: all(t.poll() is not None for t in self.trainers), timeout=FAIL_GRACE):
+            return
+        left = [t for t in self.trainers if t.poll() is None]
+        names = ", ".join(f"{t.name} (pid {t.pid}, state {stacks.state(t.pid)})" for t in left)
+        log.error(
+            "%s: not ended %g s after a peer failed. If the others gave up waiting, they waited "
+            "for this. The stacks of the processes that are left:",
+            names,
+            FAIL_GRACE,
+        )
+        leaders = [*((t.name, t.pid) for t in left), *((s.address, s.pid) for s in self.servers)]
+        for name, leader in leaders:
+            for pid in stacks.session(leader)[:STACKS]:
+                log.error("%s: %s", name, stacks.show(pid))
 
     def _interrupted(self) -> int:
         """Passes the signal on; 0 if every trainer then ends well, else 128 + its number. A node of

@@ -1,14 +1,97 @@
-"""Shows what a process is doing: SIGUSR2 has it write the stacks of all its threads."""
+"""Shows what processes are doing: SIGUSR2 has a process of megarl write the stacks of all its
+threads, and `show` says of any process where it stands, also of one that does not answer (Linux).
+
+py-spy reads the stacks of another process from outside, where it is installed (`megarl[stacks]`)
+and the system allows it: to root, and where kernel.yama.ptrace_scope is 0. Else the process is
+asked by SIGUSR2.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 STDERR = 2
+SPY_TIMEOUT = 10.0  # seconds py-spy may take for a process
+SETTLE = 0.5  # seconds a process has to write its stacks
+_STOPPED = ("T", "t")  # states of a process that does not run until SIGCONT
 
 
 def dump_on_signal() -> None:
     """Has SIGUSR2 write the Python stacks of all threads to stderr, whatever they wait for. The
     process goes on, and its forks do the same."""
     faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
+
+
+def state(pid: int) -> str:
+    """Returns the letter of a process's state as ps shows it, "" where there is no such process."""
+    return _status(pid).get("State", "")[:1]
+
+
+def session(leader: int) -> list[int]:
+    """Returns the ids of the processes that `leader` started and that did not leave its session,
+    and its own: it comes first. Empty where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == leader:
+                found.append(int(stat.parent.name))
+    return sorted(found, key=lambda pid: (pid != leader, pid))
+
+
+def show(pid: int) -> str:
+    """Returns a process's command, state, and the kernel function that it waits in, with its stacks
+    as py-spy reads them; without py-spy the process is asked to write them to its own log. One that
+    is stopped goes on then: call this for processes that are to end."""
+    about = _status(pid)
+    if not about:
+        return f"process {pid}: ended"
+    command = _read(pid, "cmdline").replace("\0", " ")[:120].strip()
+    head = f"process {pid} ({command}): state {about['State']}"
+    if waits := _read(pid, "wchan").strip("0"):
+        head += f", in the kernel's {waits}"
+    if (stacks := _spied(pid)) is not None:
+        return f"{head}\n{stacks}"
+    if not int(about["SigCgt"], 16) >> (signal.SIGUSR2 - 1) & 1:
+        return f"{head}; its stacks cannot be read (pip install 'megarl[stacks]')"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+        if state(pid) in _STOPPED:
+            os.kill(pid, signal.SIGCONT)
+    time.sleep(SETTLE)
+    return f"{head}; its stacks are in its own log"
+
+
+def _spied(pid: int) -> str | None:
+    """Returns the stacks that py-spy reads, None where it cannot."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if (spy := shutil.which("py-spy", path=path)) is None:
+        return None
+    command = [spy, "dump", "--pid", str(pid)]
+    if state(pid) in _STOPPED:  # else it waits until it has stopped it itself
+        command.append("--nonblocking")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Returns the fields of /proc/PID/status, none where there is no such process."""
+    lines = (line.partition(":") for line in _read(pid, "status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -529,6 +529,39 @@ def test_a_rank_that_stands_still_is_waited_for_so_long(run: Run, serve: None, p
     assert bound in output, output
 
 
+HANGS = {
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "state T (stopped)"),
+    "busy": ("while True: pass", "state R (running)"),
+    "asleep": ("time.sleep(3000)", "state S (sleeping)"),
+}
+
+
+@pytest.mark.parametrize(
+    "hang", ["stopped", *(pytest.param(h, marks=pytest.mark.full) for h in ("busy", "asleep"))]
+)
+def test_a_rank_that_hangs_is_named_with_all_stacks_and_the_run_goes_on(
+    run: Run, serve: None, hang: str
+) -> None:
+    """What the others waited for is said, and after a restart the run ends well."""
+    act, state = HANGS[hang]
+    stand_still = f"""
+def stand_still():
+    if not (OUT / "reached1").exists():
+        reached()
+        {act}
+if RANK == 1: at(MegatronActor, 'ppo_update', stand_still, call=2)
+"""
+    keys = ["collective_timeout=10", "recover.mode=auto", "recover.restarts=1"]
+    run.start(stand_still, *keys, "recover.freq_steps=1", "recover.async_save=false", nproc=2)
+    status, output = run.end()
+    assert status == 0, output
+    assert "rank 0 (Coords" in output and WAITED["train"] in output, output
+    assert re.search(r"trainer 1 \(pid \d+, state \w\): not ended 5 s after a peer", output), output
+    assert re.search(rf"trainer 1: process \d+ .*{re.escape(state)}", output), output
+    assert "stand_still" in output, output  # the line where it hangs
+    assert "from step 1 of 3" in output, output
+
+
 @pytest.mark.full
 def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
     act = "if RANK == 0: at(RolloutDriver, 'next_batch', wait)"

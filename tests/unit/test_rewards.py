@@ -370,6 +370,13 @@ def test_dying_reward_is_an_error_and_the_pool_goes_on(pool):
     assert [run(pool, add, float(i)) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_worker_that_is_killed_while_it_waits_costs_nothing():
+    with RewardPool(1, timeout=60) as pool:
+        first = int(run(pool, pid))
+        os.kill(first, signal.SIGKILL)
+        assert run(pool, pid) not in (first, os.getpid())
+
+
 def test_reward_must_be_a_finite_number(pool):
     with pytest.raises(RewardError, match="nan, not a finite number"):
         run(pool, nan)

@@ -23,7 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl.observability.logging import get_logger
 from megarl.utils.stacks import dump_on_signal
+
+log = get_logger(__name__)
 
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
@@ -93,6 +96,11 @@ class _Worker:
         self._ended = False
         self._process: Any = None
         self._pipe: Connection | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether there is a process, which has done its jobs so far."""
+        return self._pipe is not None
 
     def start(self) -> Connection:
         with self._lock:
@@ -194,7 +202,7 @@ class RewardPool:
             self._idle.put(worker)
 
     def _drive(self, worker: _Worker, payload: bytes, what: str) -> float:
-        kind, value = "", None
+        kind, value, waited = "", None, worker.waits
         try:
             pipe = worker.start()
             pipe.send_bytes(payload)
@@ -208,6 +216,9 @@ class RewardPool:
             raise
         except (EOFError, OSError) as e:
             worker.discard()
+            if waited and not kind:  # killed while it waited, for want of memory perhaps
+                log.warning("a reward worker was killed: %s goes to a new one", what)
+                return self._drive(worker, payload, what)
             raise RewardError(what + _END[kind]) from e
         if kind == "error":
             raise RewardError(f"{what} raised {value}")
