@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megarl.config.command_line import parse_command_line
+from megarl.config.command_line import help_or_command_line
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
 from megarl.observability.presence import BEAT, ENDED, FAILED, read_presence
@@ -53,11 +53,8 @@ _METRICS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Says how the run that `argv` names is doing and returns the exit status. Raises ConfigError
     for a wrong command line or a directory that holds no run."""
-    command = parse_command_line(
-        sys.argv[1:] if argv is None else argv, switches=("help", "json", "follow")
-    )
-    if "help" in command.switches:
-        print((__doc__ or "").strip())
+    command = help_or_command_line(argv, __doc__ or "", switches=("json", "follow"))
+    if command is None:
         return 0
     if len(command.words) != 1 or command.overrides:
         raise ConfigError(["give one run directory: megarl status RUN"])

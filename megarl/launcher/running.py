@@ -2,7 +2,8 @@
 
 Servers come first. Trainers start once every server of the job is healthy, and all ends when they
 are done or something fails, here or on another node. Nodes tell each other by names (names.py):
-the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status.
+the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status. A
+launcher that has lost a node says so in its place: `lost.<node>`, with the reason.
 """
 
 from __future__ import annotations
@@ -162,9 +163,12 @@ class _NodeRun:
         return found
 
     def check_peers(self) -> None:
-        """Raises PeerFailed where another node ended with a failure."""
+        """Raises PeerFailed where another node ended with a failure, NodeFailed where one is
+        lost."""
         self.names.check()
         for node in range(len(self.job.pools)):
+            if (lost := self.names.peek(f"lost.{node}")) is not None:
+                raise NodeFailed(f"node {node} is lost: {lost}")
             if node == self.node:
                 continue
             if (ended := self.names.peek(f"end.{node}")) not in (None, "0"):
