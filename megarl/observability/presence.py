@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,19 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 
 class Presence:
-    """Writes the file of this process until `end`. servers: addresses that it generates with."""
+    """Writes the file of this process until `end`. servers: returns the addresses that it
+    generates with, asked anew each time; where it raises OSError or ValueError, they stay."""
 
     def __init__(
-        self, run_dir: Path, *, rank: int, world_size: int, servers: Sequence[str] = ()
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        servers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.total_steps: int | None = None
+        self._servers = servers
         self._path = run_dir / FOLDER / f"rank_{rank}.json"
         self._about: dict[str, Any] = {
             "rank": rank,
@@ -38,7 +45,7 @@ class Presence:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
-            "servers": list(servers),
+            "servers": [],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._over = threading.Event()
@@ -58,6 +65,8 @@ class Presence:
             self._write(RUNNING)
 
     def _write(self, state: str, error: str | None = None) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._about["servers"] = list(self._servers())
         phase = timeline.phase_now()
         now = {
             "state": state,

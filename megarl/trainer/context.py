@@ -72,7 +72,10 @@ class RunContext:
         rank, cfg = dist.get_rank(), self.cfg
         if cfg.profiler.timeline:
             timeline.open(self.run_dir, rank)
-        servers = server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) and not rank else ()
+
+        def servers() -> list[str]:
+            return [] if rank or not isinstance(cfg, GRPOConfig) else server_addresses(cfg.rollout)
+
         self._presence = Presence(
             self.run_dir, rank=rank, world_size=dist.get_world_size(), servers=servers
         )

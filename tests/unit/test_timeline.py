@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from megarl.cli.status import SILENT, status
 from megarl.cli.trace import lanes, read_timeline, trace_events, within
 from megarl.config.errors import ConfigError
+from megarl.config.servers import addresses_in
 from megarl.observability import presence as presence_module
 from megarl.observability import timeline as timeline_module
 from megarl.observability.presence import FOLDER, Presence, read_presence
@@ -74,14 +76,23 @@ def test_timers_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence_module, "BEAT", 0.01)
-    first = Presence(tmp_path, rank=0, world_size=1, servers=["127.0.0.1:1"])
+    listed = tmp_path / "servers.txt"
+    listed.write_text("127.0.0.1:1\n")
+    first = Presence(tmp_path, rank=0, world_size=1, servers=partial(addresses_in, listed))
     Presence(tmp_path, rank=1, world_size=2).end(ValueError("of an earlier, larger world"))
     (said,) = read_presence(tmp_path)
     assert said["pid"] == os.getpid() and said["state"] == "running"
     while read_presence(tmp_path)[0]["beat"] == said["beat"]:
         time.sleep(0.01)
+    assert said["servers"] == ["127.0.0.1:1"]
+    listed.write_text("127.0.0.1:1\n127.0.0.1:2  # joins later\n")
+    while len(read_presence(tmp_path)[0]["servers"]) == 1:
+        time.sleep(0.01)
+    assert [s["address"] for s in status(tmp_path)["servers"]] == ["127.0.0.1:1", "127.0.0.1:2"]
+    listed.unlink()  # between two moves: what was listed stays
     first.end(ValueError("no luck"))
     (said,) = read_presence(tmp_path)
+    assert said["servers"] == ["127.0.0.1:1", "127.0.0.1:2"]
     assert (said["state"], said["error"]) == ("failed", "ValueError: no luck")
 
 
