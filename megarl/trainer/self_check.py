@@ -4,10 +4,11 @@ What it looks at (megarl/algos/checks.py says how):
 * at the first update after every start the training pass sees the policy compute_logp saw;
 * before any update, actor and reference agree where they were loaded from the same weights;
 * every batch has tokens to train on, and rewards that differ somewhere (a warning where not);
-* no update is made of anything that is not finite. The engine refuses such an update on all ranks
-  (weights and optimizer state stay as they are, to the bit), the mini-batch goes to
-  <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
-  schedule counts steps, not updates, so a skipped one does not hold it up.
+* no update is made of anything that is not finite, or of a gradient above optimizer.spike_norm.
+  The engine refuses such an update on all ranks (weights and optimizer state stay as they are, to
+  the bit), the mini-batch goes to <run>/nonfinite, and the run stops or goes on with the next
+  mini-batch. The learning-rate schedule counts steps, not updates, so a skipped one does not hold
+  it up.
 
 Every rank calls the same checks, which make all ranks know of each row what its holder found. So
 all of them stop, or none.
@@ -181,7 +182,8 @@ class SelfCheck:
             rows = checks.take_rows(stats)
         if finding := nonfinite.nonfinite_update(stats):
             by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
-            return self._refuse(engine, batch, finding, stats, by_row)
+            spike = nonfinite.is_spike(stats)
+            return self._refuse(engine, batch, finding, stats, None if spike else by_row)
         self._skipped = 0
         if rows:
             self._check_ratio(rows, batch, engine.dtype)
