@@ -35,6 +35,7 @@ from megarl.launcher.processes import (
     wait_until,
 )
 from megarl.observability.logging import get_logger
+from megarl.observability.presence import LauncherPresence
 from megarl.rollout.server_process import ServerProcess, free_port, log_tail
 from megarl.utils import stacks
 from megarl.utils.env import cores
@@ -82,6 +83,7 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
             status = run.to_the_end()
         except NodeFailed as e:
             log.error("%s", e)
+            run.presence.failed(str(e))
             status = e.status
             if isinstance(e, PeerFailed):
                 run.await_trainers()
@@ -122,6 +124,7 @@ class _NodeRun:
         self.names, self.signals, self.reaper = names, signals, reaper
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
+        self.presence = LauncherPresence(Path(job.directory), node)
         self.tasks = job.of(SERVER, node)
         self.restarts = Counter({task.index: job.server_restarts for task in self.tasks})
 
@@ -327,7 +330,9 @@ class _NodeRun:
             time.sleep(POLL_INTERVAL)
 
     def _failed(self, trainer: Child, status: int) -> int:
-        log.error("%s exited with status %s; ending the run", trainer.name, spelled(status))
+        why = f"{trainer.name} exited with status {spelled(status)}"
+        log.error("%s; ending the run", why)
+        self.presence.failed(why)
         if trainer.log_path:
             log.error("end of %s:\n%s", trainer.log_path, log_tail(Path(trainer.log_path)))
         for obituary in self.obituaries():  # which may be why

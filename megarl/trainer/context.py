@@ -126,8 +126,12 @@ class RunContext:
         log.warning("stopped by a signal after step %d: %s", step, kept)
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
-        """Logs the metrics of a step on rank 0; does nothing on the other ranks."""
+        """Logs the metrics of a step, rank 0's. Collective. Raises DiskFull where there is no room
+        for them."""
         if self._presence is not None:
             self._presence.total_steps = total_steps
+        self.on_rank_zero(self._log_stats, step, stats, total_steps)
+
+    def _log_stats(self, step: int, stats: dict[str, float], total_steps: int) -> None:
         if self._logger is not None:
             self._logger.log(step, stats, total_steps=total_steps)
