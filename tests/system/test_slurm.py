@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from tests.system.cluster_run import ON_NODES, ClusterRun, check_same, disturbed
 from tests.system.slurm_cluster import SlurmCluster, missing_tools
+from tests.system.test_recover import ROOT
 
 ON_SLURM = [*ON_NODES, "cluster.slurm.poll_seconds=0.5"]
 
@@ -53,7 +56,7 @@ def test_sigusr1_saves_and_queues_again_and_the_weights_are_the_local_launchers(
 
 
 def test_the_doctor_looks_at_every_node(
-    cluster: SlurmCluster, command: list[str], tmp_path: Path
+    cluster: SlurmCluster, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The nodes' names say nothing to a resolver here, so MASTER_ADDR says where they meet."""
     model = next(word for word in command if word.startswith("actor.path="))
