@@ -21,7 +21,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-data-plane bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
+	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -140,6 +140,9 @@ bench-sync: install  ## a weight sync beside one plain broadcast
 
 bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
 	$(CPU) $(BIN)/python benchmarks/data_plane.py
+
+bench-gateway: install  ## what the gateway for agents adds to a request
+	$(CPU) $(BIN)/python benchmarks/gateway.py
 
 bench-packing: install  ## how full and how balanced micro-batches are
 	$(CPU) $(BIN)/python benchmarks/packing.py
