@@ -33,11 +33,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from megarl.config.cluster import ClusterConfig
 from megarl.config.command_line import CommandLine
 from megarl.config.errors import ConfigError
 from megarl.launcher.command import Launcher, run_launcher, start_again
 from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
+from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.processes import Signals
 from megarl.launcher.running import NODE_FAILED
@@ -56,12 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_launcher(ray, argv)
 
 
-def bundles(job: Job) -> list[Resources]:
-    """Returns what is asked of Ray for each node: its GPUs, or a CPU for each of its processes."""
+def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
+    """Returns what is asked of Ray for each node: its GPUs, or a CPU for each of its processes, and
+    what the configuration adds."""
     found: list[Resources] = []
     for node, gpus in enumerate(job.gpus_per_node):
         processes = sum(task.node == node for task in job.tasks)
-        found.append({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes})
+        other = cluster.server_pool if job.pools[node] == SERVER_POOL else None
+        added = other.ray_resources if other else cluster.ray_resources
+        found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
     return found
 
 
@@ -83,7 +88,10 @@ def _plan(command: CommandLine) -> Plan:
 
 
 def _asks(plan: Plan, job: Job) -> str:
-    wanted = (f"  node {i}: {described(bundle)}" for i, bundle in enumerate(bundles(job)))
+    wanted = (
+        f"  node {i}: {described(bundle)}"
+        for i, bundle in enumerate(bundles(job, plan.cfg.cluster))
+    )
     return "\n".join(
         ["Ray is asked for a placement group, STRICT_SPREAD, with a bundle for each node:", *wanted]
     )
@@ -100,7 +108,7 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     files = JobFiles.of(job)
     files.write_records(job, os.environ)
     with connected(), Signals(signal.SIGUSR1) as signals:
-        running = RayJob(job, files, bundles(job), signals)
+        running = RayJob(job, files, bundles(job, plan.cfg.cluster), signals)
         try:
             status = start_again(job.restarts, signals, running.run_once)
         except NoRoom as e:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ from megarl.utils.tether import Tether
 
 log = get_logger("launcher")
 
-ADDRESS = "RAY_ADDRESS"
+KINDS = ("GPU", "CPU")
+CONNECT = 10.0  # seconds to reach the head
 LOOK = 0.5  # seconds between looks at logs and signals
 ANSWER = 5.0  # seconds after which an actor answers even where nothing has happened
 SILENCE = 60.0  # seconds without an answer after which a node is lost
@@ -76,29 +78,18 @@ class Keeper:
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
     """Connects to the cluster, until the block ends. Raises ConfigError where there is none."""
-    address = os.environ.get(ADDRESS) or "auto"
-    if "://" in address:
-        raise ConfigError(
-            [
-                f"{ADDRESS}={address}: must be host:port of the cluster's head; start the launcher "
-                "on a machine of the cluster, or with ray job submit"
-            ]
-        )
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address:
+        _check_listens(address)
     try:
         ray.init(
-            address,
+            address or "auto",
             job_config=JobConfig(code_search_path=[str(PACKAGE.parent)]),
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
     except (ConnectionError, RuntimeError, ValueError) as e:
-        said = f"{ADDRESS}={address}" if address != "auto" else "no Ray cluster here"
-        raise ConfigError(
-            [
-                f"{said}: {_one_line(e)}; start one with `ray start --head`, or set {ADDRESS} to "
-                "host:port of its head"
-            ]
-        ) from e
+        raise _no_cluster(address, e) from e
     try:
         yield
     finally:
@@ -192,6 +183,7 @@ class RayJob:
                 max_concurrency=2,  # a signal comes while `wait` runs
                 num_cpus=resources.get("CPU", 0),
                 num_gpus=resources.get("GPU", 0),
+                resources={k: v for k, v in resources.items() if k not in KINDS},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
             ).remote(self._agent(attempt, number), _import_path(), str(tail))
             node = _Node(
@@ -287,6 +279,31 @@ class _Watch:
             self.deadline = time.monotonic() + self.job.grace + END_WAIT
 
 
+def _check_listens(address: str) -> None:
+    """Raises ConfigError where nothing listens at an address; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            [
+                f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
+                "launcher on a machine of the cluster, or with `ray job submit`"
+            ]
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT).close()
+    except OSError as e:
+        raise _no_cluster(address, e) from e
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        [
+            f"RAY_ADDRESS={address}: no Ray cluster: {_one_line(error)}; start one with `ray start "
+            "--head`, or set RAY_ADDRESS to host:port of its head"
+        ]
+    )
+
+
 def _import_path() -> dict[str, str]:
     path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
@@ -294,15 +311,14 @@ def _import_path() -> dict[str, str]:
 
 def _cluster_has() -> str:
     """Says what nodes the cluster has."""
-    kinds = ("GPU", "CPU")
     alive = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    found = _counted([{k: r[k] for k in kinds if k in r} for r in alive])
-    return f"the cluster has {found or 'no nodes'}, and `ray status` says what is in use"
+    found = _counted([{k: r[k] for k in KINDS if k in r} for r in alive if {*KINDS} & {*r}])
+    return f"the cluster has {found or 'no GPUs or CPUs'}, and `ray status` says what is in use"
 
 
 def _counted(nodes: Sequence[Resources]) -> str:
     """Returns how many nodes of each kind there are, as text."""
-    kinds = Counter(described(resources) or "no GPU or CPU" for resources in nodes)
+    kinds = Counter(map(described, nodes))
     return "; ".join(f"{count} node(s) of {kind}" for kind, count in kinds.items())
 
 

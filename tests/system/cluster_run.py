@@ -30,16 +30,25 @@ class ClusterRun(Run):
 
     def launch(self, launcher: str, env: dict[str, str], *more: str) -> tuple[int, str]:
         """Runs to the end; returns the status and the output. Nothing of it may be left then."""
+        return self.finished(self.line(launcher, *more), env)
+
+    def finished(self, command: list[str], env: dict[str, str]) -> tuple[int, str]:
+        """The process id of the command is in the file `pid` while it runs."""
         mark = Mark()
         try:
-            done = subprocess.run(
-                self.line(launcher, *more), cwd=ROOT, env=env | mark.env, timeout=400, text=True,
+            with subprocess.Popen(
+                command, cwd=ROOT, env=env | mark.env, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            ) as process:  # fmt: skip
+                (self.root / "pid").write_text(str(process.pid))
+                try:
+                    output, _ = process.communicate(timeout=400)
+                finally:
+                    process.kill()
             mark.assert_none_left(within=30.0)
         finally:
             mark.kill()
-        return done.returncode, done.stdout
+        return process.returncode, output
 
     def attempts(self) -> list[str]:
         return sorted(p.name for p in (self.dir / "names").iterdir() if p.is_dir())
@@ -50,7 +59,8 @@ def check_same(run: ClusterRun, other: ClusterRun) -> None:
     ours, theirs = run.weights(), other.weights()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
     assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
-    assert run.figures() == other.figures()
+    for mine, expected in zip(run.figures(), other.figures(), strict=True):
+        assert mine == expected
 
 
 def disturbed(root: Path, when: str, instead: str = "") -> dict[str, str]:
