@@ -53,8 +53,7 @@ def show(pid: int) -> str:
     about = _status(pid)
     if not about:
         return f"process {pid}: ended"
-    command = _read(pid, "cmdline").replace("\0", " ")[:120].strip()
-    head = f"process {pid} ({command}): state {about['State']}"
+    head = f"process {pid} ({_program(pid)}): state {about['State']}"
     if waits := _read(pid, "wchan").strip("0"):
         head += f", in the kernel's {waits}"
     if (stacks := _spied(pid)) is not None:
@@ -81,7 +80,14 @@ def _spied(pid: int) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    # it begins with the command, whose arguments may hold a secret
+    return done.stdout.partition("\nPython v")[2].strip() if done.returncode == 0 else None
+
+
+def _program(pid: int) -> str:
+    """Returns the beginning of a command, without its options and overrides: one may be secret."""
+    words = [w for w in _read(pid, "cmdline").split("\0")[:4] if w]
+    return " ".join(w for w in words if "=" not in w and "\n" not in w)
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -135,8 +135,8 @@ class Chaos:
     def start(self) -> None:
         env = os.environ | self.mark.env | {
             "OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "PYTHONPATH": str(ROOT),
-            "ROWS": str(self.root / "rows"), "SLOW": str(self.slow),
-            "PEACE": str(self.peace), "STEPS": str(self.steps),
+            "ROWS": str(self.root / "rows"), "TOKENS": str(self.root / "tokens"),
+            "SLOW": str(self.slow), "PEACE": str(self.peace), "STEPS": str(self.steps),
         }  # fmt: skip
         with (self.root / "output").open("ab") as out:
             self.process = subprocess.Popen(

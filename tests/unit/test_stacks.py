@@ -28,7 +28,7 @@ LOOP, SLEEP = "while True: pass", "time.sleep(300)"
 def process(act, err, *, body=BODY):
     with open(err, "w") as out:
         child = subprocess.Popen(
-            [sys.executable, "-c", body.format(act=act)],
+            [sys.executable, "-c", body.format(act=act), "wandb.key=hush"],
             stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
         )  # fmt: skip
     try:
@@ -59,6 +59,7 @@ def test_a_process_that_hangs_is_shown_with_its_stacks(tmp_path, monkeypatch, ac
         reach(pid, "T" if stopped else "RS")
         shown = stacks.show(pid)
     assert f"process {pid} (" in shown and ("T (stopped)" in shown) == stopped
+    assert "hush" not in shown
     where = shown
     if "its own log" in shown or not spy:
         where = (tmp_path / "log").read_text()
