@@ -37,11 +37,12 @@ def state(pid: int) -> str:
 
 def session(leader: int) -> list[int]:
     """Returns the ids of the processes that `leader` started and that did not leave its session,
-    and its own: it comes first. Empty where there is no /proc."""
+    and its own: it comes first. Not those that have ended; empty where there is no /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
-            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == leader:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == leader and fields[0] not in "ZX":
                 found.append(int(stat.parent.name))
     return sorted(found, key=lambda pid: (pid != leader, pid))
 

@@ -85,4 +85,8 @@ def test_a_session_is_the_leader_and_what_it_started(tmp_path):
         found = stacks.session(pid)
         assert found[0] == pid
         os.kill(found[1], signal.SIGKILL)
-    assert stacks.session(pid) == [] and "ended" in stacks.show(pid) and not stacks.state(pid)
+    deadline = time.monotonic() + 10
+    while stacks.session(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "ended" in stacks.show(pid) and not stacks.state(pid)
