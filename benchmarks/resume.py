@@ -46,7 +46,12 @@ FAULTS = (
 )
 STEPS_BETWEEN = 3  # that a run makes in peace before the next blow
 TIMEOUT = 300.0
-KEYS = ("collective_timeout=10", "recover.async_save=false", "recover.answers_secs=0.2")
+KEYS = (
+    "collective_timeout=10",
+    "weight_sync.timeout=10",
+    "recover.async_save=false",
+    "recover.answers_secs=0.2",
+)
 
 
 def lines(path: Path) -> list[Any]:
