@@ -6,16 +6,15 @@ Starts a small GRPO run (two trainers, two servers, synchronous, a checkpoint af
 the local launcher, and hits one kind of process after the other. Prints two Markdown tables:
 
 start     seconds from the command to the first step's end, of a new run and of one that goes on
-faults    seconds   from the blow to the end of the next step
-          again     tokens that had come from servers and were generated a second time
-          steps     steps that were made a second time
-          twice     samples that are in the final model's training twice
+faults    seconds from the blow to the end of the next step, tokens that had come from servers and
+          were generated a second time, steps that were made a second time
+
+and how many prompts are in the final model's training twice.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
@@ -131,11 +130,10 @@ def costs(run: Chaos, hits: list[tuple[str, float, int]]) -> Iterator[tuple[str,
         extra_before, again_before = extra, again
 
 
-def trained_twice(run: Chaos) -> int:
-    """Returns the samples that are in the final model's training more than once."""
-    batches = run.batches()
-    samples = [e for step in batches for e in dict.fromkeys(batches[step])]
-    return len(samples) - len(set(samples))
+def trained_twice(run: Chaos) -> tuple[int, int]:
+    """Returns how many prompts are in the final model's training more than once, of how many."""
+    prompts = [e for batch in run.batches().values() for e in dict.fromkeys(batch)]
+    return len(prompts) - len(set(prompts)), len(prompts)
 
 
 def main() -> None:
@@ -169,8 +167,7 @@ def main() -> None:
     print("\n| fault | seconds | tokens again | steps again |\n| --- | --- | --- | --- |")
     for fault, seconds, tokens, steps in table:
         print(f"| {fault} | {seconds:.1f} | {tokens} | {steps} |")
-    total = sum(itertools.chain.from_iterable([[len(b) for b in run.batches().values()]]))
-    print(f"\nsamples trained twice: {twice} of {total}")
+    print(f"\nprompts whose samples were trained twice: {twice[0]} of {twice[1]}")
 
 
 if __name__ == "__main__":

@@ -92,10 +92,12 @@ HALF = {
         "stop the launcher for a moment",
     ],
 }  # fmt: skip
-SECONDS = [0.0, pytest.param(300.0, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
+SECONDS = [
+    pytest.param(0.0, marks=pytest.mark.timeout(900)),
+    pytest.param(300.0, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_a_synchronous_run_ends_bitwise_as_if_nothing_had_been(
     chaos: Any, tmp_path: Path, seconds: float
@@ -114,7 +116,6 @@ def test_a_synchronous_run_ends_bitwise_as_if_nothing_had_been(
     assert not ended.leftovers()
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_an_asynchronous_run_keeps_exact_books(chaos: Any, seconds: float) -> None:
     run = chaos(24 if not seconds else 300, "rollout.max_head_offpolicyness=2")
