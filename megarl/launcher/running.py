@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -355,9 +355,11 @@ class _NodeRun:
             FAIL_GRACE,
         )
         leaders = [*((t.name, t.pid) for t in left), *((s.address, s.pid) for s in self.servers)]
-        for name, leader in leaders:
-            for pid in stacks.session(leader)[:STACKS]:
-                log.error("%s: %s", name, stacks.show(pid))
+        named = [(n, pid) for n, leader in leaders for pid in stacks.session(leader)[:STACKS]]
+        with ThreadPoolExecutor(max_workers=STACKS) as pool:
+            shown = pool.map(stacks.show, (pid for _, pid in named))
+            for (name, _), text in zip(named, shown, strict=True):
+                log.error("%s: %s", name, text)
 
     def _interrupted(self) -> int:
         """Passes the signal on; 0 if every trainer then ends well, else 128 + its number. A node of
