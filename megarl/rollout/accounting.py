@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.rollout.retries import Failed
+from megarl.rollout.retries import Failed, by_kind
 
 LATEST = 256  # rollouts that a rate of failures is measured on
 ENOUGH = 64  # rollouts before it says anything
@@ -129,7 +129,7 @@ class FailedSamples:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         self.samples, self.tokens = Counter(state["samples"]), state["tokens"]
-        self.retried = state["retried"]
+        self.retried = state.get("retried", 0)  # an earlier checkpoint has none
 
 
 class FailureRate:
@@ -138,21 +138,20 @@ class FailureRate:
     def __init__(self, bound: float) -> None:
         """Takes rollout.max_failure_rate."""
         self._bound = bound
-        self._latest: deque[str] = deque(maxlen=LATEST)  # what failed; "" for nothing
+        self._latest: deque[Failed | None] = deque(maxlen=LATEST)  # None did not fail
 
     def add(self, failed: Sequence[Failed], good: int) -> None:
         """Adds the rollouts of an episode: those that failed, and how many did not."""
-        self._latest.extend(kind for kind, _ in failed)
-        self._latest.extend([""] * good)
+        self._latest.extend(failed)
+        self._latest.extend([None] * good)
 
     def check(self) -> None:
         """Raises RuntimeError where more than the bound failed; the first few are no measure."""
-        count, seen = Counter(kind for kind in self._latest if kind), len(self._latest)
-        if seen < ENOUGH or count.total() <= self._bound * seen:
+        failed, seen = [f for f in self._latest if f is not None], len(self._latest)
+        if seen < ENOUGH or len(failed) <= self._bound * seen:
             return
-        kinds = ", ".join(f"{n} {kind}" for kind, n in count.most_common())
         raise RuntimeError(
-            f"{count.total()} of the latest {seen} rollouts failed ({kinds}), which is more than "
+            f"{len(failed)} of the latest {seen} rollouts failed ({by_kind(failed)}), more than "
             f"rollout.max_failure_rate={self._bound:g}: mend what fails (the log names rows), or "
             "raise the bound"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,13 @@ from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.generation import attempt
-from megarl.rollout.retries import Failed, Gathered, count_rollouts, numbered_through
+from megarl.rollout.retries import (
+    Failed,
+    Gathered,
+    by_kind,
+    count_rollouts,
+    numbered_through,
+)
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -87,10 +92,8 @@ async def run_episode(
     min_rollouts: int = 1,
 ) -> None:
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
-    `episode`; only our own cancellation of its task propagates.
-
-    vocab_size: the model's, None where it is not known. retries: how often rollouts that failed are
-    made anew; where fewer than min_rollouts remain after that, the episode is rejected."""
+    `episode`; only our own cancellation of its task propagates. vocab_size: the model's, if known;
+    retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     clock = asyncio.timeout(timeout)
@@ -151,10 +154,7 @@ async def _with_retries(
             batch, failed = _checked(made, episode, engine, vocab_size)
             found.add(batch, failed)
             if failed:
-                kinds = ", ".join(
-                    f"{n} {kind}" for kind, n in Counter(k for k, _ in failed).items()
-                )
-                log.warning("%s: rollouts failed: %s", episode.name, kinds)
+                log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
         except RolloutFailed as e:
             log.warning("%s: all rollouts failed: %s", episode.name, e)
             found.add_failure(e.kind)

@@ -7,6 +7,7 @@ that looks at what they earned may choose among them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -61,6 +62,11 @@ class Gathered:
         if not self.good or (self.missing and self.good < min_rollouts):
             return None
         return concat_padded(numbered_through(self._parts))
+
+
+def by_kind(failed: Sequence[Failed]) -> str:
+    """Returns how many rollouts failed of each kind, in words, the most frequent first."""
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(k for k, _ in failed).most_common())
 
 
 def count_rollouts(batch: Padded) -> int:

@@ -150,7 +150,12 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert kept["rewards"].tolist() == list(range(6)) and whole.minibatches is not None
         with pytest.raises(ValueError, match=r"all 6 samples of the batch failed \(reward\)"):
             scoring_trainer(ex, scores[:1].expand(6)).score(kept)
-        ex.trained(kept["episode_ids"])
+        kept["rewards"] = scores[2:]
+        session = scoring_trainer(ex, scores).session
+        session.driver.counters = lambda: {f"rollout/{k}": v for k, v in ex.stats().items()}
+        booked = session.account(kept)
+        assert booked["rollout/failed_in_batch"] == 10
+        assert booked["reward/mean_failed_as_zero"] == 15 / (6 + 10)
         assert ex.stats()["failed_samples/reward"] == 2 and ex.stats()["skipped"] == 1
         with pytest.raises(AccountingError, match="episode 0: 1 samples failed"):
             ex.accounting.fail(torch.tensor([0]))
