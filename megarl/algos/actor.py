@@ -19,6 +19,7 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
+from megarl.algos.rollouts import refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded, Tokens
@@ -91,29 +92,34 @@ class Actor(Role):
 
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
-        [B], group_ids [B] and loss_mask [B,S]. Raises ValueError for a missing field, or a reward
-        that is not finite, and an error on every rank where the spec's functions raise on one.
+        [B], group_ids [B] and loss_mask [B,S]; rows of one rollout (rollout_ids [B]) count as one
+        sample, and get its advantage. Raises ValueError for a missing field, a reward that is not
+        finite, or rewards that differ within a rollout, and an error on every rank where the
+        spec's functions raise on one.
 
         kl_ctl: weight of the KL to the reference (ref_logp), estimated by k1 and summed over the
-        trained tokens of a sample, as a penalty in its reward.
+        trained tokens of a rollout, as a penalty in its reward.
         """
         spec, whole = self.advantages, as_batch(batch)
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
         names = [*spec.reads, "loss_mask"]
         _need(batch, ["rewards", *keys, *names], what="compute_advantages")
-        samples = dict(whole.per_sample)
-        samples["rewards"] = self._shaped_rewards(batch["rewards"])
+        rollouts = rollouts_of(whole)
+        samples = {name: rollouts.of_first(values) for name, values in whole.per_sample.items()}
+        rewards = rollouts.common(self._shaped_rewards(batch["rewards"]), "rewards")
         if kl_ctl:
-            samples["rewards"] = samples["rewards"] - kl_ctl * self._kl_to_ref(whole).float()
+            rewards = rewards - kl_ctl * rollouts.sums(self._kl_to_ref(whole)).float()
+        samples["rewards"] = rewards
         if "group_ids" not in samples:
             if spec.needs_groups:
                 raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
-            samples["group_ids"] = torch.arange(len(whole))
+            samples["group_ids"] = torch.arange(len(rollouts))
         named = f"actor.advantages={self.config.advantages.type}"
 
         def of_held_rows() -> tuple[Tokens, ...]:
             numbers = spec.per_sample(samples)
-            _shaped(numbers, (len(whole),), f"{named}: per_sample", "one for each sample")
+            _shaped(numbers, (len(rollouts),), f"{named}: per_sample", "one for each rollout")
+            numbers = rollouts.spread(numbers)
 
             def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
                 if spec.per_token is None:
@@ -149,9 +155,11 @@ class Actor(Role):
     def compute_gae(
         self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
     ) -> None:
-        """Adds batch["advantages"], ["returns"] and ["token_rewards"] [B,S] for PPO with a critic,
-        from rewards [B], values [B,S] and last_value [B]. Raises ValueError for a missing field, or
-        a reward that is not finite.
+        """Adds batch["advantages"], ["returns"] and ["earned"] [B,S] for PPO with a critic, from
+        rewards [B], values [B,S] and last_value [B]. `earned` is what writing each token earned:
+        token_rewards [B,S], where there are any, and the rest of the reward at the last trained
+        token. Raises ValueError for a missing field, a reward that is not finite, or rollouts of
+        several rows.
 
         kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
         bootstrap: an answer that was cut (`truncated`) ends with the value of going on.
@@ -160,11 +168,13 @@ class Actor(Role):
         keys += ["truncated"] if bootstrap else []
         keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
         _need(batch, keys, what="compute_gae")
+        refuse_branches(batch, "compute_gae")
+        keys += ["token_rewards"] if "token_rewards" in batch else []
         rewards = self._shaped_rewards(batch["rewards"])
         cut = batch["truncated"] if bootstrap else torch.zeros_like(batch["last_value"])
 
         def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
-            earned = place_rewards(rewards[rows], part["loss_mask"])
+            earned = self._placed_rewards(rewards[rows], part)
             if kl_ctl:
                 kl = kl_estimate(part[self.config.old_logp], part["ref_logp"], "k1")
                 earned -= kl_ctl * kl.where(part["loss_mask"].bool(), 0.0)
@@ -178,12 +188,19 @@ class Actor(Role):
             )
             return earned, returns, advantages
 
-        whole, names = as_batch(batch), ("token_rewards", "returns", "advantages")
+        whole, names = as_batch(batch), ("earned", "returns", "advantages")
         for name, made in zip(names, map_rows(whole, of_rows, [*keys, "loss_mask"]), strict=True):
             whole[name] = made
             if name == "advantages" and self.config.adv_norm == "batch":
                 made = whiten(whole, name)
             put(batch, name, made)
+
+    def _placed_rewards(self, rewards: Tensor, part: Padded) -> Tensor:
+        """Returns the shaped rewards [b] where they were earned, [b,S]."""
+        if "token_rewards" not in part:
+            return place_rewards(rewards, part["loss_mask"])
+        early = part["token_rewards"].float() * self.config.reward_scaling
+        return early + place_rewards(rewards - early.sum(1), part["loss_mask"])
 
     def place(self, batch: Batch) -> None:
         """Gives the batch's tokens to the ranks on which this actor will train on them.
@@ -214,7 +231,8 @@ class Actor(Role):
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them.
+        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout, gets
+        them from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
@@ -224,10 +242,13 @@ class Actor(Role):
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.router_replay else []
         keys = list(dict.fromkeys([*keys, *spec.needs]))
-        _need(batch, keys)
+        _need(batch, [key for key in keys if key != "rollout_tokens"])
         keys += [name for name in spec.uses if name in batch and name not in keys]
         whole = as_batch(batch)
         gap, trained = self._logp_gap(whole), trained_tokens(whole)
+        if "rollout_tokens" in keys:
+            rollouts = rollouts_of(whole)
+            batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
         parts = self._minibatches(whole)
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)

@@ -8,6 +8,7 @@ from megarl.algos.losses import LOSS_WEIGHTS, critic_loss
 from megarl.algos.metrics import explained_variance
 from megarl.algos.minibatches import mean_metrics, minibatches
 from megarl.algos.role import Role
+from megarl.algos.rollouts import refuse_branches
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import PPOCriticConfig
@@ -35,7 +36,9 @@ class Critic(Role):
         self._loss = partial(critic_loss, value_clip=config.value_clip, loss_agg=config.loss_agg)
 
     def compute_values(self, batch: Data) -> None:
-        """Adds batch["values"] [B,S], v(state before x_t), and batch["last_value"] [B]."""
+        """Adds batch["values"] [B,S], v(state before x_t), and batch["last_value"] [B]. Raises
+        ValueError for rollouts of several rows."""
+        refuse_branches(batch, "compute_values")
         values, batch["last_value"] = self.forward_values(batch)
         put(batch, "values", values)
 

@@ -32,25 +32,46 @@ def sequence_weight(batch: Padded) -> float:
     return float(batch["loss_mask"].bool().any(1).sum())
 
 
+def rollout_weight(batch: Padded) -> float:
+    """Counts the rollouts of loss_mask [b,S] by the share of each rollout's trained tokens
+    (rollout_tokens [b]) that a row has, so that the rows of one add up to 1."""
+    return float(_denominator(batch, "rollout-mean"))
+
+
 LOSS_WEIGHTS: dict[str, Callable[[Padded], float]] = {
     "token-mean": token_weight,
     "sequence-mean": sequence_weight,
+    "rollout-mean": rollout_weight,
 }
 
 
-def aggregate(per_token: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
+def aggregate(per_token: Tensor, batch: Padded, loss_agg: str) -> Tensor:
     """Returns the sum over [b,S] that, divided by LOSS_WEIGHTS[loss_agg], is the wanted mean.
     Raises ValueError for an unknown `loss_agg`.
 
     token-mean: the sum over trained tokens. sequence-mean: the sum over sequences of the mean over
-    their trained tokens, so a long answer counts as much as a short one.
+    their trained tokens, so a long answer counts as much as a short one. rollout-mean: the same
+    over rollouts, whose trained tokens (rollout_tokens [b]) may stand in several sequences.
     """
+    mask = batch["loss_mask"].bool()
     masked = torch.where(mask, per_token, 0.0)
     if loss_agg == "token-mean":
         return masked.sum()
     if loss_agg == "sequence-mean":
         return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()
+    if loss_agg == "rollout-mean":
+        return (masked.sum(1) / batch["rollout_tokens"].clamp(min=1)).sum()
     raise ValueError(f"loss_agg={loss_agg!r}: use one of {', '.join(LOSS_WEIGHTS)}")
+
+
+def _denominator(batch: Padded, loss_agg: str) -> Tensor:
+    """Returns LOSS_WEIGHTS[loss_agg] of the batch as a scalar tensor."""
+    mask = batch["loss_mask"].bool()
+    if loss_agg == "token-mean":
+        return mask.sum()
+    if loss_agg == "sequence-mean":
+        return mask.any(1).sum()
+    return (mask.sum(1).double() / batch["rollout_tokens"].clamp(min=1)).sum()
 
 
 def sft_loss(outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
@@ -120,10 +141,9 @@ def grpo_loss(
             dropped = mask & (behav_weight > behav_imp_weight_cap)
         pg = torch.where(dropped, 0.0, pg * behav_weight)
 
-    pg_sum = loss = aggregate(pg, mask, loss_agg)
+    pg_sum = loss = aggregate(pg, batch, loss_agg)
     stats = _policy_stats(logp.detach(), ratio.detach(), batch, eps_clip, high, c_clip)
-    denominator = mask.sum() if loss_agg == "token-mean" else mask.any(1).sum()
-    stats["pg_loss"] = (pg_sum.detach(), denominator)
+    stats["pg_loss"] = (pg_sum.detach(), _denominator(batch, loss_agg))
     tokens = mask.sum()
     stats["behav_imp_weight"] = (torch.where(mask, behav_weight, 0.0).sum(), tokens)
     stats["behav_imp_weight_sq"] = (torch.where(mask, behav_weight.square(), 0.0).sum(), tokens)
@@ -132,7 +152,7 @@ def grpo_loss(
         stats["entropy"] = (torch.where(mask, outputs["entropy"].detach(), 0.0).sum(), tokens)
     if kl_coef:
         kl = kl_estimate(logp, batch["ref_logp"], kl_estimator)
-        loss = loss + kl_coef * aggregate(kl, mask, loss_agg)
+        loss = loss + kl_coef * aggregate(kl, batch, loss_agg)
     if "ref_logp" in batch:
         kl = kl_estimate(logp.detach(), batch["ref_logp"], "k3")
         stats["kl_ref"] = (torch.where(mask, kl, 0.0).sum(), tokens)
@@ -157,7 +177,11 @@ def grpo(config: PPOActorConfig) -> LossSpec:
         ),
         weight=LOSS_WEIGHTS[config.loss_agg],
         outputs=("logprobs", "entropy"),
-        needs=("logprobs", "advantages", old, *(["ref_logp"] if config.kl_coef else [])),
+        needs=(
+            *("logprobs", "advantages", old),
+            *(["ref_logp"] if config.kl_coef else []),
+            *(["rollout_tokens"] if config.loss_agg == "rollout-mean" else []),
+        ),
         uses=("ref_logp",),
         derive=_grpo_metrics,
     )
@@ -194,7 +218,7 @@ def critic_loss(
         near_error = (near - returns).square()
         clipped = mask & (near_error > error)
         error = torch.maximum(error, near_error)
-    loss = 0.5 * aggregate(error, mask, loss_agg)
+    loss = 0.5 * aggregate(error, batch, loss_agg)
     metrics = {
         "value": values.detach(),
         "return": returns,

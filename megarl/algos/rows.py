@@ -36,11 +36,10 @@ def put(data: Data, name: str, value: Tokens | Tensor) -> None:
 
 
 def select_rows(data: Data, rows: Sequence[int], names: Sequence[str]) -> Data:
-    """Returns some rows (ascending) and the fields `names` of the data; of a Batch, its unit_ids,
-    too."""
+    """Returns some rows (ascending) and the fields `names` of the data; of a Batch also those that
+    say which rows stay together."""
     if isinstance(data, Batch):
-        wanted = [name for name in (*names, "unit_ids") if name in data]
-        return data.select(rows, wanted)
+        return data.select(rows, [name for name in names if name in data])
     return select({name: data[name] for name in names}, rows)
 
 

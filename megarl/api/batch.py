@@ -32,6 +32,9 @@ from megarl.api.tokens import (
 )
 from megarl.utils.batch import PAD, Padded, is_per_token
 
+# fields [B] that say which rows stay together, the first that is there
+UNITS = ("unit_ids", "rollout_ids")
+
 __all__ = ["Batch", "Comm", "Home", "Padded", "Tokens", "register_comm", "row_lengths"]
 
 
@@ -113,8 +116,14 @@ class Batch:
     @property
     def unit_ids(self) -> Tensor:
         """Returns the unit of every row, [B]: no mini-batch and no rank separates rows of one unit.
-        By default each row is a unit of its own."""
-        return self.per_sample.get("unit_ids", torch.arange(len(self)))
+        By default a rollout is a unit, and without rollout_ids each row."""
+        found = (self.per_sample.get(name) for name in UNITS)
+        return next((ids for ids in found if ids is not None), torch.arange(len(self)))
+
+    @property
+    def rollout_ids(self) -> Tensor:
+        """Returns the rollout of every row, [B]. By default each row is a rollout of its own."""
+        return self.per_sample.get("rollout_ids", torch.arange(len(self)))
 
     def keys(self) -> list[str]:
         """Returns the names of all fields, without attention_mask: `lengths` has it."""
@@ -180,7 +189,7 @@ class Batch:
         wanted = set(self.keys() if names is None else names)
         if missing := sorted(wanted - set(self.keys())):
             raise KeyError(f"the batch has no {missing[0]!r}, only {sorted(self.keys())}")
-        wanted.add("unit_ids")  # what belongs together does so in every part
+        wanted |= set(UNITS)  # what belongs together does so in every part
         out = Batch(
             self.lengths[index],
             {k: v[index] for k, v in self.per_sample.items() if k in wanted},

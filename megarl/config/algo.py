@@ -39,8 +39,9 @@ class PPOActorConfig(TrainEngineConfig):
     )
     loss_agg: str = arg(
         "token-mean",
-        help="mean over trained tokens, or over sequences of their token means",
-        choices=("token-mean", "sequence-mean"),
+        help="mean over trained tokens, or over sequences, or over rollouts (which have several "
+        "sequences where they fork), of their token means",
+        choices=("token-mean", "sequence-mean", "rollout-mean"),
     )
     kl_coef: float = arg(
         0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference added to the loss"

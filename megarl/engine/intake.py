@@ -31,7 +31,7 @@ def as_batch(given: Batch | Padded, names: Iterable[str] | None = None) -> Batch
 def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
     """Returns ids [B] of rows that stay together on a rank, with `whole_groups` in a micro-batch
     too; None if each is by itself. Raises ValueError where `whole_groups` has no field to go by."""
-    if "unit_ids" in batch:
+    if "unit_ids" in batch or ("rollout_ids" in batch and not whole_groups):
         return batch.unit_ids
     if not whole_groups:
         return None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megarl.rollout.retries import Failed
+
+LATEST = 256  # rollouts that a rate of failures is measured on
+ENOUGH = 64  # rollouts before it says anything
 _COUNTS = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
 
 
@@ -92,24 +96,27 @@ class SampleAccounting:
 
 
 class FailedSamples:
-    """Counts the samples that an environment, a reward, a tool or a server spoilt, by kind, and
-    their tokens. No batch has them: to train on a substitute (a reward of zero, say) would teach
-    the failure."""
+    """Counts the rollouts that an environment, a reward, a tool or a server spoilt, by kind, and
+    their tokens; one with several rows counts once. No batch has them: to train on a substitute (a
+    reward of zero, say) would teach the failure."""
 
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
         self.tokens = 0
+        self.retried = 0  # that were made anew
 
-    def add(self, failed: Sequence[tuple[str, int]]) -> None:
-        """Adds (kind, length) of every failed sample of an episode."""
+    def add(self, failed: Sequence[Failed], retried: int = 0) -> None:
+        """Adds (kind, length) of every failed rollout of an episode, and how many were made
+        anew."""
         self.samples.update(kind for kind, _ in failed)
         self.tokens += sum(length for _, length in failed)
+        self.retried += retried
 
     def stats(self) -> dict[str, float]:
-        """Returns failed_samples, and where there are any failed_samples/<kind> and
-        failed_samples/len_mean, in tokens."""
+        """Returns failed_samples, retried_samples, and where there are any failed_samples/<kind>
+        and failed_samples/len_mean, in tokens."""
         count = self.samples.total()
-        stats = {"failed_samples": float(count)}
+        stats = {"failed_samples": float(count), "retried_samples": float(self.retried)}
         if count:
             stats |= {f"failed_samples/{kind}": float(n) for kind, n in self.samples.items()}
             stats["failed_samples/len_mean"] = self.tokens / count
@@ -117,8 +124,35 @@ class FailedSamples:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint."""
-        return {"samples": dict(self.samples), "tokens": self.tokens}
+        return {"samples": dict(self.samples), "tokens": self.tokens, "retried": self.retried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         self.samples, self.tokens = Counter(state["samples"]), state["tokens"]
+        self.retried = state["retried"]
+
+
+class FailureRate:
+    """Watches which part of the latest rollouts failed, retries among them."""
+
+    def __init__(self, bound: float) -> None:
+        """Takes rollout.max_failure_rate."""
+        self._bound = bound
+        self._latest: deque[str] = deque(maxlen=LATEST)  # what failed; "" for nothing
+
+    def add(self, failed: Sequence[Failed], good: int) -> None:
+        """Adds the rollouts of an episode: those that failed, and how many did not."""
+        self._latest.extend(kind for kind, _ in failed)
+        self._latest.extend([""] * good)
+
+    def check(self) -> None:
+        """Raises RuntimeError where more than the bound failed; the first few are no measure."""
+        count, seen = Counter(kind for kind in self._latest if kind), len(self._latest)
+        if seen < ENOUGH or count.total() <= self._bound * seen:
+            return
+        kinds = ", ".join(f"{n} {kind}" for kind, n in count.most_common())
+        raise RuntimeError(
+            f"{count.total()} of the latest {seen} rollouts failed ({kinds}), which is more than "
+            f"rollout.max_failure_rate={self._bound:g}: mend what fails (the log names rows), or "
+            "raise the bound"
+        )

@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.generation import stable_seed
+from megarl.rollout.generation import attempt_key, stable_seed
 from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
 from megarl.rollout.trajectory import Trajectory
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
-_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
+_NOT_FOR_REWARD = (
+    *("prompt", "completion", "prompt_ids", "completion_ids"),
+    *("episode_id", SAMPLES_MISSING),
+)
 # stands for an answer in a rendered chat, and for nothing that a chat may hold
 _MARK = f"<<answer {uuid.uuid4().hex}>>"
 
@@ -46,9 +49,10 @@ class ChatWorkflow(RolloutWorkflow):
         self.gconfig, self.tokenizer = gconfig, tokenizer
 
     def begin(self, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns gconfig.n_samples trajectories that have read the prompt."""
+        """Returns gconfig.n_samples trajectories that have read the prompt, or as many as are to
+        be made anew because they failed."""
         ids, messages = self._prompt(data)[1], data.get("messages", ())
-        n = self.gconfig.n_samples
+        n = data.get(SAMPLES_MISSING, self.gconfig.n_samples)
         samples = [Trajectory(index=i, messages=messages) for i in range(n)]
         for sample in samples:
             sample.read(ids)
@@ -59,9 +63,9 @@ class ChatWorkflow(RolloutWorkflow):
     ) -> list[str]:
         """Has the policy write one more turn of each sample, and returns their texts.
 
-        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn); the
-        server adds the position. A row may come again under the same weights, so its id alone does
-        not do.
+        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn), and in
+        later runs of the episode their number; the server adds the position. A row may come again
+        under the same weights, so its id alone does not do.
         """
         if not samples:
             return []
@@ -70,6 +74,7 @@ class ChatWorkflow(RolloutWorkflow):
             engine.get_version(),
             data.get("row_id", tuple(samples[0].tokens)),
             data.get("episode_id", 0),
+            *attempt_key(),
         )
         requests = [
             ModelRequest(

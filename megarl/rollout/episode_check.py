@@ -27,6 +27,11 @@ _KINDS = {
     "booleans": (torch.bool,),
     "floating-point numbers": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
 }
+# of a rollout's rows: field [n] -> why all of them have one value
+_ONE_IN_A_ROLLOUT = {
+    "rewards": "an earlier row of its rollout has another; every row has the whole rollout's",
+    "unit_ids": "an earlier row of its rollout has another; a rollout stays in one unit",
+}
 ROUNDING = 1e-3  # a logprob of 0 may come out this much above
 _NOT_WRITTEN = (
     "loss_mask marks a token that no weights wrote; mark only tokens of a response, and give them "
@@ -59,6 +64,12 @@ def check_episode(batch: Any, *, version: int, vocab_size: int | None = None) ->
     if vocab_size is not None:
         bad = mask & (ids >= vocab_size)
         rules.append(("input_ids", bad, f"the model's vocabulary has {vocab_size} tokens"))
+    if "rollout_ids" in batch:
+        rules += [
+            (key, _differs(batch[key], batch["rollout_ids"]), why)
+            for key, why in _ONE_IN_A_ROLLOUT.items()
+            if key in batch
+        ]
     for key, bad, why in rules:
         if bad.any():
             place = bad.nonzero()[0].tolist()
@@ -86,6 +97,30 @@ def check_valid(batch: dict[str, Any]) -> None:
     ):
         named = ", ".join(f"{i} {name}" for i, name in enumerate(FAILURES))
         raise ValueError(f"failure {kinds.tolist()}: use [n={n}] of {named}")
+    _check_ids(batch)
+    if "rollout_ids" in batch and _differs(valid, batch["rollout_ids"]).any():
+        raise ValueError(
+            f"valid {valid.tolist()} of rollout_ids {batch['rollout_ids'].tolist()}: a rollout "
+            "fails as a whole, so valid is the same for all of its rows"
+        )
+
+
+def _check_ids(batch: dict[str, Tensor]) -> None:
+    """Raises ValueError for ids that are not [n] integers."""
+    n = len(batch["input_ids"])
+    for key in ("unit_ids", "rollout_ids"):
+        ids = batch.get(key)
+        if ids is not None and (tuple(ids.shape) != (n,) or ids.dtype not in _KINDS["integers"]):
+            shape = tuple(ids.shape)
+            raise ValueError(f"{key} of {ids.dtype} and shape {shape}: use [n={n}] integers")
+
+
+def _differs(values: Tensor, ids: Tensor) -> Tensor:
+    """Returns [n], True where a value is not that of the first row with the same id."""
+    _, index = ids.unique(return_inverse=True)
+    rows = torch.arange(len(ids))
+    first = torch.zeros_like(rows).scatter_reduce(0, index, rows, "amin", include_self=False)
+    return values != values[first[index]]
 
 
 def _check_shapes(batch: dict[str, Tensor]) -> None:
@@ -103,6 +138,7 @@ def _check_shapes(batch: dict[str, Tensor]) -> None:
         if found[:1] != shape[:1]:
             raise ValueError(f"{key} of shape {found}: its first dimension is n={shape[0]} samples")
         is_per_token(key, value, batch)
+    _check_ids(batch)
     if batch["rewards"].ndim != 1:
         found = tuple(batch["rewards"].shape)
         raise ValueError(f"rewards of shape {found}: use [n], one number for each sample")

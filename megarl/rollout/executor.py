@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class RolloutExecutor:
         self.accounting = SampleAccounting()  # for a consumer that reports to it
         self._rows: RowStream | None = None
         self._batch_stats: dict[str, float] = {}
+        self._failed_before = 0  # rollouts, by the end of the last batch that was trained
 
     def submit(
         self,
@@ -150,7 +152,8 @@ class RolloutExecutor:
     def stats(self) -> dict[str, float]:
         """Returns counters of the run (submitted = running + accepted + rejected + failed +
         dropped, which is checked) and metrics of the last batch: wait_time (s the trainer waited),
-        latency_mean and latency_max (s per episode)."""
+        latency_mean and latency_max (s per episode), failed_in_batch (rollouts that failed until
+        it was trained since the one before was)."""
         pipe = self.pipeline
         with pipe.changed:
             pipe.check()
@@ -169,18 +172,25 @@ class RolloutExecutor:
         return {k: float(v) for k, v in counters.items()} | failed | self._batch_stats
 
     def failed(self, batch: Batch, mask: torch.Tensor, kind: str) -> None:
-        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool,
-        which batch.keep(~mask) leaves out. `kind` is one of api.inference.FAILURES."""
+        """Books samples of a batch that was handed out as failed: those under `mask` [B] bool, all
+        rows of some rollouts, which batch.keep(~mask) leaves out. `kind` is one of
+        api.inference.FAILURES."""
         self.accounting.fail(batch["episode_ids"][mask])
+        lengths: Counter[int] = Counter()
+        for unit, n in zip(batch.rollout_ids[mask].tolist(), batch.lengths[mask].tolist()):
+            lengths[unit] += n
         with self.pipeline.changed:
-            lengths = batch.lengths[mask].tolist()
-            self.pipeline.failed_samples.add([(kind, n) for n in lengths])
+            self.pipeline.failed_samples.add([(kind, n) for n in lengths.values()])
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool as
         skipped. Raises AccountingError unless all that was ever handed out is one or the other."""
         self.accounting.train(episode_ids, skipped)
         self.accounting.check()
+        with self.pipeline.changed:
+            failed = self.pipeline.failed_samples.samples.total()
+        self._batch_stats["failed_in_batch"] = failed - self._failed_before
+        self._failed_before = failed
         done = self.accounting.episodes + self.accounting.skipped_episodes
         if done != self.pipeline.staleness.handed_out:
             raise AccountingError(
@@ -202,6 +212,7 @@ class RolloutExecutor:
         assert self._rows is None, "load_state_dict after the first batch"
         self.pipeline.load_state_dict(state)
         self.accounting.load_state_dict(state["accounting"])
+        self._failed_before = self.pipeline.failed_samples.samples.total()
         self._rows = RowStream(first=state["rows"])
 
     def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:

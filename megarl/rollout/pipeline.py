@@ -19,7 +19,7 @@ from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
-from megarl.rollout.accounting import FailedSamples
+from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
@@ -57,6 +57,7 @@ class Pipeline:
         self.rejected_in_a_row = 0
         self.reward_errors = 0
         self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
+        self.failure_rate = FailureRate(config.max_failure_rate)
         self.last_progress = time.monotonic()
         self.keeps_answers = False  # of drawn rows, for a resume
         self.kept = KeptAnswers()  # by episodes of before a resume
@@ -123,15 +124,16 @@ class Pipeline:
         return room - len(self.pending)
 
     def take(self, count: int) -> list[Episode] | None:
-        """Returns the first `count` live episodes, once all of them are accepted, else None; raises
-        the error of a failed one. An episode that has become too stale is dropped and its row
-        submitted again. *"""
+        """Returns the first `count` live episodes, once all of them are accepted, else None. An
+        episode that has become too stale is dropped and its row submitted again. Raises the error
+        of an episode that failed, and RuntimeError where too many rollouts failed. *"""
         if self._faults:
             raise self._faults.pop(0)
         if self._failed:
             error = self._failed.pop(0).error
             assert error is not None
             raise error
+        self.failure_rate.check()
         version = self._engine.get_version()
         ready: list[Episode] = []
         for episode in list(self.live.values()):
@@ -145,7 +147,7 @@ class Pipeline:
             return None
         for episode in ready:
             del self.live[episode.number]
-            self.failed_samples.add(episode.failed)
+            self.failed_samples.add(episode.failed, episode.retried)
             self._remember(episode)
         self.staleness.hand_out(count)
         self.check()
@@ -318,6 +320,8 @@ class Pipeline:
             self._engine,
             timeout=self.config.episode_timeout,
             vocab_size=self.vocab_size,
+            retries=self.config.failure_retries,
+            min_rollouts=self.config.min_rollouts if episode.drawn else 1,
         )
 
     def _pump(self) -> None:
@@ -343,6 +347,7 @@ class Pipeline:
         self._pump()
 
     def _settle(self, episode: Episode) -> None:
+        self.failure_rate.add(episode.failed, episode.good)
         if episode.batch is not None:
             self.staleness.accept()
             episode.counted = True

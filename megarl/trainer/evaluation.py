@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.run import EvaluatorConfig
@@ -60,7 +61,7 @@ class Evaluator:
         """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
         intervals.
 
-        A sample is right when its reward is at least 1; some_credit is the share with any reward,
+        A rollout is right when its reward is at least 1; some_credit is the share with any reward,
         for scorers that give parts of a point. The rewards of every prompt go to eval_rewards.jsonl
         beside `samples_path`. With `when` ("before" or "after") the first completions go to
         `samples_path`, in place of earlier ones."""
@@ -69,9 +70,11 @@ class Evaluator:
             records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
             supersede(samples_path, lambda row: row["when"] != when)
             _append(samples_path, [{"when": when} | record for record in records])
-        prompts, rewards = batch["group_ids"].tolist(), batch["rewards"].float()
+        rollouts = rollouts_of(batch)
+        prompts = rollouts.of_first(batch["group_ids"]).tolist()
+        rewards = rollouts.common(batch["rewards"].float(), "rewards")
         self._keep(samples_path.with_name(EVAL_REWARDS_FILE), prompts, rewards.tolist())
-        lengths = batch["loss_mask"].sum(1).float()
+        lengths = rollouts.sums(batch["loss_mask"].sum(1)).float()
         right = (rewards >= 1).tolist()
         low, high = proportion_ci(right, groups=prompts)
         reward_low, reward_high = bootstrap_ci(rewards.tolist(), seed=self._seed, groups=prompts)

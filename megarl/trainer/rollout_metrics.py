@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.algos.rollouts import rollouts_of
 from megarl.algos.rows import Data, as_batch, moments, reduce_rows, total, trained_tokens
 from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
@@ -18,20 +19,27 @@ from megarl.utils.batch import seqlens
 
 def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     """Returns the metrics of a training batch's rewards [B], response lengths (loss_mask [B,S]) and
-    staleness (versions [B,S]). `version` is the trainer's. Collective."""
+    staleness (versions [B,S]): means over rollouts, however many rows each has. `version` is the
+    trainer's. Collective."""
     batch = as_batch(data)
-    rewards, trained = batch["rewards"].float(), trained_tokens(batch)
-    groups = group_extremes(rewards, batch["group_ids"])
+    rollouts, trained = rollouts_of(batch), trained_tokens(batch)
+    rewards = rollouts.common(batch["rewards"].float(), "rewards")
+    written = rollouts.sums(trained)
+    groups = group_extremes(rewards, rollouts.of_first(batch["group_ids"]))
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
         "reward/pass_at_group": (groups["max"] >= 1).float().mean().item(),
         "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
-        "response_len/mean": trained.mean().item(),
-        "response_len/max": trained.max().item(),
+        "response_len/mean": written.mean().item(),
+        "response_len/max": written.max().item(),
+        "forks/count": float(len(batch) - len(rollouts)),
+        "forks/rows_per_rollout": len(batch) / len(rollouts),
+        "forks/rows_max": rollouts.sums(torch.ones_like(trained)).max().item(),
     } | _sizes(batch, trained)
     if "truncated" in batch:
-        metrics["response_len/truncated"] = batch["truncated"].float().mean().item()
+        cut = rollouts.any(batch["truncated"])
+        metrics["response_len/truncated"] = cut.float().mean().item()
     if "versions" in batch and trained.any():
 
         def age(part: Padded) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import RolloutWorkflow
 from megarl.config.check import model_path
@@ -73,12 +74,14 @@ class RolloutSession:
         return self.client.share(RolloutDriver.next_batch, self.driver)
 
     def drop(self, batch: Batch, failed: Tensor, kind: str) -> Batch:
-        """Returns the batch without the samples under `failed` [B] bool, which are counted as a
-        workflow's failed samples are; `kind` is one of api.inference.FAILURES. Raises ValueError
-        where none would be left.
+        """Returns the batch without the samples under `failed` [B] bool, and the other rows of
+        their rollouts; they are counted as a workflow's failed samples are. `kind` is one of
+        api.inference.FAILURES. Raises ValueError where none would be left.
         """
         if not failed.any():
             return batch
+        rollouts = rollouts_of(batch)
+        failed = rollouts.spread(rollouts.any(failed))
         rows = failed.nonzero().flatten().tolist()
         if len(rows) == len(batch):
             raise ValueError(
@@ -93,10 +96,14 @@ class RolloutSession:
 
     def account(self, batch: Batch) -> dict[str, float]:
         """Books the batch as trained, which every sample must be exactly once unless its update was
-        skipped. Returns the counters so far.
+        skipped. Returns the counters so far, and reward/mean_failed_as_zero: what the mean reward
+        would be if the rollouts that failed meanwhile had earned nothing.
         """
         done = batch["episode_ids"], batch.get("skipped")
-        return self.client.on_driver(RolloutDriver.account, self.driver, *done)
+        counters = self.client.on_driver(RolloutDriver.account, self.driver, *done)
+        rewards = rollouts_of(batch).of_first(batch["rewards"]).double()
+        count = len(rewards) + counters["rollout/failed_in_batch"]
+        return counters | {"reward/mean_failed_as_zero": rewards.sum().item() / count}
 
     def evaluate(self, samples_path: Path, when: str | None = None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows; none without a validation set."""

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {}),
 }
 ORIGINS = ("one driver", "all drive", "everywhere")
-FIELDS = ("advantages", "returns", "token_rewards", "whitened")
+FIELDS = ("advantages", "returns", "earned", "whitened")
 
 
 def samples() -> Tensors:
@@ -177,6 +177,59 @@ def untrained(path: str) -> Tensors:
     weights = state(engine)
     engine.destroy()
     return weights
+
+
+FORKED = [0, 0, 1, 2, 2, 2, 3, 4, 5, 6, 6]  # the rollouts of the samples
+
+
+def branched() -> Tensors:
+    """Returns samples of which some are branches of one rollout."""
+    b = samples()
+    b["rollout_ids"] = torch.tensor(FORKED)
+    b["rewards"], b["episode_ids"] = b["rewards"][FORKED], b["rollout_ids"] // 2
+    return b | {"group_ids": b["episode_ids"].clone()}
+
+
+def branched_updates(path: str, n: int) -> dict[str, Any]:
+    """Makes GRPO's update by rollout-mean; returns metrics, placement and mini-batches."""
+    actor = make_actor(path, {}, ppo_n_minibatches=n, loss_agg="rollout-mean", logp_gap_warn=100.0)
+    batch = bring(branched(), "all drive")
+    actor.compute_prox_logp(batch)
+    actor.compute_advantages(batch)
+    made = {"advantages": whole(batch, "advantages")[:, 1:], "mask": whole(batch, "loss_mask")}
+    made |= {"rows": batch.rows.tolist(), "parts": batch.minibatches}
+    made["stats"] = actor.ppo_update(batch)
+    actor.destroy()
+    return made
+
+
+def test_a_rollout_with_branches_counts_once_and_stays_together(worlds, model):
+    """The update of two ranks against the same model in transformers, with plain autograd."""
+    from transformers import AutoModelForCausalLM
+
+    both, b = worlds(2).run(branched_updates, model, 1), branched()
+    first, mask = both[0], b["loss_mask"]
+    by_row = first["advantages"].amax(1) + first["advantages"].amin(1)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    logits = hf(b["input_ids"], attention_mask=b["attention_mask"].long()).logits.log_softmax(-1)
+    logp = logits[:, :-1].gather(-1, b["input_ids"][:, 1:, None])[..., 0]
+    means = []
+    for r in range(len(set(FORKED))):
+        rows = [i for i, rollout in enumerate(FORKED) if rollout == r]
+        assert len({round(float(by_row[i]), 5) for i in rows if mask[i].any()}) <= 1
+        ratio = (logp[rows] - logp[rows].detach()).exp()  # 1: it is the first update
+        picked = (-ratio * by_row[rows][:, None])[mask[rows][:, 1:]]
+        means += [picked.mean()] if len(picked) else []
+    loss = torch.stack(means).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm()
+    assert by_row.abs().sum() > 1 and any(by_row[i] for i in (0, 3))
+    assert first["stats"]["loss"] == pytest.approx(float(loss), abs=1e-5)
+    assert first["stats"]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    for made in [*both, *worlds(2).run(branched_updates, model, 3)]:
+        for rows in [made["rows"], *made["parts"]]:
+            inside = {FORKED[row] for row in rows}
+            assert rows == [i for i, r in enumerate(FORKED) if r in inside]
 
 
 def critic_elsewhere(path: str, critic_path: str, parallel: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class BigramEngine(TrainEngine):
         temperature=1.0,
     ):
         if isinstance(input_, Batch):
-            assert set(input_) <= {"input_ids", "unit_ids"}  # no routes that another pass took
+            # no routes that another pass took
+            assert set(input_) <= {"input_ids", "unit_ids", "rollout_ids"}
             made = self._outputs(input_.padded(names=["input_ids"]), outputs, temperature)
             made = {k: Tokens.from_padded(v, input_.lengths) for k, v in made.items()}
         else:

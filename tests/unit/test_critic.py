@@ -56,7 +56,7 @@ def naive_gae(b, discount, lam):
         for k in reversed(range(len(steps))):
             t = steps[k]
             until = steps[k + 1] if k + 1 < len(steps) else WIDTH
-            reward = float(b["token_rewards"][i, t:until].double().sum())
+            reward = float(b.get("earned", b.get("token_rewards"))[i, t:until].double().sum())
             delta = reward + discount * value - float(b["values"][i, t])
             ahead = delta + discount * lam * ahead
             advantages[i, t], value = ahead, float(b["values"][i, t])
@@ -200,9 +200,11 @@ def test_values_stand_before_their_token_and_the_last_after_all():
     assert torch.equal(scores, b["last_value"])
 
 
-def ready(norm: str = "none", **kw: Any) -> dict[str, torch.Tensor]:
-    """A batch that went through compute_values and compute_gae."""
+def ready(norm: str = "none", *, turns: bool = False, **kw: Any) -> dict[str, torch.Tensor]:
+    """A batch that went through compute_values and compute_gae. turns: with token_rewards."""
     b = episodes()
+    if not turns:
+        del b["token_rewards"]
     b["rewards"] = torch.linspace(-1, 1, ROWS)
     b["truncated"] = torch.arange(ROWS) % 2 == 0
     b["prox_logp"], b["ref_logp"] = -torch.rand(ROWS, WIDTH), -torch.rand(ROWS, WIDTH)
@@ -217,9 +219,9 @@ def ready(norm: str = "none", **kw: Any) -> dict[str, torch.Tensor]:
 def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
     plain, kl, cut = ready(), ready(kl_ctl=0.1), ready(bootstrap=True)
     mask = plain["loss_mask"]
-    assert torch.equal(plain["token_rewards"], place_rewards(plain["rewards"], mask))
+    assert torch.equal(plain["earned"], place_rewards(plain["rewards"], mask))
     penalty = 0.1 * kl_estimate(kl["prox_logp"], kl["ref_logp"], "k1") * mask
-    torch.testing.assert_close(kl["token_rewards"], plain["token_rewards"] - penalty)
+    torch.testing.assert_close(kl["earned"], plain["earned"] - penalty)
     ends = {False: plain, True: cut}
     for truncated, b in ends.items():
         b["last_value"] = b["last_value"] * b["truncated"] * truncated
@@ -230,6 +232,28 @@ def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
     with pytest.raises(ValueError, match=r"compute_gae: the batch has no 'values': call critic"):
         actor = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
         b = {k: v for k, v in plain.items() if k != "values"}
+        actor.compute_gae(b, discount=1.0, gae_lambda=1.0, kl_ctl=0.0, bootstrap=False)
+
+
+def test_rewards_of_turns_are_earned_early_and_the_rest_at_the_end():
+    b, plain = ready(turns=True), ready()
+    late = b["earned"] - b["token_rewards"]
+    mask = b["loss_mask"]
+    rest = place_rewards(b["rewards"] - b["token_rewards"].sum(1), mask)
+    torch.testing.assert_close(late, rest)
+    torch.testing.assert_close(b["earned"].sum(1)[mask.any(1)], b["rewards"][mask.any(1)])
+    b["last_value"] = torch.zeros(ROWS)  # nothing is bootstrapped
+    torch.testing.assert_close(b["advantages"], naive_gae(b, 1.0, 0.9).float())
+    assert not torch.equal(b["advantages"], plain["advantages"])
+
+
+def test_rollouts_that_forked_are_refused():
+    b = episodes() | {"rollout_ids": torch.tensor([4, 4, 4, 0, 1, 2, 3])}
+    with pytest.raises(ValueError, match=r"compute_values: 1 of 5 rollouts .* row 0, into 3"):
+        Critic(PPOCriticConfig(), ValueEngine()).compute_values(b)
+    b["rewards"] = torch.zeros(ROWS)
+    with pytest.raises(ValueError, match="compute_gae: 1 of 5 rollouts forked"):
+        actor = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
         actor.compute_gae(b, discount=1.0, gae_lambda=1.0, kl_ctl=0.0, bootstrap=False)
 
 

@@ -11,6 +11,8 @@ import torch
 from megarl.algos import LOSS_WEIGHTS, grpo_loss, sft_loss, token_weight
 from megarl.utils.batch import select
 
+ROLLOUTS = [0, 0, 1, 2, 2, 3]  # of the sequences
+
 
 def make_batch(seed: int = 0, b: int = 6, s: int = 24) -> tuple[torch.Tensor, dict]:
     """Ratios well outside the clip on both sides; one sequence without a trained token."""
@@ -34,6 +36,9 @@ def make_batch(seed: int = 0, b: int = 6, s: int = 24) -> tuple[torch.Tensor, di
         "prox_logp": logps(0.3),
         "ref_logp": logps(0.5),
         "advantages": torch.randn(b, s, generator=g, dtype=torch.float64) * mask,
+        "rollout_tokens": torch.tensor(
+            [sum(int(mask[j].sum()) for j in range(b) if ROLLOUTS[j] == r) for r in ROLLOUTS]
+        ),
     }
     return logps(0.6), batch
 
@@ -65,12 +70,16 @@ def reference(
     eps_high = eps_clip if eps_clip_higher is None else eps_clip_higher
     b, s = logp.shape
     total, grad = 0.0, torch.zeros_like(logp)
+    rollouts: set[int] = set()
     seqs, counts = 0, dict(tokens=0, low=0, high=0, dual=0, dropped=0)
     for i in range(b):
         n = sum(bool(m) for m in batch["loss_mask"][i])
         if n == 0:
             continue
         seqs += 1
+        if loss_agg == "rollout-mean":
+            n = int(batch["rollout_tokens"][i])
+            rollouts.add(ROLLOUTS[i])
         scale = 1.0 if loss_agg == "token-mean" else 1.0 / n
         for t in range(s):
             if not batch["loss_mask"][i, t]:
@@ -104,7 +113,8 @@ def reference(
                 slope += kl_coef * kl_slope(d, kl_estimator)
             total += scale * loss
             grad[i, t] += scale * slope
-    return total, grad, counts["tokens"] if loss_agg == "token-mean" else seqs, counts
+    weights = {"token-mean": counts["tokens"], "sequence-mean": seqs, "rollout-mean": len(rollouts)}
+    return total, grad, weights[loss_agg], counts
 
 
 OPTIONS = [
@@ -132,7 +142,7 @@ def test_value_gradient_weight_and_clip_counts_equal_the_loop(options):
 
     assert loss.item() == pytest.approx(want, abs=1e-9)
     torch.testing.assert_close(logp.grad, want_grad, rtol=0, atol=1e-9)
-    assert LOSS_WEIGHTS[options["loss_agg"]](batch) == weight
+    assert LOSS_WEIGHTS[options["loss_agg"]](batch) == pytest.approx(weight, abs=1e-12)
     for name in ("low", "high", "dual"):
         hits, tokens = stats[f"clip_frac_{name}"]
         assert (int(hits), int(tokens)) == (counts[name], counts["tokens"]), name
@@ -236,7 +246,7 @@ def test_masked_positions_may_hold_anything():
 
 def test_unknown_aggregation_names_the_choices():
     logp, batch = make_batch()
-    with pytest.raises(ValueError, match=r"loss_agg='mean'.*token-mean, sequence-mean"):
+    with pytest.raises(ValueError, match=r"loss_agg='mean'.*sequence-mean, rollout-mean"):
         grpo_loss({"logprobs": logp}, batch, loss_agg="mean")
 
 
