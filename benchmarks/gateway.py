@@ -39,7 +39,7 @@ from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from tiny_model import make_tokenizer  # noqa: E402
+from tiny_model import make_tokenizer
 
 ANSWER = 64  # tokens
 Chat = list[dict[str, str]]
