@@ -14,6 +14,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
 from megarl.rollout.chat import ChatWorkflow, all_of
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.generation import attempt_key
 from megarl.rollout.rewards import RewardPool
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.utils.importing import load_object
@@ -62,7 +63,7 @@ class AgentWorkflow(ChatWorkflow):
     async def _rollout(
         self, engine: InferenceEngine, data: dict[str, Any], index: int
     ) -> Trajectory:
-        key = (data.get("row_id"), data.get("episode_id", 0), index)
+        key = (data.get("row_id"), data.get("episode_id", 0), *attempt_key(), index)
         async with engine.session(
             self.gconfig,
             self.tokenizer,
