@@ -10,6 +10,7 @@ from typing import Any
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.chat_template import ChatTemplate
 from megarl.rollout.generation import attempt_key, stable_seed
 from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
 from megarl.rollout.trajectory import Trajectory
@@ -19,8 +20,6 @@ _NOT_FOR_REWARD = (
     *("prompt", "completion", "prompt_ids", "completion_ids"),
     *("episode_id", SAMPLES_MISSING),
 )
-# stands for an answer in a rendered chat, and for nothing that a chat may hold
-_MARK = f"<<answer {uuid.uuid4().hex}>>"
 
 
 class ChatWorkflow(RolloutWorkflow):
@@ -47,6 +46,7 @@ class ChatWorkflow(RolloutWorkflow):
         self.reward_fn, self.reward_pool = reward_fn, reward_pool or shared_pool()
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.gconfig, self.tokenizer = gconfig, tokenizer
+        self._chat = ChatTemplate(tokenizer, self.chat_template_kwargs)
 
     def begin(self, data: dict[str, Any]) -> list[Trajectory]:
         """Returns gconfig.n_samples trajectories that have read the prompt, or as many as are to
@@ -105,15 +105,11 @@ class ChatWorkflow(RolloutWorkflow):
         """Has the sample read several messages in a row, such as the results of its tool calls.
         tools: those that the chat template was given at the beginning, as begin's rows hold them.
         Raises ValueError where the template does not show the policy's answer as it was given."""
-        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, *told]
-        _, mark, text = self._template(chat, tools=tools).rpartition(_MARK)
-        if not mark:
-            raise ValueError("the chat template leaves out the answer before the last messages")
-        rest = self._encode(text)
-        # the end of its turn stands there already, unless max_new_tokens cut the answer short
-        sample.read(rest[1:] if rest[:1] == sample.tokens[-1:] else rest)
         answer = self.text(sample.answers[-1]) if sample.answers else ""
-        sample.messages += [{"role": "assistant", "content": answer}, *told]
+        said = {"role": "assistant", "content": answer}
+        end = sample.tokens[-1] if sample.tokens else None
+        sample.read(self._chat.after([*sample.messages, said], told, tools, last_token=end))
+        sample.messages += [said, *told]
 
     async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
         """Returns the rewards of the samples' last answers."""
@@ -141,24 +137,8 @@ class ChatWorkflow(RolloutWorkflow):
     def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
         prompt, ids = data.get("prompt"), data.get("prompt_ids")
         if prompt is None:
-            prompt = self._template(data["messages"], tools=data.get("tools") or ())
-        return prompt, list(self._encode(prompt) if ids is None else ids)
-
-    def _template(
-        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
-    ) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self.chat_template_kwargs,
-        )
-        return text
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+            prompt = self._chat.text(data["messages"], data.get("tools") or ())
+        return prompt, list(self._chat.encode(prompt) if ids is None else ids)
 
 
 def _turn(sample: Trajectory) -> tuple[int, ...]:
