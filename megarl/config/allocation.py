@@ -3,6 +3,7 @@
     sglang.d4t2p1+megatron.d2t2p2c1e1    4 servers of 2 GPUs each, beside 8 trainer processes
     sglang:d4t2|megatron:d2t2p2          the same with servers on the trainers' GPUs
     megatron.d2t2                        trainers alone
+    sglang.d12p1t1+d4p1t1                trainers without a backend are megatron's
 
 A part is a backend and its degrees, in any order: d (data), t (tensor), p (pipeline), c (context)
 and e (expert). A degree that is left out is 1, but for e, which is then the configuration's.
@@ -22,6 +23,7 @@ _DEGREES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "e
 _OF_SERVERS = ("d", "t", "p")  # data is their number
 _DEGREE = re.compile(r"([a-zA-Z])([0-9]+)")
 _BACKEND = re.compile(r"[a-zA-Z_]*")
+_DEGREES_ALONE = re.compile(rf"[{''.join(_DEGREES)}][0-9]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ class _Reader:
 
     def part(self) -> Part:
         known, start = (*SERVERS, *TRAINERS), self.at
+        if _DEGREES_ALONE.match(self.text, start):
+            return Part(backend=TRAINERS[0], degrees=self._degrees(TRAINERS[0]))
         match = _BACKEND.match(self.text, start)
         backend = match[0] if match else ""
         if backend not in known:

@@ -40,6 +40,8 @@ def allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str
 def cluster_problems(cfg: BaseConfig) -> Iterator[str]:
     """Yields what `cluster` asks for that cannot be."""
     slurm = cfg.cluster.slurm
+    if cfg.cluster.reward_pool is not None and not isinstance(cfg, GRPOConfig):
+        yield f"cluster.reward_pool: recipe={cfg.recipe} computes no rewards; leave it null"
     if slurm.minutes is not None and slurm.save_before >= 60 * slurm.minutes:
         yield (
             f"cluster.slurm.save_before={slurm.save_before}: must be shorter than the time limit, "

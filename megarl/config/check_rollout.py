@@ -47,9 +47,10 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if cfg.gconfig.greedy:  # else the temperature has been judged already
         yield from temperature_problems(cfg.gconfig.temperature, "gconfig.temperature")
-    for address in r.addresses:
-        if not is_address(address):
-            yield f"rollout.addresses: {address!r} is not host:port, like 127.0.0.1:30000"
+    for key in ("addresses", "reward_addresses"):
+        for address in getattr(r, key):
+            if not is_address(address):
+                yield f"rollout.{key}: {address!r} is not host:port, like 127.0.0.1:30000"
     if r.addresses_file:
         yield from _address_file_problems(r.addresses_file)
     if (built_in := built_in_transport(sync.type)) is not None:

@@ -22,6 +22,16 @@ class PoolConfig:
 
 
 @dataclass(kw_only=True)
+class RewardPoolConfig:
+    """Describes nodes without GPUs that compute rewards."""
+
+    n_nodes: int = arg(1, bounds=POSITIVE, help="nodes, each with rollout.reward_workers processes")
+    sbatch_args: list[str] = arg(
+        factory=list, help="arguments of sbatch for these nodes, like --partition=cpu"
+    )
+
+
+@dataclass(kw_only=True)
 class SlurmConfig:
     """Configures what megarl.launcher.slurm asks Slurm for."""
 
@@ -61,6 +71,9 @@ class ClusterConfig:
     n_gpus_per_node: int = arg(8, bounds=POSITIVE, help="GPUs of a node; without GPUs, processes")
     server_pool: PoolConfig | None = arg(
         None, help="nodes of another kind for the servers; null puts them on nodes like the others"
+    )
+    reward_pool: RewardPoolConfig | None = arg(
+        None, help="nodes without GPUs for rewards; null computes them beside rank 0"
     )
     interface: str = arg(
         "",

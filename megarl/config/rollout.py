@@ -177,7 +177,14 @@ class RolloutConfig:
     reward_timeout: float = arg(
         15.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
     )
-    reward_workers: int = arg(2, bounds=POSITIVE, help="processes that compute rewards")
+    reward_workers: int = arg(
+        2, bounds=POSITIVE, help="processes that compute rewards, here or at each reward address"
+    )
+    reward_addresses: list[str] = arg(
+        factory=list,
+        help="host:port of running reward workers (cluster.reward_pool starts them); empty "
+        "computes rewards in processes beside rank 0",
+    )
     failure_retries: int = arg(
         1,
         bounds=NOT_NEGATIVE,

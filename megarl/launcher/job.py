@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SERVER, TRAINER = "server", "trainer"
+SERVER, TRAINER, REWARDS = "server", "trainer", "rewards"
 MASTER = "master"  # the endpoint that the ranks meet at
 LOOPBACK = "127.0.0.1"
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
@@ -45,7 +45,9 @@ class Task:
 
     @property
     def endpoint(self) -> str:
-        """Returns the name of a server's endpoint."""
+        """Returns the name of the endpoint of a server or a reward worker."""
+        if self.role == REWARDS:
+            return rewards_endpoint(self.index)
         return server_endpoint(self.index, self.part)
 
 
@@ -101,6 +103,11 @@ class Job:
 def server_endpoint(index: int, part: int = 0) -> str:
     """Returns the name of the endpoint of a server, or of a further node of it."""
     return f"server.{index}.{part}" if part else f"server.{index}"
+
+
+def rewards_endpoint(index: int) -> str:
+    """Returns the name of the endpoint of a reward worker."""
+    return f"{REWARDS}.{index}"
 
 
 def fill(

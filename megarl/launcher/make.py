@@ -7,13 +7,24 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
 from megarl.config.secrets import environment_names
 from megarl.config.servers import ADDRESSES_ENV
-from megarl.launcher.job import LOOPBACK, MASTER, SERVER, TRAINER, Job, Task, server_endpoint
-from megarl.launcher.placement import SERVER_POOL, Seat
+from megarl.launcher.job import (
+    LOOPBACK,
+    MASTER,
+    REWARDS,
+    SERVER,
+    TRAINER,
+    Job,
+    Task,
+    rewards_endpoint,
+    server_endpoint,
+)
+from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
 from megarl.launcher.plan import PACKAGE, Plan
 from megarl.rollout.server_process import server_command
 from megarl.utils.env import set_loopback_default, set_nccl_default, set_trainer_defaults
@@ -50,7 +61,7 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         pools=plan.placement.pools,
         gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
         interface=cfg.cluster.interface if cluster else "",
-        tasks=(*maker.servers(), *maker.trainers()),
+        tasks=(*maker.servers(), *maker.rewards(), *maker.trainers()),
         forwarded=tuple(sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), TOKEN})),
         hidden=tuple(read),
         python=maker.python,
@@ -78,7 +89,7 @@ def server_env(gpus: str | None, env: Mapping[str, str], *, here: bool = True) -
 
 def _gpus_of(plan: Plan, pool: str) -> int:
     cluster, placed = plan.cfg.cluster, plan.placement
-    if all(seat.gpus is None for seat in placed.trainers):
+    if pool == REWARD_POOL or all(seat.gpus is None for seat in placed.trainers):
         return 0
     other = cluster.server_pool if pool == SERVER_POOL else None
     return other.n_gpus_per_node if other else cluster.n_gpus_per_node
@@ -149,6 +160,30 @@ class _Maker:
             log=str(self.run / (f"server_{index}" + (f"_node{part}" if part else "") + ".log")),
         )
 
+    def rewards(self) -> Iterable[Task]:
+        cfg = self.plan.cfg
+        if not isinstance(cfg, GRPOConfig):
+            return
+        path = [self._import_path(), *self.plan.import_path, *_folders(cfg)]
+        for index, seat in enumerate(self.plan.placement.rewards):
+            own = rewards_endpoint(index)
+            command = [
+                *(self.python, "-m", "megarl.launcher.rewards"),
+                *("--host", f"@{{host:{own}}}", "--port", f"@{{port:{own}}}"),
+                *("--workers", str(cfg.rollout.reward_workers)),
+                *("--timeout", f"{cfg.rollout.reward_timeout:g}"),
+            ]
+            yield Task(
+                role=REWARDS,
+                index=index,
+                node=seat.node,
+                gpus=None,
+                command=tuple(command),
+                env={"PYTHONPATH": _path(*path), "CUDA_VISIBLE_DEVICES": ""},
+                ports=(own,),
+                log=str(self.run / f"rewards_{index}.log"),
+            )
+
     def trainers(self) -> Iterable[Task]:
         plan = self.plan
         addresses = [
@@ -157,6 +192,8 @@ class _Maker:
         arguments = list(plan.arguments)
         if addresses:
             arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
+        if rewards := [f"@{{address:{task.endpoint}}}" for task in self.rewards()]:
+            arguments.append(f"rollout.reward_addresses=[{','.join(rewards)}]")
         first: dict[int, int] = {}  # rank on each node
         for rank, seat in enumerate(plan.placement.trainers):
             local = rank - first.setdefault(seat.node, rank)
@@ -193,9 +230,12 @@ class _Maker:
         known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []
         host = "elsewhere" if self.cluster else LOOPBACK
         set_trainer_defaults(env, servers=[*known, *(f"{host}:1" for _ in addresses)])
-        # for scripts outside the package
-        env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
+        env["PYTHONPATH"] = self._import_path()
         return _new(env, self.env)
+
+    def _import_path(self) -> str:
+        """Returns PYTHONPATH for scripts outside the package, and for the user's rewards."""
+        return _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"), os.getcwd())
 
     def _common(self) -> dict[str, str]:
         interface = self.plan.cfg.cluster.interface if self.cluster else ""
@@ -209,6 +249,13 @@ class _Maker:
         if THREADS in self.env or processes < 2:
             return {}
         return {THREADS: f"@{{cores:{processes}}}"}
+
+
+def _folders(cfg: GRPOConfig) -> Iterable[str]:
+    """Yields the folders of rewards that the configuration names by their files."""
+    for data in (cfg.train_dataset, cfg.valid_dataset):
+        if data is not None and (file := data.reward.type.partition(":")[0]).endswith(".py"):
+            yield str(Path(file).resolve().parent)
 
 
 def _path(*parts: str | None) -> str:

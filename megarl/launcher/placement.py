@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
 
-NODES, TRAINER_POOL, SERVER_POOL = "nodes", "trainers", "servers"
+NODES, TRAINER_POOL, SERVER_POOL, REWARD_POOL = "nodes", "trainers", "servers", "rewards"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,13 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Holds the pool of each node, the seat of each rank and those of each server, one per node
-    that it spans. `shared` says that servers and trainers have GPUs in common."""
+    that it spans, and that of the reward worker on each node without GPUs. `shared` says that
+    servers and trainers have GPUs in common."""
 
     pools: tuple[str, ...]
     trainers: tuple[Seat, ...]
     servers: tuple[tuple[Seat, ...], ...]
+    rewards: tuple[Seat, ...] = ()
     shared: bool = False
 
     def nodes_of(self, pool: str) -> list[int]:
@@ -109,11 +111,13 @@ def place(
     servers: int = 0,
     server_gpus: int = 1,
     server_nnodes: int | None = None,
+    reward_nodes: int = 0,
     colocated: bool = False,
     on_gpus: bool = True,
 ) -> Placement:
     """Fills nodes with the trainers, then with the servers: beside the trainers where one node has
-    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn.
+    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn. A reward
+    worker is alone on each of the last `reward_nodes` nodes.
 
     Raises ConfigError for processes that do not fill nodes evenly, and where cluster.n_nodes is
     another number than they need.
@@ -125,22 +129,18 @@ def place(
         )
     rooms = _Rooms(on_gpus=on_gpus)
     ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
-    room = pool.n_gpus_per_node if pool else size
-    parts = _server_parts(server_gpus, server_nnodes, room) if servers else 1
-    each, found = server_gpus // parts, []
-    for index in range(servers):
-        if colocated:
-            found.append(_colocated(rooms, index, each, parts, trainers))
-        else:
-            found.append(rooms.take(SERVER_POOL if pool else NODES, room, each, parts=parts))
+    below = trainers if colocated else 0
+    found = _server_seats(rooms, cluster, servers, server_gpus, server_nnodes, below)
+    rewards = [rooms.take(REWARD_POOL, 1, 1, parts=1)[0].node for _ in range(reward_nodes)]
     if cluster.n_nodes not in (None, len(rooms.nodes)):
-        raise ConfigError(
-            [_wrong_number(cluster, trainers, servers, server_gpus, len(rooms.nodes))]
-        )
+        others = f" and {servers} server(s) of {server_gpus}" if servers else ""
+        others += f" and {reward_nodes} reward worker(s)" if reward_nodes else ""
+        raise ConfigError([_wrong_number(cluster, trainers, others, len(rooms.nodes))])
     return Placement(
         pools=tuple(n.pool for n in rooms.nodes),
         trainers=ranks,
-        servers=tuple(found),
+        servers=found,
+        rewards=tuple(Seat(node=node, gpus=None) for node in rewards),
         shared=colocated and on_gpus,
     )
 
@@ -156,6 +156,22 @@ def _trainer_seats(rooms: _Rooms, trainers: int, size: int, pool: str) -> tuple[
     each, nodes = min(trainers, size), max(1, trainers // size)
     seats = rooms.take(pool, size, each, parts=nodes)
     return tuple(seat for seat in seats for _ in range(each))
+
+
+def _server_seats(
+    rooms: _Rooms, cluster: ClusterConfig, servers: int, gpus: int, nnodes: int | None, below: int
+) -> tuple[tuple[Seat, ...], ...]:
+    """Returns the seats of each server. below: the trainers whose GPUs servers share, 0 for GPUs of
+    their own."""
+    if not servers:
+        return ()
+    pool = cluster.server_pool
+    room = pool.n_gpus_per_node if pool else cluster.n_gpus_per_node
+    parts = _server_parts(gpus, nnodes, room)
+    each, name = gpus // parts, SERVER_POOL if pool else NODES
+    if below:
+        return tuple(_colocated(rooms, i, each, parts, below) for i in range(servers))
+    return tuple(rooms.take(name, room, each, parts=parts) for _ in range(servers))
 
 
 def _server_parts(gpus: int, nnodes: int | None, room: int) -> int:
@@ -188,12 +204,9 @@ def _colocated(rooms: _Rooms, index: int, each: int, parts: int, trainers: int) 
     return tuple(seats)
 
 
-def _wrong_number(
-    cluster: ClusterConfig, trainers: int, servers: int, gpus: int, needed: int
-) -> str:
-    beside = f" and {servers} server(s) of {gpus}" if servers else ""
+def _wrong_number(cluster: ClusterConfig, trainers: int, others: str, needed: int) -> str:
     return (
-        f"cluster.n_nodes={cluster.n_nodes}: {trainers} trainer processes{beside} take {needed} "
+        f"cluster.n_nodes={cluster.n_nodes}: {trainers} trainer processes{others} take {needed} "
         f"node(s) of cluster.n_gpus_per_node={cluster.n_gpus_per_node}; correct allocation_mode, "
         "or leave cluster.n_nodes null"
     )

@@ -59,6 +59,13 @@ def plan_here(command: CommandLine) -> Plan:
                 "alone; use megarl.launcher.slurm, or cluster.n_nodes=1"
             ]
         )
+    if _reward_nodes(plan.cfg):
+        raise ConfigError(
+            [
+                "cluster.reward_pool: the local launcher has this machine alone, where rewards are "
+                "computed beside rank 0; leave it null"
+            ]
+        )
     if isinstance(plan.cfg, GRPOConfig) and plan.cfg.server.nnodes not in (None, 1):
         said = f"server.nnodes={plan.cfg.server.nnodes}"
         raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
@@ -85,6 +92,7 @@ def plan_cluster(command: CommandLine) -> Plan:
         servers=servers,
         server_gpus=server_gpus,
         server_nnodes=_nodes_of_a_server(cfg),
+        reward_nodes=_reward_nodes(cfg),
         colocated=_colocated(cfg, needs),
         on_gpus=uses_gpus(os.environ),
     )
@@ -148,6 +156,14 @@ def _servers(cfg: BaseConfig) -> tuple[int, int]:
     if not isinstance(cfg, GRPOConfig):
         return 0, 1
     return 0 if cfg.rollout.addresses else cfg.server.count, cfg.server.gpus
+
+
+def _reward_nodes(cfg: BaseConfig) -> int:
+    """Returns how many nodes the launcher starts reward workers on."""
+    pool = cfg.cluster.reward_pool
+    if pool is None or not isinstance(cfg, GRPOConfig) or cfg.rollout.reward_addresses:
+        return 0
+    return pool.n_nodes
 
 
 def _nodes_of_a_server(cfg: BaseConfig) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megarl.config.secrets import masked_override
 from megarl.launcher.devices import visible_gpus
-from megarl.launcher.job import MASTER, SERVER, TRAINER, Job, Task, endpoints, fill
+from megarl.launcher.job import MASTER, REWARDS, SERVER, TRAINER, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
 from megarl.launcher.processes import (
     POLL_INTERVAL,
@@ -125,8 +125,9 @@ class _NodeRun:
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
         self.presence = LauncherPresence(Path(job.directory), node)
-        self.tasks = job.of(SERVER, node)
-        self.restarts = Counter({task.index: job.server_restarts for task in self.tasks})
+        self.tasks = [*job.of(SERVER, node), *job.of(REWARDS, node)]
+        again = {task.index: job.server_restarts for task in job.of(SERVER, node)}
+        self.restarts = Counter(again)
 
     def to_the_end(self) -> int:
         self.start_servers()
@@ -287,8 +288,9 @@ class _NodeRun:
         trainers'. Returns False when a signal came first."""
         tasks = self.job.of(TRAINER, self.node)
         servers = [t.endpoint for t in self.job.of(SERVER) if t.part == 0]
+        needed = [*servers, *(t.endpoint for t in self.job.of(REWARDS))]
         patience = self.job.start_timeout + self.job.rendezvous_timeout
-        if not self.await_names([f"ready.{name}" for name in servers], timeout=patience):
+        if not self.await_names([f"ready.{name}" for name in needed], timeout=patience):
             return False
         if servers:
             found = ", ".join(map(self.address, servers))

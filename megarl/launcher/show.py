@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
 from megarl.config.secrets import MASK, is_secret, masked_override
-from megarl.launcher.job import SERVER, TRAINER, Job, Task
+from megarl.launcher.job import REWARDS, SERVER, TRAINER, Job, Task
 from megarl.launcher.manifest import jobset
 
 TABLE = "table"
@@ -53,13 +53,14 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     yield (
         f"{job.name}: {len(job.pools)} node(s), {len(job.of(TRAINER))} trainer process(es), "
         f"{len(servers)} server(s)"
+        + (f", {len(job.of(REWARDS))} reward worker(s)" if job.of(REWARDS) else "")
     )
     yield f"files go to {job.directory}, processes start in {job.working_directory}"
     yield ""
     yield from _columns(
         [("node", "pool", "GPUs", "processes"), *(_node_row(job, n) for n in range(len(job.pools)))]
     )
-    for role in (SERVER, TRAINER):
+    for role in (SERVER, REWARDS, TRAINER):
         if tasks := job.of(role):
             yield from ("", *_role(role, tasks))
     yield ""
@@ -76,7 +77,7 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
 
 def _node_row(job: Job, node: int) -> tuple[str, ...]:
     found = []
-    for role in (TRAINER, SERVER):
+    for role in (TRAINER, SERVER, REWARDS):
         tasks = job.of(role, node)
         if role == TRAINER and len(tasks) > 1:
             found.append(f"trainers {tasks[0].index} to {tasks[-1].index}")

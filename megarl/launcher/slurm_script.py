@@ -12,7 +12,7 @@ from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE
 from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
-from megarl.launcher.placement import SERVER_POOL
+from megarl.launcher.placement import REWARD_POOL, SERVER_POOL
 from megarl.launcher.plan import PACKAGE
 
 END_WAIT = 120  # seconds the other nodes have to end when one has
@@ -105,7 +105,7 @@ def _pool_directives(job: Job, cluster: ClusterConfig, pool: str) -> Iterator[st
         yield "#SBATCH --exclusive --mem=0"
     if gpus:
         yield f"#SBATCH --gpus-per-node={gpus}"
-    other = cluster.server_pool if pool == SERVER_POOL else None
+    other = {SERVER_POOL: cluster.server_pool, REWARD_POOL: cluster.reward_pool}.get(pool)
     for argument in other.sbatch_args if other else slurm.sbatch_args:
         yield f"#SBATCH {_word(argument)}"
 

@@ -142,7 +142,11 @@ class RolloutDriver:
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
         self.data_key = data_of(cfg, len(self.data))
-        self.pool = RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout)
+        self.pool = RewardPool(
+            cfg.rollout.reward_workers,
+            timeout=cfg.rollout.reward_timeout,
+            addresses=cfg.rollout.reward_addresses,
+        )
         self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
         self.answers: AnswersFile | None = None
         if cfg.recover.mode != "disabled":

@@ -1,4 +1,5 @@
-"""Agents of nodes, as a scheduler starts them: two nodes of a trainer each, one of a server."""
+"""Agents of nodes, as a scheduler starts them: two nodes of a trainer each, one of a server, and
+once one of a reward worker."""
 
 from __future__ import annotations
 
@@ -14,11 +15,23 @@ import pytest
 from megarl.config.command_line import parse_command_line
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import plan_cluster
-from tests.system.test_launcher import TIMEOUT, TRAINER, WAIT, Stage
+from tests.system.test_launcher import TIMEOUT, TRAINER, WAIT, Stage, alive
+
+# rank 0 asks for a reward that says who computed it: the parent of a worker's process
+SCORING = """
+if rank == "0":
+    import asyncio
+    from megarl.rollout.rewards import RewardPool
+    key, _, addresses = sys.argv[-1].partition("=")
+    assert key == "rollout.reward_addresses", key
+    with RewardPool(1, timeout=30.0, addresses=addresses.strip("[]").split(",")) as pool:
+        score = asyncio.run(pool.score(os.getppid, (), {}))
+    (out / "scorer").write_text(str(int(score)))
+"""
 
 
 class Nodes(Stage):
-    """Starts three agents over the same records."""
+    """Starts an agent for each node over the same records."""
 
     def begin(self, body: str, *more: str) -> list[subprocess.Popen[str]]:
         self.script.write_text(TRAINER + body)
@@ -27,7 +40,6 @@ class Nodes(Stage):
             "cluster.interface=lo", "cluster.rendezvous_timeout=30", *more,
         ]  # fmt: skip
         job = make_job(plan_cluster(parse_command_line(line)), os.environ, cluster=True)
-        assert len(job.pools) == 3
         (self.path / "job.json").write_text(job.to_json())
         env = os.environ | {"OUT": str(self.path), "MEGARL_JOB_TOKEN": "0123456789abcdef"}
         self.agents = [
@@ -37,7 +49,7 @@ class Nodes(Stage):
                 env=env | {"NUMBER": str(node)},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
-            for node in range(3)
+            for node in range(len(job.pools))
         ]  # fmt: skip
         return self.agents
 
@@ -69,6 +81,16 @@ def test_nodes_meet_and_end_together(nodes: Nodes) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "MEGARL_LLM_SERVER_ADDRS", "WORLD_SIZE"):
         assert first[name] == second[name]
     assert (nodes.path / "runs" / "e" / "t" / "logs" / "trainer_1.log").exists()
+    nodes.all_gone()
+
+
+def test_rewards_are_computed_on_a_node_of_their_own(nodes: Nodes) -> None:
+    nodes.begin(SCORING, "cluster.reward_pool.n_nodes=1", "rollout.reward_workers=1")
+    statuses, output = nodes.ends()
+    assert statuses == [0, 0, 0, 0], output
+    scorer, log = int((nodes.path / "scorer").read_text()), "runs/e/t/rewards_0.log"
+    assert f"pid {scorer}, log {nodes.path / log}" in output
+    assert not alive(scorer)
     nodes.all_gone()
 
 

@@ -97,11 +97,12 @@ def test_a_lost_node_queues_the_job_again_and_its_processes_end(
 
 
 @pytest.mark.full
-def test_a_killed_trainer_is_started_again_in_the_job_of_two_kinds_of_nodes(
+def test_a_killed_trainer_is_started_again_in_the_job_of_three_kinds_of_nodes(
     cluster: SlurmCluster, command: tuple[str, ...], local: ClusterRun, tmp_path: Path
 ) -> None:
     run = ClusterRun(tmp_path, command)
     pool = ["cluster.server_pool.n_gpus_per_node=2", "recover.restarts=1"]
+    pool += ["cluster.reward_pool.n_nodes=1", "cluster.n_nodes=4"]
     env = cluster.env | disturbed(tmp_path, "update:3")
     status, output = run.launch("slurm", env, *ON_SLURM, *pool)
     assert status == 0, output
@@ -109,6 +110,7 @@ def test_a_killed_trainer_is_started_again_in_the_job_of_two_kinds_of_nodes(
     assert cluster.field(job, "Restarts") == "0" and cluster.field(job, "HetJobOffset") == "0"
     assert "trainer 1 exited with status 137" in output
     assert "status 137: starting again, 0 restart(s) left" in output
+    assert (run.dir / "rewards_0.log").is_file()
     check_same(run, local)
 
 

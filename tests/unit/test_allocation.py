@@ -27,6 +27,10 @@ def test_colons_any_order_and_colocation() -> None:
     a = parse_allocation("sglang:t2d4|megatron:c2p3t4d1")
     assert a.colocated and a.servers is not None and a.servers.gpus == 8 and a.trainers.gpus == 24
     assert "actor.parallel.ep" not in a.keys("actor")  # the configuration's own
+    assert parse_allocation("sglang.d12p1t1+d4p1t1") == parse_allocation(
+        "sglang.d12p1t1+megatron.d4p1t1"
+    )
+    assert parse_allocation("d2t2") == parse_allocation("megatron.d2t2")
     alone = parse_allocation("megatron.d2t2")
     assert alone.servers is None and alone.trainers.gpus == 4
     assert alone.keys("model") == {
@@ -51,6 +55,8 @@ def test_colons_any_order_and_colocation() -> None:
         ("sglang.d4+megatron.d1|megatron.d1", 21, "two parts"),
         ("sglang.d4 + megatron.d1", 9, "' ' is no degree"),
         ("+megatron.d1", 0, "a backend is missing"),
+        ("d1+d2", 2, "servers stand in front"),
+        ("sglang.d1+d4x2", 12, "'x' is no degree of megatron"),
     ],
 )
 def test_errors_point_at_the_character(text: str, at: int, says: str) -> None:

@@ -151,6 +151,8 @@ def test_run_dir() -> None:
         ("actor_rollout_ref.actor.optim.lr=1", "actor.optimizer.lr"),
         ("actor_rollout_ref.rollout.n=4", "gconfig.n_samples"),
         ("rollout.tensor_parallel_size=2", "server.tp"),
+        ("rollout.data_parallel_size=2", "server.dp"),
+        ("trainer.nnodes=2", "cluster.n_nodes"),
         ("gpu_memory_utilization=1", "server.extra_args=[--mem-fraction-static,'0.8']"),
     ],
 )

@@ -16,7 +16,7 @@ from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.launcher import local, plan
-from megarl.launcher.job import SERVER, TRAINER, Job, endpoints, fill
+from megarl.launcher.job import REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import forwarded, make_job
 from megarl.launcher.placement import Placement, place
 from megarl.launcher.plan import plan_cluster
@@ -90,6 +90,7 @@ def test_servers_on_nodes_of_another_kind() -> None:
     [
         ({"n_nodes": 2}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
         ({"n_nodes": 4}, {"trainers": 8, "servers": 2, "server_gpus": 8}, "take 3 node"),
+        ({"n_nodes": 1}, {"trainers": 8, "reward_nodes": 2}, r"2 reward worker\(s\) take 3 node"),
         ({}, {"trainers": 12}, "do not fill nodes of cluster.n_gpus_per_node=8"),
         ({}, {"trainers": 8, "servers": 1, "server_gpus": 9}, r"server\.tp\*dp=9: does not divide"),
         ({}, {"trainers": 8, "servers": 1, "server_gpus": 16, "server_nnodes": 1}, "over 1 node"),
@@ -160,6 +161,25 @@ def test_the_replicas_of_a_server_have_gpus_of_its_node(tmp_path: Path) -> None:
     assert servers == [*wanted, (2, "@{gpus:0,1,2,3}", flags)]
     with pytest.raises(ConfigError, match=r"server\.tp\*dp=16: does not .* over 1 node"):
         make(tmp_path, "actor.parallel.tp=8", *way, "server.dp=8")
+
+
+def test_reward_workers_are_on_nodes_without_gpus(tmp_path: Path) -> None:
+    ways = ["allocation_mode=sglang.d1+megatron.d1t8", "cluster.reward_pool.n_nodes=2"]
+    job = make(tmp_path, *ways, "rollout.reward_workers=32", "cluster.n_nodes=4")
+    assert job.pools == ("nodes", "nodes", "rewards", "rewards")
+    assert job.gpus_per_node == (8, 8, 0, 0)
+    first, second = job.of(REWARDS)
+    assert (first.node, first.gpus, second.node, second.ports) == (2, None, 3, ("rewards.1",))
+    assert first.command[1:3] == ("-m", "megarl.launcher.rewards")
+    assert first.command[-4:] == ("--workers", "32", "--timeout", "15")
+    given = "rollout.reward_addresses=[@{address:rewards.0},@{address:rewards.1}]"
+    assert all(trainer.command[-1] == given for trainer in job.of(TRAINER))
+    assert "2 reward worker(s)" in text(tmp_path, *ways, "rollout.reward_workers=32")
+    (tmp_path / "mine.py").write_text("def close(*args, **row):\n    return 0.0\n")
+    named = make(tmp_path, *ways, f"train_dataset.reward={tmp_path / 'mine.py'}:close")
+    assert named.of(REWARDS)[0].env["PYTHONPATH"].endswith(f":{tmp_path}")
+    own = make(tmp_path, *ways, "rollout.reward_addresses=['10.0.0.1:7']")
+    assert not own.of(REWARDS) and "rewards" not in own.pools
 
 
 @pytest.mark.parametrize("name", CASES)

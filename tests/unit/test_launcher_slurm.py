@@ -81,6 +81,17 @@ def script(tmp_path: Path, *more: str) -> str:
     return batch_script(job, cluster, Files.of(job))
 
 
+def test_nodes_of_reward_workers_are_asked_for_without_gpus(tmp_path: Path) -> None:
+    pool = "cluster.reward_pool={n_nodes: 2, sbatch_args: [--partition=cpu]}"
+    text = script(tmp_path, *slurm_args(), pool)
+    trainers, servers, rewards = text.split("#!/bin/bash")[1].split("#SBATCH hetjob")
+    assert "--gpus-per-node=1" in trainers and "--gpus-per-node=1" in servers
+    asked = rewards.split("\n\n")[0]
+    assert "#SBATCH --nodes=2 --ntasks-per-node=1" in asked and "--gpus-per-node" not in asked
+    assert "#SBATCH --partition=cpu" in asked and "--constraint=big" not in asked
+    assert "--het-group=0-2" in rewards
+
+
 def shown(tmp_path: Path) -> str:
     text = script(tmp_path, *slurm_args()).replace(str(tmp_path), "/data")
     return text.replace(str(Path(slurm.__file__).parents[2]), "/code")

@@ -136,7 +136,7 @@ def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     if sync.senders is not None:
         sync.senders = min(sync.senders, world_size)
     r = cfg.rollout
-    r.addresses_file = ""
+    r.addresses_file, r.reward_addresses = "", []
     r.addresses, r.max_concurrent_rollouts, r.reward_workers = [], None, min(2, r.reward_workers)
     for name in ("request_timeout", "episode_timeout", "setup_timeout"):
         setattr(r, name, min(getattr(r, name), WAIT))

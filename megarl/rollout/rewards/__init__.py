@@ -18,7 +18,8 @@ from functools import cache, partial, update_wrapper
 from typing import Any
 
 from megarl.config.dataset import DatasetConfig
-from megarl.rollout.rewards.pool import RewardError, RewardPool, RewardTimeout
+from megarl.rollout.rewards.errors import RewardError, RewardTimeout
+from megarl.rollout.rewards.pool import RewardPool
 from megarl.utils.importing import is_import_path, load_object
 from megarl.utils.signatures import option_problems
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import math
 import multiprocessing as mp
 import os
 import pickle
@@ -18,12 +17,14 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.observability.logging import get_logger
+from megarl.rollout.rewards.errors import RewardError, RewardTimeout, finite, titled
+from megarl.rollout.rewards.remote import RemoteWorker
 from megarl.utils.stacks import dump_on_signal
 
 log = get_logger(__name__)
@@ -39,14 +40,6 @@ _END = {
 }
 
 
-class RewardError(RuntimeError):
-    """Says that a reward raised, died or returned no finite number; the message names the row."""
-
-
-class RewardTimeout(RewardError):
-    """Says that a reward took longer than rollout.reward_timeout and was killed."""
-
-
 def _serve(pipe: Connection) -> None:
     """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error",
     value)."""
@@ -60,7 +53,7 @@ def _serve(pipe: Connection) -> None:
         try:
             fn, args, kw = pickle.loads(payload)
             pipe.send(("begun", None))
-            answer: tuple[str, Any] = ("ok", _number(fn(*args, **kw)))
+            answer: tuple[str, Any] = ("ok", finite(fn(*args, **kw)))
         except Exception as e:
             answer = ("error", f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
         pipe.send(answer)
@@ -81,13 +74,6 @@ def _end_with_parent() -> None:
         raise SystemExit
 
 
-def _number(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}, not a finite number")
-    return number
-
-
 class _Worker:
     """Drives one process by its pipe, started on first use. `end` may come from another thread."""
 
@@ -96,11 +82,6 @@ class _Worker:
         self._ended = False
         self._process: Any = None
         self._pipe: Connection | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Returns whether there is a process, which has done its jobs so far."""
-        return self._pipe is not None
 
     def start(self) -> Connection:
         with self._lock:
@@ -116,6 +97,56 @@ class _Worker:
                 theirs.close()
                 self._pipe, self._process = ours, process
             return self._pipe
+
+    def run(
+        self,
+        fn: Callable[..., float],
+        args: tuple[Any, ...],
+        kw: dict[str, Any],
+        *,
+        timeout: float,
+        row_id: object,
+    ) -> float:
+        """Returns fn(*args, **kw), called in the process. Raises RewardError naming the row,
+        RewardTimeout where the call took longer than `timeout` s."""
+        what = titled(fn, row_id)
+        try:
+            payload = pickle.dumps((fn, args, kw))
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            raise RewardError(
+                f"{what} cannot be sent to a worker process ({e}); "
+                "a reward must be a function at the top level of a module"
+            ) from e
+        return self._drive(payload, what, timeout)
+
+    def _drive(self, payload: bytes, what: str, timeout: float) -> float:
+        kind, value, waited = "", None, self._pipe is not None
+        try:
+            pipe = self.start()
+            pipe.send_bytes(payload)
+            late = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
+            kind, value = self._receive(pipe, START_TIMEOUT, late)
+            if kind == "begun":
+                late = f"{what} took longer than rollout.reward_timeout={timeout:g} s"
+                kind, value = self._receive(pipe, timeout, late)
+        except RewardTimeout:
+            self.discard()
+            raise
+        except (EOFError, OSError) as e:
+            self.discard()
+            if waited and not kind:  # killed while it waited, for want of memory perhaps
+                log.warning("a reward worker was killed: %s goes to a new one", what)
+                return self._drive(payload, what, timeout)
+            raise RewardError(what + _END[kind]) from e
+        if kind == "error":
+            raise RewardError(f"{what} raised {value}")
+        return value
+
+    @staticmethod
+    def _receive(pipe: Connection, timeout: float, late: str) -> tuple[str, Any]:
+        if not pipe.poll(timeout):
+            raise RewardTimeout(late)
+        return pipe.recv()
 
     def discard(self) -> None:
         """Kills the process and forgets it; the next job starts another."""
@@ -142,19 +173,25 @@ class _Worker:
 
 class RewardPool:
     """Runs rewards in `workers` processes, each reward for at most `timeout` seconds. Close it, or
-    use it in `with`. Raises ValueError for no worker or no time."""
+    use it in `with`. Raises ValueError for no worker or no time.
 
-    def __init__(self, workers: int, *, timeout: float) -> None:
+    addresses: host:port of reward workers on other machines (megarl.launcher.rewards); then each
+    computes `workers` rewards at once, and no process is started here.
+    """
+
+    def __init__(self, workers: int, *, timeout: float, addresses: Sequence[str] = ()) -> None:
         if workers < 1:
             raise ValueError(f"rollout.reward_workers={workers}: use at least 1")
         if timeout <= 0:
             raise ValueError(f"rollout.reward_timeout={timeout}: use a positive number of seconds")
         self._timeout = timeout
-        self._workers = [_Worker() for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: list[_Worker | RemoteWorker] = [
+            RemoteWorker(address) for _ in range(workers) for address in addresses
+        ] or [_Worker() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker | RemoteWorker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="megarl-reward")
+        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="megarl-reward")
 
     def __enter__(self) -> RewardPool:
         return self
@@ -187,45 +224,8 @@ class RewardPool:
     def _score(
         self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], row_id: object
     ) -> float:
-        name = getattr(fn, "__name__", repr(fn))
-        try:
-            payload = pickle.dumps((fn, args, kw))
-        except (pickle.PicklingError, AttributeError, TypeError) as e:
-            raise RewardError(
-                f"reward {name} on row {row_id} cannot be sent to a worker process ({e}); "
-                "a reward must be a function at the top level of a module"
-            ) from e
         worker = self._idle.get()
         try:
-            return self._drive(worker, payload, f"reward {name} on row {row_id}")
+            return worker.run(fn, args, kw, timeout=self._timeout, row_id=row_id)
         finally:
             self._idle.put(worker)
-
-    def _drive(self, worker: _Worker, payload: bytes, what: str) -> float:
-        kind, value, waited = "", None, worker.waits
-        try:
-            pipe = worker.start()
-            pipe.send_bytes(payload)
-            late = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
-            kind, value = self._receive(pipe, START_TIMEOUT, late)
-            if kind == "begun":
-                late = f"{what} took longer than rollout.reward_timeout={self._timeout:g} s"
-                kind, value = self._receive(pipe, self._timeout, late)
-        except RewardTimeout:
-            worker.discard()
-            raise
-        except (EOFError, OSError) as e:
-            worker.discard()
-            if waited and not kind:  # killed while it waited, for want of memory perhaps
-                log.warning("a reward worker was killed: %s goes to a new one", what)
-                return self._drive(worker, payload, what)
-            raise RewardError(what + _END[kind]) from e
-        if kind == "error":
-            raise RewardError(f"{what} raised {value}")
-        return value
-
-    @staticmethod
-    def _receive(pipe: Connection, timeout: float, late: str) -> tuple[str, Any]:
-        if not pipe.poll(timeout):
-            raise RewardTimeout(late)
-        return pipe.recv()

@@ -1,0 +1,28 @@
+"""Says how the computation of a reward can fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+class RewardError(RuntimeError):
+    """Says that a reward raised, died or returned no finite number; the message names the row."""
+
+
+class RewardTimeout(RewardError):
+    """Says that a reward took longer than rollout.reward_timeout and was killed."""
+
+
+def titled(fn: Callable[..., Any], row_id: object) -> str:
+    """Returns how messages call a reward of a row."""
+    return f"reward {getattr(fn, '__name__', repr(fn))} on row {row_id}"
+
+
+def finite(value: Any) -> float:
+    """Returns a reward as a number. Raises ValueError or TypeError where it is no finite one."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, not a finite number")
+    return number

@@ -1,0 +1,145 @@
+"""Rewards at a reward worker over HTTP: the same results and the same errors as beside rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_reward_fn
+from megarl.rollout.server_process import ServerProcess, free_port
+from megarl.utils.http import HttpError, call_json
+from megarl.utils.job_token import ENV
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "the-tests-secret"
+
+
+def add(a: float, b: float = 0.0) -> float:
+    return a + b
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+def raises() -> float:
+    raise ZeroDivisionError("no ratio")
+
+
+def slow() -> float:
+    time.sleep(30)
+    return 0.0
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A reward worker as the launcher starts it, which computes two rewards at once."""
+    port, log = free_port(), tmp_path_factory.mktemp("worker") / "log"
+    command = [sys.executable, "-m", "megarl.launcher.rewards", "--port", str(port)]
+    process = ServerProcess(
+        [*command, "--workers", "2", "--timeout", "1"],
+        host="127.0.0.1", port=port, log_path=log,
+        env={ENV: TOKEN, "PYTHONPATH": os.pathsep.join([str(ROOT), str(log.parent)])},
+    )  # fmt: skip
+    process.wait_healthy(60)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def pool(worker: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+    monkeypatch.setenv(ENV, TOKEN)
+    with RewardPool(2, timeout=1.0, addresses=[worker.address]) as pool:
+        yield pool
+
+
+def run(pool: RewardPool, fn: Callable[..., Any], *args: Any, row_id: int = 0, **kw: Any) -> Any:
+    return asyncio.run(pool.score(fn, args, kw, row_id=row_id))
+
+
+def test_scores_are_those_of_a_pool_here(pool: RewardPool, worker: ServerProcess) -> None:
+    async def several() -> list[float]:
+        return await asyncio.gather(*(pool.score(add, (i,), {"b": 0.5}) for i in range(20)))
+
+    assert asyncio.run(several()) == [i + 0.5 for i in range(20)]
+    assert run(pool, parent) == worker.pid
+    assert run(pool, partial(add, b=2.0), 1.0) == 3.0
+    arithmetic = get_reward_fn("arithmetic")
+    assert run(pool, arithmetic, "1+1=", "2", [1], [2], answer="2") == 1.0
+
+
+def test_a_reward_with_options_of_a_file_whose_folder_is_on_its_path(
+    pool: RewardPool, worker: ServerProcess
+) -> None:
+    file = worker.log_path.with_name("lone_reward.py")
+    file.write_text("def seven(*, seven=7.0):\n    return seven\n")
+    assert run(pool, get_reward_fn(f"{file}:seven", {"seven": 7.5})) == 7.5
+
+
+def test_errors_name_row_and_worker(pool: RewardPool, worker: ServerProcess) -> None:
+    with pytest.raises(RewardError, match="reward raises on row 17 raised ZeroDivisionError") as e:
+        run(pool, raises, row_id=17)
+    assert 'raise ZeroDivisionError("no ratio")' in str(e.value) and worker.address in str(e.value)
+    with pytest.raises(RewardTimeout, match="reward slow on row 3 took longer than"):
+        run(pool, slow, row_id=3)
+    assert run(pool, add, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "kw", "says"),
+    [
+        (lambda: 0.0, {}, "at the top level of a module"),
+        (add, {"a": 1.0, "b": (2.0,)}, "JSON does not carry b unchanged"),
+        (add, {"a": 1.0, "b": float("nan")}, "not JSON compliant"),
+        (add, {"a": object()}, "not JSON serializable"),
+    ],
+)
+def test_what_cannot_travel_is_refused(pool: RewardPool, fn: Any, kw: Any, says: str) -> None:
+    with pytest.raises(RewardError, match=f"on row 5 cannot be sent to a reward worker: .*{says}"):
+        run(pool, fn, row_id=5, **kw)
+
+
+def test_the_jobs_token_is_asked_for(pool: RewardPool, worker: ServerProcess) -> None:
+    body = {"reward": "os:getpid", "args": [], "kw": {}}
+    assert call_json("POST", worker.address, "/score", body, timeout=10)["reward"] > 0
+    with pytest.MonkeyPatch.context() as patch:
+        for wrong in ("", "another"):
+            patch.setenv(ENV, wrong)
+            with pytest.raises(HttpError, match="send its token"):
+                call_json("POST", worker.address, "/score", body, timeout=10)
+    with pytest.raises(HttpError, match="no reward to compute"):
+        call_json("POST", worker.address, "/score", body | {"reward": "os:nothing"}, timeout=10)
+    without = {k: v for k, v in os.environ.items() if k != ENV}
+    command = [sys.executable, "-m", "megarl.launcher.rewards", "--port", str(free_port())]
+    done = subprocess.run(command, env=without, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2 and "MEGARL_JOB_TOKEN is not set" in done.stderr
+
+
+def test_a_worker_that_is_gone_is_an_error_that_names_it(pool: RewardPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    lost = RewardPool(1, timeout=1.0, addresses=[address])
+    with lost, pytest.raises(RewardError, match=f"row 1: server {address}: /score failed"):
+        run(lost, add, 1.0, row_id=1)
+
+
+def test_closing_ends_a_call_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker listens and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        pool = RewardPool(1, timeout=60.0, addresses=[f"127.0.0.1:{silent.getsockname()[1]}"])
+        answer = pool._threads.submit(pool._score, add, (1.0,), {}, 1)
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1)
+            pool.close()
+        assert isinstance(answer.exception(10), RewardError)
