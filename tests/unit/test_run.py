@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,27 @@ def test_sft(ran: list, environ: dict[str, str], tmp_path: Path) -> None:
     ((loop, cfg),) = ran
     assert loop == "offline" and isinstance(cfg, SFTConfig) and cfg.model.path == str(model)
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_full_disk_anywhere_in_a_run_is_one_line(
+    ran: list,
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(cfg: BaseConfig, trainer: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as e:
+            raise RuntimeError("rank 0 failed in evaluate") from e
+
+    monkeypatch.setattr(megarl.trainer, "offline", SimpleNamespace(run=run), raising=False)
+    model = write_stub(tmp_path / "m")
+    args = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1", f"fileroot={tmp_path}"]
+    assert main(args) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"the run in {tmp_path}") and "No space left on device" in line
 
 
 def test_grpo_needs_servers(
