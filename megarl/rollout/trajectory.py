@@ -268,10 +268,10 @@ def to_batch(
         _fill({name: values[k] for name, values in batch.items()}, row, rollouts[i])
     if (routes := _routes([row for _, row in rows], width)) is not None:
         batch["routed_experts"] = routes
-    if any(r.failure for r in rollouts):
-        batch["valid"] = torch.tensor([rollouts[i].failure is None for i, _ in rows])
-        kinds = [FAILURES.index(rollouts[i].failure or FAILURES[0]) for i, _ in rows]
-        batch["failure"] = torch.tensor(kinds)
+    why = [rollouts[i].failure for i, _ in rows]
+    if any(why):
+        batch["valid"] = torch.tensor([kind is None for kind in why])
+        batch["failure"] = torch.tensor([FAILURES.index(kind or FAILURES[0]) for kind in why])
     return batch
 
 
