@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl.rollout.rewards.parts import Scored
 from megarl.utils.stacks import dump_on_signal
 
 # a worker's interpreter start and the import of the reward's module are not the reward's time
@@ -82,7 +83,7 @@ def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}, not a finite number")
-    return number
+    return value if isinstance(value, Scored) else number
 
 
 class _Worker:
