@@ -7,8 +7,8 @@
     --timeout S    seconds one reward may take (15)
 
 It answers GET /health, and POST /score with the job's token: {"reward": "module:name",
-"options", "args", "kw", "row_id"} is answered by {"reward": number}, or {"error": text, "late":
-whether it took too long}. Rewards are imported from this process's working directory and
+"options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number}}, or
+by {"error": text, "late": whether it took too long}. Rewards are imported from this process's working directory and
 PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its choice here.
 """
 
@@ -28,6 +28,7 @@ from starlette.routing import Route
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout
+from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.rewards.remote import SCORE, found
 from megarl.server.access import Access
 from megarl.server.errors import ServerError
@@ -79,7 +80,8 @@ def uvicorn_config(pool: RewardPool, access: Access, host: str, port: int) -> uv
             value = await pool.score(fn, args, kw, row_id=task.get("row_id", "?"))
         except RewardError as e:
             return answer({"error": str(e), "late": isinstance(e, RewardTimeout)})
-        return answer({"reward": value})
+        parts = value.parts if isinstance(value, Scored) else {}
+        return answer({"reward": float(value), "parts": parts})
 
     anybody = functools.partial(access.check, control=False)
     own_job = functools.partial(access.check, control=True)

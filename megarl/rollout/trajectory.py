@@ -41,6 +41,8 @@ from megarl.api.batch import Padded
 from megarl.api.inference import FAILURES
 from megarl.api.records import ModelResponse
 
+REWARD_PART = "reward_part/"  # begins the names of the batch's fields with parts of rewards
+
 
 @dataclass(kw_only=True, eq=False)
 class Turn:
@@ -89,6 +91,7 @@ class Trajectory:
         self.root = self.head = Turn()
         self.turns = [self.root]
         self.failure: str | None = None
+        self.parts: dict[str, float] = {}
         self._outcome: float | None = None
         self._discount = 1.0
 
@@ -176,8 +179,10 @@ class Trajectory:
         """Notes what the rollout as a whole earned, and the discount per turn.
 
         `reward` is the sum over written turns of discount**depth times what the turn earned; the
-        outcome is earned by the turn that was written last."""
+        outcome is earned by the turn that was written last. A rewards.parts.Scored brings its
+        parts, which the batch then has."""
         self._outcome, self._discount = float(outcome), discount
+        self.parts = dict(getattr(outcome, "parts", {}))
 
     def fail(self, why: str) -> None:
         """Notes that something failed, so that the rollout is never trained on: `why` is one of
@@ -248,6 +253,8 @@ def to_batch(
     hold what turns earned (Turn.reward) at their last tokens. Where responses carry the experts
     that routers chose, so does the batch: routed_experts [n,S,L,k], -1 where unknown.
 
+    Where rewards have parts, so does the batch: reward_part/<name> [n] float32.
+
     A rollout that failed is one row, with valid [n] False and its kind in failure [n]. Raises
     ValueError for a rollout without a reward.
     """
@@ -262,6 +269,9 @@ def to_batch(
         "rollout_ids": torch.tensor([i for i, _ in rows]),
         "truncated": torch.tensor([_was_cut(row) for _, row in rows]),
     }
+    for name in {name: None for rollout in rollouts for name in rollout.parts}:
+        parts = [rollouts[i].parts.get(name, math.nan) for i, _ in rows]
+        batch[f"{REWARD_PART}{name}"] = torch.tensor(parts, dtype=torch.float32)
     if turn_rewards:
         batch["token_rewards"] = torch.zeros(len(rows), width, dtype=torch.float32)
     for k, (i, row) in enumerate(rows):

@@ -13,6 +13,7 @@ from megarl.algos.rows import Data, as_batch, moments, reduce_rows, total, train
 from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
 from megarl.observability.utilization import this_device_peak, utilization
+from megarl.rollout.trajectory import REWARD_PART
 from megarl.trainer.transcript import turns
 from megarl.utils.batch import seqlens
 
@@ -37,6 +38,10 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
         "forks/rows_per_rollout": len(batch) / len(rollouts),
         "forks/rows_max": rollouts.sums(torch.ones_like(trained)).max().item(),
     } | _sizes(batch, trained)
+    for name in batch:
+        if name.startswith(REWARD_PART):
+            part = rollouts.common(batch[name], name)
+            metrics[f"reward/{name.removeprefix(REWARD_PART)}"] = part.mean().item()
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()

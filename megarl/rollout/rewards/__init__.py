@@ -25,6 +25,8 @@ from megarl.utils.signatures import option_problems
 
 # a module with rewards may have a function of this name, called with every row at the start
 CHECK = "check_row"
+# and one of this name, called with the reward's options where it has any
+CHECK_OPTIONS = "check_options"
 
 RewardFn = Callable[..., float]
 
@@ -32,6 +34,13 @@ _REWARDS = {
     "none": "megarl.rollout.rewards:no_reward",
     "arithmetic": "megarl.rollout.rewards.arithmetic:arithmetic_reward",
     "gsm8k": "megarl.rollout.rewards.gsm8k:gsm8k_reward",
+    "code": "megarl.rollout.rewards.code:code_reward",
+    "exact": "megarl.rollout.rewards.text:exact_reward",
+    "regex": "megarl.rollout.rewards.text:regex_reward",
+    "format": "megarl.rollout.rewards.text:format_reward",
+    "length": "megarl.rollout.rewards.text:length_reward",
+    "overlong": "megarl.rollout.rewards.text:overlong_reward",
+    "weighted": "megarl.rollout.rewards.parts:weighted_reward",
     "reasoning_gym": "megarl.rollout.rewards.reasoning_gym:reasoning_gym_reward",
 }
 
@@ -101,6 +110,8 @@ def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> Reward
     problems = option_problems(fn, options, key="options", positional=4)
     if found := "; ".join(problem for problem in problems if "needs it" not in problem):
         raise ValueError(f"reward {name}: {found}")
+    if check := getattr(inspect.getmodule(fn), CHECK_OPTIONS, None):
+        check(**options)
     return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megarl.rollout.rewards.parts import Scored
+
 
 class RewardError(RuntimeError):
     """Says that a reward raised, died or returned no finite number; the message names the row."""
@@ -25,4 +27,4 @@ def finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}, not a finite number")
-    return number
+    return value if isinstance(value, Scored) else number

@@ -16,6 +16,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from megarl.rollout.rewards.errors import RewardError, RewardTimeout, finite, titled
+from megarl.rollout.rewards.parts import Scored
 from megarl.utils.http import (
     HttpError,
     accepted,
@@ -83,7 +84,8 @@ class RemoteWorker:
         try:
             answer = as_object(self.address, SCORE, self._call(body, timeout + IMPORT_TIMEOUT))
             if "reward" in answer:
-                return finite(answer["reward"])
+                reward, parts = finite(answer["reward"]), answer.get("parts")
+                return Scored(reward, parts) if parts else reward
         except (HttpError, TypeError, ValueError) as e:
             raise RewardError(f"{what}: {e}") from e
         kind = RewardTimeout if answer.get("late") else RewardError

@@ -1,0 +1,154 @@
+"""Scores programs by tests, which run in the sandbox. A sandbox that fails is a failed reward: it
+says nothing about the program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megarl.rollout.tools.sandbox import Limits, Ran, run_program
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_RESULT = "\x1eresult:"
+_MIB = 1 << 20
+_FORMS = (
+    "use {input: text, output: text}, {args: [...], output: value} with a column `entry`, the "
+    "function's name, or the text of assert statements"
+)
+
+
+def code_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    tests: Any,
+    entry: str = "",
+    seconds: int = 5,
+    memory: int = 1024,
+    partial: bool = False,
+    **row: Any,
+) -> float:
+    """Returns 1 if the program in the completion passes all tests, else 0; with `partial` the part
+    of the tests that it passes.
+
+    The program is the last fenced block, else the whole completion. tests: a list, or JSON of one,
+    of {input, output} (what it reads and prints), {args, output} (calls of the function `entry`),
+    or assert statements as text. Outputs are compared outside the sandbox; asserts run in it,
+    beside the program. seconds, memory: the most that one test may take, in s and MiB. Raises
+    SandboxError where the sandbox fails.
+    """
+    cases = _cases(tests, entry)
+    limits = Limits(wall=seconds, cpu=seconds, memory=memory * _MIB)
+    program = extract_program(completion)
+    passed = asyncio.run(_passed(program, cases, entry, limits, every=partial))
+    return passed / len(cases) if partial else float(passed == len(cases))
+
+
+def check_row(*, tests: Any = None, entry: str = "", **row: Any) -> None:
+    """Raises ValueError for tests that no program could be judged by."""
+    _cases(tests, entry)
+
+
+def extract_program(completion: str) -> str:
+    """Returns the last fenced block of Python or of no language, else the whole completion."""
+    blocks: list[str] = _BLOCK.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+def _cases(tests: Any, entry: str) -> list[Any]:
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        try:
+            tests = json.loads(tests)
+        except ValueError as e:
+            raise ValueError(f"tests are no JSON: {e}") from e
+    cases = [tests] if isinstance(tests, str | dict) else tests
+    if not isinstance(cases, Sequence) or not cases:
+        raise ValueError(f"tests={tests!r}: a list of one test at least; {_FORMS}")
+    for case in cases:
+        kind = _kind(case)
+        if not kind or (kind == "call" and not entry.isidentifier()):
+            raise ValueError(f"test {case!r}, entry={entry!r}: {_FORMS}")
+    return list(cases)
+
+
+def _kind(case: Any) -> str:
+    if isinstance(case, str):
+        return "assert"
+    if not isinstance(case, dict) or "output" not in case:
+        return ""
+    return "call" if isinstance(case.get("args"), list) else "stdin" if "input" in case else ""
+
+
+async def _passed(
+    program: str, cases: list[Any], entry: str, limits: Limits, *, every: bool
+) -> int:
+    """Returns how many tests a program passes; unless `every`, those before the first that it does
+    not."""
+    passed = 0
+    for case in cases:
+        ok = await _TESTS[_kind(case)](program, case, entry, limits)
+        if not ok and not every:
+            return passed
+        passed += ok
+    return passed
+
+
+async def _by_stdin(program: str, case: dict[str, Any], entry: str, limits: Limits) -> bool:
+    ran = await run_program(program, stdin=str(case["input"]), limits=limits)
+    return ran.ended == "ok" and _lines(ran.stdout) == _lines(str(case["output"]))
+
+
+async def _by_call(program: str, case: dict[str, Any], entry: str, limits: Limits) -> bool:
+    end = f"import json\nprint({_RESULT!r} + json.dumps(scope[{entry!r}](*{case['args']!r})))"
+    ran = await run_program(_scoped(program, end), limits=limits)
+    _, found, text = ran.stdout.rpartition(_RESULT)
+    try:
+        return ran.ended == "ok" and bool(found) and _same(json.loads(text), case["output"])
+    except ValueError:
+        return False
+
+
+async def _by_assert(program: str, case: str, entry: str, limits: Limits) -> bool:
+    word = secrets.token_hex(16)
+    end = f"exec({case!r}, scope)\nprint({word!r})"
+    ran: Ran = await run_program(_scoped(program, end), limits=limits)
+    return ran.ended == "ok" and ran.stdout.rstrip().endswith(word)
+
+
+Test = Callable[[str, Any, str, Limits], Awaitable[bool]]
+_TESTS: dict[str, Test] = {
+    "stdin": _by_stdin,
+    "call": _by_call,
+    "assert": _by_assert,
+}
+
+
+def _scoped(program: str, end: str) -> str:
+    """Returns a program that executes `program` as a module, then `end` beside it."""
+    return f"scope = {{'__name__': 'program'}}\nexec({program!r}, scope)\n{end}\n"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Compares values as JSON has them, numbers up to rounding."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, int | float) and isinstance(wanted, int | float):
+        return math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9)
+    if isinstance(found, list) and isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == {str(k) for k in wanted} and all(
+            _same(found[str(k)], v) for k, v in wanted.items()
+        )
+    return bool(found == wanted)
