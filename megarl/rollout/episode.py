@@ -28,7 +28,9 @@ class Episode:
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
     failed: kind and length of samples that are not in `batch` because something failed.
-    counted: the pipeline knows that it was accepted.
+    began: the oldest version that its tokens may be of: that of its begin, or of answers that are
+        kept; None before it begins.
+    place: place in the order of completion, None until the pipeline has counted it as accepted.
     answers: of its requests, where they are kept for a resume.
     wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
@@ -42,7 +44,8 @@ class Episode:
     drops: int = 0
     batch: Padded | None = None
     failed: Sequence[tuple[str, int]] = ()
-    counted: bool = False
+    began: int | None = None
+    place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0
