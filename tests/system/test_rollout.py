@@ -298,7 +298,7 @@ class Uneven(RLVRWorkflow):
     """Every third row's answers are longer."""
 
     async def arun_episode(self, engine, data):
-        tokens = 400 if data["episode_id"] % 3 == 0 else 20
+        tokens = 160 if data["episode_id"] % 3 == 0 else 20
         self.gconfig = self.gconfig.new(max_new_tokens=tokens)
         return await super().arun_episode(engine, data)
 
