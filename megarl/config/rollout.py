@@ -164,6 +164,12 @@ class RolloutConfig:
         bounds=NOT_NEGATIVE,
         help="largest trainer_version - min(versions of trained tokens); 0 is synchronous",
     )
+    order: str = arg(
+        "submission",
+        help="which episodes make a batch: the first submitted, or the first completed as far as "
+        "no other grows too stale by it; the same where max_head_offpolicyness=0",
+        choices=("submission", "completion"),
+    )
     request_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds one generation request may take"
     )

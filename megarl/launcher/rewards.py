@@ -8,8 +8,9 @@
 
 It answers GET /health, and POST /score with the job's token: {"reward": "module:name",
 "options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number}}, or
-by {"error": text, "late": whether it took too long}. Rewards are imported from this process's working directory and
-PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its choice here.
+by {"error": text, "late": whether it took too long}. Rewards are imported from this process's
+working directory and PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its
+choice here.
 """
 
 from __future__ import annotations

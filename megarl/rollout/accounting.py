@@ -22,29 +22,37 @@ class AccountingError(AssertionError):
 class SampleAccounting:
     """Checks that every episode is handed out once and trained once.
 
-    Episodes are handed out in ascending order of their ids, so one mark tells what came before:
-    beside it only the episodes of the batch being trained are held. The consumer reports both ends:
+    All up to a mark have been handed out or never will be; beside it are held the ids of those
+    beyond it that came early (with rollout.order=completion) and the episodes of the batch being
+    trained. The consumer reports both ends:
 
         accounting.receive(batch["episode_ids"])   # on getting a batch, [B], one id per sample
         accounting.train(batch["episode_ids"], batch["skipped"])     # after the update
     """
 
     def __init__(self) -> None:
-        self.mark = -1  # the highest id received
+        self.mark = -1  # no id up to it will be received any more
+        self.early: set[int] = set()  # ids received beyond the mark
         self.episodes = 0  # trained
         self.samples = 0
         self.skipped_episodes = 0  # none of whose samples were trained
         self.skipped_samples = 0
         self._untrained: dict[int, int] = {}  # id -> samples
 
-    def receive(self, episode_ids: Tensor) -> None:
+    def receive(self, episode_ids: Tensor, first_due: int | None = None) -> None:
         """Books the samples [B] of these episodes as handed out. Raises AccountingError for an
-        episode that was handed out before."""
+        episode that was handed out before. first_due: no episode below it comes any more; None: nor
+        does one below the highest of these."""
         for episode, count in sorted(Counter(episode_ids.tolist()).items()):
-            if episode <= self.mark:
+            if self._received(episode):
                 raise AccountingError(f"episode {episode} was handed out twice")
-            self.mark = episode
+            self.early.add(episode)
             self._untrained[episode] = count
+        self.mark = max(self.early, default=self.mark) if first_due is None else first_due - 1
+        self.early = {e for e in self.early if e > self.mark}
+
+    def _received(self, episode: int) -> bool:
+        return episode <= self.mark or episode in self.early
 
     def train(self, episode_ids: Tensor, skipped: Tensor | None = None) -> None:
         """Books the samples [B] of these episodes as trained, or as skipped under `skipped` [B]
@@ -53,7 +61,8 @@ class SampleAccounting:
         left_out = Counter([] if skipped is None else episode_ids[skipped].tolist())
         for episode, count in Counter(episode_ids.tolist()).items():
             if episode not in self._untrained:
-                what = "trained twice" if episode <= self.mark else "trained, but never handed out"
+                known = self._received(episode)
+                what = "trained twice" if known else "trained, but never handed out"
                 raise AccountingError(f"episode {episode} was {what}")
             due = self._untrained.pop(episode)
             if count != due:
@@ -83,16 +92,18 @@ class SampleAccounting:
             names = ", ".join(map(str, self._untrained))
             raise AccountingError(f"episodes {names} were handed out, but never trained")
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint. Episodes that were handed out but not trained yet
         cannot be saved: check() comes first."""
         self.check()
-        return {name: getattr(self, name) for name in _COUNTS}
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return counts | {"early": sorted(self.early)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         for name in _COUNTS:
             setattr(self, name, state[name])
+        self.early = set(state["early"])
 
 
 class FailedSamples:

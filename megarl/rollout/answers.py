@@ -51,6 +51,12 @@ class AnswerLog:
         for request in self._requests:
             request.compact()
 
+    def oldest_kept(self) -> int | None:
+        """Returns the oldest version of the tokens of before a resume that no request has asked for
+        yet; None where there are none."""
+        versions = [int(a["versions"].min()) for a in self._kept if len(a["versions"])]
+        return min(versions, default=None)
+
     def cut(self) -> None:
         """Notes how far every answer is."""
         self._cut = [(r, *r.progress()) for r in self._requests]

@@ -47,7 +47,9 @@ class Episode:
     failed: kind and length of rollouts that are not in `batch` because something failed.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
-    counted: the pipeline knows that it was accepted.
+    began: the oldest version that its tokens may be of: that of its begin, or of answers that are
+        kept; None before it begins.
+    place: place in the order of completion, None until the pipeline has counted it as accepted.
     answers: of its requests, where they are kept for a resume.
     wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
@@ -63,7 +65,8 @@ class Episode:
     failed: Sequence[Failed] = ()
     good: int = 0
     retried: int = 0
-    counted: bool = False
+    began: int | None = None
+    place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0

@@ -1,8 +1,9 @@
-"""Defines RolloutExecutor, the trainer's view of rollouts: submit episodes, get ordered batches.
+"""Defines RolloutExecutor, the trainer's view of rollouts: submit episodes, get batches.
 
-Results come in order of submission, so a batch does not depend on which episodes happened to finish
-first (nor favour short answers). While a straggler holds a batch back, others keep generating up to
-the staleness bound.
+By default results come in order of submission, so a batch does not depend on which episodes
+happened to finish first. While a straggler holds a batch back, others keep generating up to the
+staleness bound. With rollout.order=completion (`order.py`) it holds a batch back only where a later
+one would be too late for it.
 """
 
 from __future__ import annotations
@@ -181,6 +182,13 @@ class RolloutExecutor:
             lengths[unit] += n
         with self.pipeline.changed:
             self.pipeline.failed_samples.add([(kind, n) for n in lengths.values()])
+
+    def received(self, episode_ids: torch.Tensor) -> None:
+        """Books the samples [B] of these episodes as handed out. Raises AccountingError for an
+        episode that was handed out before."""
+        with self.pipeline.changed:
+            first_due = self.pipeline.first_due()
+        self.accounting.receive(episode_ids, first_due)
 
     def trained(self, episode_ids: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Books the samples [B] of these episodes as trained, but those under `skipped` [B] bool as

@@ -8,6 +8,7 @@ and settles them. One condition variable, `changed`, guards everything.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
+from megarl.rollout import order
 from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
@@ -67,6 +69,8 @@ class Pipeline:
         self._held_since: float | None = None
         self._started = False  # since admission began to count
         self._next_number = 0
+        self._numbers: deque[int] = deque()  # of rows that a resumed run submits again
+        self._places = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # callers' side; methods marked * are called with `changed` held
@@ -82,8 +86,9 @@ class Pipeline:
     ) -> None:
         """Adds an episode at the end of the order of submission."""
         with self.changed:
+            again = drawn and not drops and self._numbers
             episode = Episode(
-                number=self._next_number,
+                number=self._numbers.popleft() if again else self._next_number,
                 row=row,
                 workflow=workflow,
                 should_accept=should_accept,
@@ -92,7 +97,8 @@ class Pipeline:
             )
             if drawn and self.keeps_answers:
                 episode.answers = AnswerLog() if drops else self.kept.log_for(row)
-            self._next_number += 1
+                episode.began = episode.answers.oldest_kept()
+            self._next_number = max(self._next_number, episode.number + 1)
             self.live[episode.number] = episode
             self.pending.append(episode)
 
@@ -103,6 +109,8 @@ class Pipeline:
     def serve(self, batch_size: int) -> None:
         """Notes that batches of `batch_size` episodes are consumed from now on, one per version."""
         with self.changed:
+            if self.staleness.consumer_batch is None:
+                self.staleness.begin(self._engine.get_version())
             self.staleness.consumer_batch = batch_size
             if self.config.max_concurrent_rollouts is None:
                 self.staleness.max_concurrent = batch_size
@@ -124,9 +132,9 @@ class Pipeline:
         return room - len(self.pending)
 
     def take(self, count: int) -> list[Episode] | None:
-        """Returns the first `count` live episodes, once all of them are accepted, else None. An
-        episode that has become too stale is dropped and its row submitted again. Raises the error
-        of an episode that failed, and RuntimeError where too many rollouts failed. *"""
+        """Returns the next `count` episodes by rollout.order in order of submission, once all are
+        accepted, else None. One that has become too stale is dropped and its row submitted again.
+        Raises the error of an episode that failed, RuntimeError where too many rollouts did. *"""
         if self._faults:
             raise self._faults.pop(0)
         if self._failed:
@@ -135,14 +143,11 @@ class Pipeline:
             raise error
         self.failure_rate.check()
         version = self._engine.get_version()
-        ready: list[Episode] = []
-        for episode in list(self.live.values()):
-            if len(ready) == count or not episode.counted:
-                break
-            if self.staleness.is_stale(episode.oldest_version(), version):
+        is_stale, ready = self.staleness.is_stale, self._next(count)
+        while stale := [e for e in ready if is_stale(e.oldest_version(), version)]:
+            for episode in stale:
                 self._drop(episode, version)
-            else:
-                ready.append(episode)
+            ready = self._next(count)
         if len(ready) < count:
             return None
         for episode in ready:
@@ -156,18 +161,33 @@ class Pipeline:
     def turn_down(self, count: int, should_accept: ShouldAccept) -> None:
         """Counts those as rejected of the next `count` accepted episodes that `should_accept` does
         not want; it is asked about each once. *"""
-        for episode in list(self.live.values()):
-            if count == 0 or not episode.counted:
-                break
-            assert episode.batch is not None
-            if episode.wanted_by is should_accept or should_accept(episode.batch):
-                episode.wanted_by = should_accept
-                count -= 1
-            else:
-                self.staleness.turn_down()
-                del self.live[episode.number]
-                self.failed_samples.add(episode.failed)
-                self.start_soon()
+        while unknown := [e for e in self._next(count) if e.wanted_by is not should_accept]:
+            for episode in unknown:
+                assert episode.batch is not None
+                if should_accept(episode.batch):
+                    episode.wanted_by = should_accept
+                else:
+                    self.staleness.turn_down()
+                    del self.live[episode.number]
+                    self.failed_samples.add(episode.failed)
+                    self.start_soon()
+
+    def first_due(self) -> int:
+        """Returns the number below which no episode will be handed out any more. *"""
+        numbers = (e.number for e in [*self._failed, *self.live.values()])
+        return min([self._next_number, *self._numbers, *numbers])
+
+    def _next(self, count: int) -> list[Episode]:
+        """Returns those accepted episodes that the next batch of `count` takes, as far as they are
+        known, in order of submission. *"""
+        live = list(self.live.values())
+        if self.config.order == "submission":
+            return order.head(live, count)
+        version = self._engine.get_version()
+        bound = self.config.max_head_offpolicyness
+        blocked = len(self.pending) if self.staleness.room(version) <= 0 else 0
+        taken = order.first_come(live, count, version=version, bound=bound, blocked=blocked)
+        return sorted(taken, key=lambda e: e.number)
 
     def check(self) -> None:
         """Raises AccountingError unless every episode is accounted for. *"""
@@ -182,9 +202,9 @@ class Pipeline:
         again = [e for e in in_flight if e.drawn]
         return {
             "rows": [e.row for e in again],
+            "numbers": [*(e.number for e in again), *self._numbers],
             "answers": _answers(again),
-            # episodes are handed out in order: no number from this one on has been
-            "next_number": again[0].number if again else self._next_number,
+            "next_number": self._next_number,
             "reward_errors": self.reward_errors,
             "failed_samples": self.failed_samples.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
@@ -210,6 +230,7 @@ class Pipeline:
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
             self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
+            self._numbers = deque(state["numbers"][: len(state["rows"])])  # no rows of other data
             self.failed_samples.load_state_dict(state["failed_samples"])
             self.kept = KeptAnswers(state["answers"])
             self.staleness.load_state_dict(state["counters"])
@@ -265,11 +286,13 @@ class Pipeline:
         return True
 
     def version_changed(self, version: int) -> None:
-        """Takes note of the weights' new `version`, under which more episodes may start."""
+        """Takes note of the weights' new `version`, under which more episodes may start. Raises
+        ValueError where no batch was handed out for it."""
         with self.changed:
-            self._ended.clear()
             if not self._started:
                 self.staleness.begin(version)
+            self.staleness.check_version(version)
+            self._ended.clear()
         self.start_soon()
 
     def hold(self) -> None:
@@ -332,6 +355,8 @@ class Pipeline:
                 and self.staleness.capacity(self._engine.get_version()) > 0
             ):
                 episode = self.pending.popleft()
+                version = self._engine.get_version()
+                episode.began = version if episode.began is None else min(episode.began, version)
                 self.staleness.start()
                 self._started = True
                 task = asyncio.get_running_loop().create_task(self._run(episode))
@@ -350,7 +375,7 @@ class Pipeline:
         self.failure_rate.add(episode.failed, episode.good)
         if episode.batch is not None:
             self.staleness.accept()
-            episode.counted = True
+            episode.place = next(self._places)
             self.rejected_in_a_row = 0
             return
         del self.live[episode.number]

@@ -22,7 +22,7 @@ class StalenessManager:
     max_concurrent: episodes in flight at once.
     max_head_offpolicyness: eta, in versions.
     consumer_batch: B; None until a consumer is known (then only concurrency bounds admission).
-    start_version, start_accepted: version and accepted episodes at which admission began to count.
+    start_version, start_accepted: version and episodes handed out where admission began to count.
         A resumed run counts from there: earlier versions give it no room, and earlier episodes,
         perhaps of batches of another size, take none.
     batches_left: how many more batches the consumer will take; None where it does not say.
@@ -54,8 +54,23 @@ class StalenessManager:
             )
 
     def begin(self, version: int) -> None:
-        """Has admission count from here: nothing is in flight, `version` generates first."""
-        self.start_version, self.start_accepted = version, self.accepted
+        """Has admission count from here, at `version`; what is in flight takes room."""
+        self.start_version, self.start_accepted = version, self.handed_out
+
+    def check_version(self, version: int) -> None:
+        """Raises ValueError for a `version` that came without a batch: admission takes each version
+        for one batch that was handed out."""
+        if self.consumer_batch is None:
+            return
+        versions = version - self.start_version
+        batches = (self.handed_out - self.start_accepted) // self.consumer_batch
+        if versions > batches:
+            raise ValueError(
+                f"version {version} has no batch of its own: {versions} versions since "
+                f"{self.start_version}, but {batches} batches of {self.consumer_batch} episodes "
+                "were handed out; call update_weights or set_version once for each batch of "
+                "prepare_batch, however many updates are made with it"
+            )
 
     def room(self, version: int) -> int:
         """Returns how many episodes may still begin under `version`, by the staleness bound and by

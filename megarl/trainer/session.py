@@ -193,7 +193,7 @@ class RolloutDriver:
             should_accept=self.should_accept,
             meanwhile=self.answers.write_if_due if self.answers else None,
         )
-        self.client.executor.accounting.receive(torch.cat([p["episode_ids"] for p in parts]))
+        self.client.executor.received(torch.cat([p["episode_ids"] for p in parts]))
         return parts
 
     def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:

@@ -242,15 +242,23 @@ def test_prepare_batch_makes_the_contracts_batch(client, tokenizer, pool):
     assert torch.equal(again["input_ids"], client.rollout_batch(data, flow).padded()["input_ids"])
 
 
-def test_asynchronous_batches_stay_within_the_staleness_bound(client, models, tokenizer, pool):
+@pytest.mark.parametrize("order, base", [("submission", 100), ("completion", 200)])
+def test_asynchronous_batches_stay_within_the_staleness_bound(
+    client, models, tokenizer, pool, order, base
+):
     """Weights change under running episodes; every token carries the version that wrote it, and
     none is older than the bound when its batch is handed out.
     """
-    eta, base = 2, 100
-    load(client, models / "m0", base)
+    eta, before, (address,) = 2, client.get_version(), client.addresses
+
+    def serve(path, version):
+        body = {"model_path": str(path), "weight_version": str(version)}
+        call_json("POST", address, "/update_weights_from_disk", body, timeout=60)
+
+    serve(models / "m0", base)
     remote = RemoteSGLangEngine(
         dataclasses.replace(
-            ROLLOUT, addresses=client.addresses, max_head_offpolicyness=eta,
+            ROLLOUT, addresses=[address], max_head_offpolicyness=eta, order=order,
             max_concurrent_rollouts=6,
         )
     )  # fmt: skip
@@ -261,25 +269,38 @@ def test_asynchronous_batches_stay_within_the_staleness_bound(client, models, to
         data = build_dataset(cfg, tokenizer, purpose="rl", seed=1)
         loader = build_dataloader(data, cfg, seed=1)
         g = GenerationHyperparameters(n_samples=2, max_new_tokens=60, ignore_eos=True, seed=1)
-        flow = RLVRWorkflow(digits, g, tokenizer, reward_pool=pool)
-        ages = set()
+        flow = Uneven(digits, g, tokenizer, reward_pool=pool)
+        remote.executor.expect(6)
+        ages, episodes = set(), []
         for version in range(base, base + 6):
             batch = remote.prepare_batch(loader, flow).padded()
             assert len(batch["rewards"]) == 8
+            remote.executor.received(batch["episode_ids"])
+            episodes += batch["episode_ids"][::2].tolist()
             trained = batch["versions"][batch["loss_mask"]]
             assert trained.min() >= version - eta and trained.max() <= version
             ages |= set((version - trained).tolist())
+            remote.executor.trained(batch["episode_ids"])
             remote.pause()
             load(remote, models / f"m{version % 2}", version + 1)
             remote.resume()
         stats = remote.stats()
         assert max(ages) >= 1, "nothing was generated ahead"
-        assert stats["submitted"] == sum(
-            stats[k] for k in ("running", "accepted", "rejected", "failed", "dropped")
-        )
+        assert stats["submitted"] == stats["accepted"] == stats["trained"] == 24
+        assert sorted(episodes) == list(range(24))
+        assert (episodes == sorted(episodes)) == (order == "submission")
     finally:
         remote.destroy()
-        load(client, models / "m0", base + 50)
+        serve(models / "m0", before)
+
+
+class Uneven(RLVRWorkflow):
+    """Every third row's answers are longer."""
+
+    async def arun_episode(self, engine, data):
+        tokens = 160 if data["episode_id"] % 3 == 0 else 20
+        self.gconfig = self.gconfig.new(max_new_tokens=tokens)
+        return await super().arun_episode(engine, data)
 
 
 def test_a_raising_reward_stops_the_run(client, tokenizer, pool):

@@ -59,6 +59,18 @@ class Chance(Scripted):
         return trajectory([row], version=version - age, n=2)
 
 
+class Slow(Chance):
+    """Rows of `seconds` take so long."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(self.seconds.get(data["row_id"], 0.0))
+        return await super().arun_episode(engine, data)
+
+
 class Rig:
     """An executor, its loader and its trainer; `kill` and go on from a `checkpoint`."""
 
@@ -96,7 +108,7 @@ class Rig:
             self.failed.append(error.args[0])
             return
         ids = batch["episode_ids"]
-        self.ex.accounting.receive(ids)
+        self.ex.received(ids)
         self.check()
         self.handed += row_ids(batch)[::2]
         self.ids += ids.tolist()[::2]
@@ -165,14 +177,18 @@ def check_books(r: Rig) -> None:
     missing = Counter(r.stream(len(told) + count["rejected"])) - Counter(told)
     assert sum(missing.values()) == count["rejected"] and set(missing) <= r.flow.rejected
     assert not set(r.handed) & (r.flow.rejected | r.flow.failing)
-    assert r.ids == sorted(set(r.ids))  # over the whole run, kills or not
+    in_order = r.ids == sorted(r.ids)  # over the whole run, kills or not
+    assert len(set(r.ids)) == len(r.ids) and (in_order or r.config.order == "completion")
     assert count["submitted"] == sum(
         count[k] for k in ("accepted", "rejected", "failed", "dropped")
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_runs_with_kills_balance_at_every_step(rig, seed):
+@pytest.mark.parametrize(
+    "seed, order",
+    [*((seed, "submission") for seed in range(8)), (4, "completion"), (5, "completion")],
+)
+def test_random_runs_with_kills_balance_at_every_step(rig, seed, order):
     rng = random.Random(seed)
     eta = seed % 3
     flow = Chance(
@@ -182,6 +198,7 @@ def test_random_runs_with_kills_balance_at_every_step(rig, seed):
     )
     r = rig(
         flow=flow,
+        order=order,
         max_head_offpolicyness=eta,
         batch_size=rng.choice([3, 4, 5]),
         drop_last=rng.random() < 0.5,
@@ -209,6 +226,32 @@ def test_a_wait_that_a_signal_ends_leaves_nothing_half_done(rig, monkeypatch):
     while len(r.handed) < SIZE:
         r.step()
     assert sorted(r.handed[:SIZE]) == list(range(SIZE))
+
+
+def test_both_orders_make_the_same_batches_of_a_synchronous_run(rig):
+    runs = [rig(flow=Chance(rejected=[1, 5]), order=o) for o in ("submission", "completion")]
+    for _ in range(6):
+        for r in runs:
+            r.step()
+    assert runs[0].ids == runs[1].ids and runs[0].handed == runs[1].handed
+
+
+def test_a_resume_under_completion_keeps_the_numbers_of_those_in_flight(rig):
+    """Episode 0 is passed by others; after a kill it goes on as episode 0, and no number of those
+    is given again."""
+    r = rig(order="completion", max_head_offpolicyness=2, shuffle=False, flow=Slow({0: 0.5}))
+    r.step()
+    assert 0 not in r.ids and len(r.ids) == 4
+    saved = r.checkpoint()
+    assert saved[0]["executor"]["accounting"]["early"] == r.ids
+    assert saved[0]["executor"]["numbers"][0] == 0
+    r.kill_and_resume(saved)
+    for _ in range(4):
+        r.step()
+        check_books(r)
+    assert r.ids.count(0) == 1 and len(set(r.ids)) == 20
+    with pytest.raises(AccountingError, match="episode 0 was handed out twice"):
+        r.ex.received(ids(0))
 
 
 @pytest.mark.parametrize("eta", [0, 2])
@@ -334,7 +377,7 @@ def test_ledger_stays_small_and_survives_a_resume():
         accounting.receive(ids(2 * i, 2 * i))
         accounting.train(ids(2 * i, 2 * i))
     state = accounting.state_dict()
-    want = {"mark": 1998, "episodes": 1000, "samples": 2000}
+    want = {"mark": 1998, "early": [], "episodes": 1000, "samples": 2000}
     assert (
         state == want | {"skipped_episodes": 0, "skipped_samples": 0} and not accounting._untrained
     )

@@ -265,6 +265,43 @@ def test_asynchronous_runs_ahead_up_to_the_bound(make):
     assert ex.stats()["dropped"] == 0
 
 
+def test_completion_takes_what_is_done_until_the_bound_calls_for_the_slow(make):
+    """Row 0 is passed by the batch of version 0, and waited for at version 1."""
+    ex = make(order="completion", max_head_offpolicyness=1, max_concurrent_rollouts=8)
+    flow = Scripted()
+    loader = Loader(rows(40, r0={"sleep": 1.0}, r4={"sleep": 0.2}), 2)
+    assert row_ids(prepare_batch(ex, loader, flow)) == [1, 2]
+    ex.bump(1)
+    assert row_ids(prepare_batch(ex, loader, flow)) == [0, 3]
+    ex.bump(2)
+    batch = prepare_batch(ex, loader, flow)
+    assert int(2 - batch["versions"][batch["loss_mask"]].min()) <= 1
+    assert ex.stats()["dropped"] == 0
+
+
+def test_completion_orders_what_was_submitted_by_hand_too(make):
+    ex, flow = make(order="completion"), Scripted()
+    for row in rows(6, r0={"sleep": 0.5}, r1={"sleep": 0.1}):
+        ex.submit(row, flow)
+    even = ex.wait(2, timeout=10, should_accept=lambda b: row_ids(b)[0] % 2 == 0)
+    assert row_ids(even) == [2, 4]
+    assert ex.stats()["rejected"] == 1  # 3 was asked about on the way, 5 was not
+    assert [row_ids(ex.wait(1, timeout=10)) for _ in range(3)] == [[5], [1], [0]]
+
+
+def test_a_version_without_a_batch_is_an_error(make):
+    ex, loader = make(max_head_offpolicyness=1), Loader(rows(40), 4)
+    ex.bump(7)  # before the first episode: where the run begins
+    prepare_batch(ex, loader, Scripted())
+    ex.bump(8)
+    words = (
+        "version 9 has no batch of its own: 2 versions since 7, but 1 batches of 4 episodes were "
+        "handed out; call update_weights or set_version once for each batch"
+    )
+    with pytest.raises(ValueError, match=words):
+        ex.bump(9)
+
+
 def test_what_is_too_stale_is_dropped_and_its_row_comes_again(make):
     ex, flow = make(version=5, max_head_offpolicyness=1), Scripted()
     loader = Loader(rows(12, r1={"age": 3}), 4)
