@@ -47,6 +47,7 @@ LOOK = 0.5  # seconds between looks at logs and signals
 ANSWER = 5.0  # seconds after which an actor answers even where nothing has happened
 SILENCE = 60.0  # seconds without an answer after which a node is lost
 SOON = 3.0  # seconds that a placement takes where there is room
+LONGEST = 400  # characters of what Ray says
 END_WAIT = 120.0  # seconds the other nodes have to end when one has
 
 
@@ -211,8 +212,9 @@ class _Watch:
 
     def __init__(self, job: Job, attempt: str, nodes: list[_Node], signals: Signals) -> None:
         self.job, self.nodes, self.signals = job, nodes, signals
-        directory = Path(job.working_directory, job.directory, NAMES)
-        self.names = FileNames(directory, attempt, token=ensure_job_token())
+        self.directory = Path(job.working_directory, job.directory, NAMES)
+        self.names = FileNames(self.directory, attempt, token=ensure_job_token())
+        self.failed = 0  # the status of the first agent that failed
         self.told = 0  # signals that were passed on
         self.deadline = math.inf
 
@@ -226,11 +228,9 @@ class _Watch:
                 node.tail.show()
             if time.monotonic() > self.deadline:
                 for node in self.running():
-                    log.error("%s did not end within %g s; ending it", node.where, END_WAIT)
-                    node.status = NODE_FAILED
-        if any(node.lost for node in self.nodes):
-            return NODE_FAILED
-        return next((node.status for node in self.nodes if node.status), 0)
+                    node.lose(f"it did not end within {END_WAIT:g} s")
+                    self.ended(node)
+        return NODE_FAILED if any(node.lost for node in self.nodes) else self.failed
 
     def running(self) -> list[_Node]:
         return [node for node in self.nodes if node.status is None]
@@ -267,8 +267,10 @@ class _Watch:
             log.error("%s is lost: %s", node.where, why)
         elif node.status:
             log.error("%s: %s", node.where, why)
-        if node.status and self.names.peek(f"end.{node.number}") is None:
+        said = (self.directory / self.names.attempt / f"end.{node.number}").exists()
+        if node.status and not said:
             self.names.put(f"lost.{node.number}", why)
+        self.failed = self.failed or node.status or 0
         self.deadline = min(self.deadline, time.monotonic() + END_WAIT)
 
     def pass_signals_on(self) -> None:
@@ -326,4 +328,5 @@ def _one_line(error: BaseException) -> str:
     """Returns what Ray says of an error, without the fields of the actor that stand before it."""
     text = " ".join(str(error).split())
     _, because, why = text.partition("The actor died because ")
-    return (why if because else text or type(error).__name__)[:400]
+    text = why if because else text or type(error).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

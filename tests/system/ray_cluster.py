@@ -6,6 +6,7 @@ process, since Ray reads some variables when it is imported. Everything listens 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,13 @@ from tests.leftovers import Mark
 # 127.0.0.1 stays what it is; by default Ray takes the host's outward address in its place
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 START = 120.0
+# as /proc/net has them: a state, and 127.0.0.1, ::1 and ::ffff:127.0.0.1
+LISTENS = "0A"
+LOOPBACK = {
+    "0100007F",
+    "00000000000000000000000001000000",
+    "0000000000000000FFFF00000100007F",
+}
 
 
 class RayCluster:
@@ -49,6 +57,19 @@ class RayCluster:
 
     def log(self) -> str:
         return (self.root / "log").read_text(errors="replace")[-4000:]
+
+    def listening(self) -> set[str]:
+        """The addresses, without ports, that the cluster's processes listen at."""
+        sockets, found = set(), set()
+        for pid in self.mark.left():
+            with contextlib.suppress(OSError):
+                sockets |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
+                    found.add(fields[1].partition(":")[0])
+        return found
 
     def stop(self) -> None:
         try:
