@@ -221,14 +221,8 @@ def _last_error(
 ) -> str | None:
     """Returns why the run failed, or why it is started again: the launcher's word, which saw the
     first process end, then that of a process."""
-    causes = (
-        [launcher["error"] or (launcher["before"] if _there(launcher) else None)]
-        if launcher
-        else []
-    )
-    if said := _said(summary, processes):
-        causes.append(said)
-    return "; ".join(filter(None, causes)) or None
+    why = launcher and (launcher["error"] or (_there(launcher) and launcher["before"]))
+    return "; ".join(cause for cause in (why, _said(summary, processes)) if cause) or None
 
 
 def _said(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str | None:
