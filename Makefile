@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed
 # the real SGLang server lives in a venv of its own: it pins other versions than the trainer
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+# environments of the verifiers package live in a venv of their own: its pins exclude SGLang's
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 # two versions of Transformer Engine's Python code, for tests that compute nothing
 TE_HOME ?= .venv-te
 TE_STAMPS := $(TE_HOME)/oldest/.installed $(TE_HOME)/newest/.installed
@@ -20,7 +23,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
-	test-all test-system test-slurm slurm install-sglang test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
+	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-gpu constraints clean
 
 help:  ## list the targets
@@ -49,6 +52,13 @@ $(SGLANG_STAMP): constraints/sglang-cpu.txt $(shell find tests/sglang/stubs -nam
 	$(SGLANG_VENV)/bin/python -m pip install --no-deps -r constraints/sglang-cpu.txt
 	cp -R tests/sglang/stubs/. \
 		"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+install-verifiers: $(VERIFIERS_STAMP)  ## create .venv-verifiers: the verifiers package (600 MB)
+
+$(VERIFIERS_STAMP): constraints/verifiers.txt
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --no-deps -r constraints/verifiers.txt
 	@touch $@
 
 $(TE_HOME)/%/.installed: constraints/te-%.txt $(STAMP)
@@ -102,8 +112,8 @@ test-system: install  ## 25 minutes: launchers, recovery, failures, servers that
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
 	TIER="make test-system: 25" $(PYTEST) -m "system and not full" tests/system tests/dist tests/e2e
 
-test-all: lint docs  ## everything that runs without a GPU
-	$(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
+test-all: lint docs install-verifiers  ## everything that runs without a GPU
+	MEGARL_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python $(PYTEST) -m "not realmodel" --timeout=3600 tests/unit tests/dist tests/e2e tests/system
 
 test-slurm: install slurm  ## the Slurm launcher on a real Slurm: nodes are killed, jobs queue again
 	$(PYTEST) tests/system/test_slurm.py
@@ -172,6 +182,6 @@ constraints: install  ## pin what .venv has now as constraints/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+cpu$$//' | LC_ALL=C sort -f > constraints/cpu.txt
 
 clean:  ## remove what the targets made, except runs/ and downloaded models
-	rm -rf $(VENV) $(SGLANG_VENV) $(TE_HOME) build dist site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TE_HOME) build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,8 +6,9 @@ import asyncio
 import json
 import math
 import secrets
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -16,19 +17,23 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.gateway import anthropic, openai_chat, responses
+from megarl.rollout.gateway import anthropic, openai_chat, responses, token_ids
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest
 from megarl.rollout.gateway.session import Answer, Session
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 MAX_BODY = 64 << 20
 KEEP_ALIVE = 10.0  # seconds between two signs of life in a stream
 MODEL = "policy"
 
 
-_Handler = Callable[[Request, Session], Awaitable[Response]]
+_Find = Callable[[str, str], Session]
+_Handler = Callable[[Request], Awaitable[Response]]
+_SessionHandler = Callable[[Request, Session], Awaitable[Response]]
 
 
 class Dialect(Protocol):
@@ -52,22 +57,30 @@ DIALECTS: dict[str, Dialect] = {
 }
 
 
-def build_app(find: Callable[[str, str], Session], context_length: int | None) -> Starlette:
-    """Returns the app. find: the session of (its id or "", the key); raises BadRequest."""
+def build_app(
+    find: _Find, is_known: Callable[[str], bool], context_length: int | None
+) -> Starlette:
+    """Returns the app. find: the session of (its id or "", the key); raises BadRequest. is_known:
+    whether a key may look at the models."""
 
-    async def models(request: Request, session: Session) -> Response:
+    async def models(request: Request) -> Response:
+        if not is_known(_key(request)):
+            raise BadRequest("this key is not known here", status=401, code="invalid_api_key")
         entry = {"id": MODEL, "object": "model", "owned_by": "megarl", "created": 0}
         return _answer({"object": "list", "data": [entry | {"max_model_len": context_length}]})
 
+    chats = {path: (_found(_Chat(dialect), find), dialect) for path, dialect in DIALECTS.items()}
+    reward = _found(_reward, find)
     calls: list[tuple[str, str, _Handler, Dialect]] = [
-        *(("POST", path, _Chat(dialect), dialect) for path, dialect in DIALECTS.items()),
+        *(("POST", path, handler, dialect) for path, (handler, dialect) in chats.items()),
         ("GET", "/v1/models", models, openai_chat),
-        ("POST", "/v1/reward", _reward, openai_chat),
-        ("POST", "/reward", _reward, openai_chat),
+        ("POST", "/v1/reward", reward, openai_chat),
+        ("POST", "/reward", reward, openai_chat),
+        ("POST", "/inference/v1/generate", _Generate(find), openai_chat),
     ]
     return Starlette(
         routes=[
-            Route(prefix + path, _guarded(handler, find, dialect), methods=[method])
+            Route(prefix + path, _guarded(handler, dialect), methods=[method])
             for prefix in ("", "/s/{session}")
             for method, path, handler, dialect in calls
         ]
@@ -88,15 +101,7 @@ class _Chat:
         if body.get("stream"):
             stream = self._stream(work, body, model)
             return StreamingResponse(stream, media_type="text/event-stream")
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            return _answer(self.dialect.write(body, work.result(), model))
-        finally:
-            gone.cancel()
-            work.cancel()
+        return _answer(self.dialect.write(body, await _unless_gone(request, work), model))
 
     async def _stream(
         self, work: asyncio.Task[list[Answer]], body: Mapping[str, Any], model: str
@@ -115,6 +120,34 @@ class _Chat:
             work.cancel()
 
 
+class _Generate:
+    """Answers requests of token ids. Their session is that of the URL or the key, or the one that
+    the body of a worker of environments names."""
+
+    def __init__(self, find: _Find) -> None:
+        self._find = find
+
+    async def __call__(self, request: Request) -> Response:
+        asked = token_ids.read(await _read(request), trace=request.headers.get("x-session-id", ""))
+        session = self._find(request.path_params.get("session") or asked.session, _key(request))
+        work = asyncio.ensure_future(session.generate(asked))
+        response = await _unless_gone(request, work)
+        return _answer(token_ids.write(asked, uuid.uuid4().hex, response))
+
+
+async def _unless_gone(request: Request, work: asyncio.Task[T]) -> T:
+    """Returns what `work` does; ends it where the client closes its connection before."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
 async def _reward(request: Request, session: Session) -> Response:
     """Takes {"reward": r}, and with "id" the reward of one answer alone."""
     body = await _read(request)
@@ -127,17 +160,22 @@ async def _reward(request: Request, session: Session) -> Response:
     return _answer({"ok": True})
 
 
-def _guarded(
-    handler: _Handler,
-    find: Callable[[str, str], Session],
-    dialect: Dialect,
-) -> Callable[[Request], Awaitable[Response]]:
-    """Makes a handler that finds the session first, and answers refusals in the dialect's form."""
+def _found(handler: _SessionHandler, find: _Find) -> _Handler:
+    """Makes a handler that finds the session of the URL or the key first."""
+
+    async def run(request: Request) -> Response:
+        session = find(request.path_params.get("session", ""), _key(request))
+        return await handler(request, session)
+
+    return run
+
+
+def _guarded(handler: _Handler, dialect: Dialect) -> _Handler:
+    """Makes a handler that answers refusals in the dialect's form."""
 
     async def run(request: Request) -> Response:
         try:
-            session = find(request.path_params.get("session", ""), _key(request))
-            return await handler(request, session)
+            return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as e:

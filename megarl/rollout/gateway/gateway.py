@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class Gateway:
         self._by_key: dict[str, Session] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._worker_key = f"sk-{secrets.token_hex(24)}"
         self.address = ""
 
     async def start(self, context_length: Callable[[], Awaitable[int | None]]) -> None:
@@ -55,7 +57,7 @@ class Gateway:
         self.address = f"http://{host}:{port}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                build_app(self._find, self._context_length),
+                build_app(self._find, self._is_known, self._context_length),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -102,6 +104,7 @@ class Gateway:
             context_length=self._context_length,
             index=index,
             seed_key=seed_key,
+            worker_key=self._worker_key,
         )
         self._sessions[session.id] = self._by_key[session.api_key] = session
         try:
@@ -110,9 +113,13 @@ class Gateway:
             del self._sessions[session.id], self._by_key[session.api_key]
             session.close()
 
+    def _is_known(self, key: str) -> bool:
+        return same_key(self._worker_key, key) or key in self._by_key
+
     def _find(self, session_id: str, key: str) -> Session:
         session = self._sessions.get(session_id) if session_id else self._by_key.get(key)
-        if session is None or not same_key(session.api_key, key):
+        keys = () if session is None else (session.api_key, self._worker_key)
+        if session is None or not any(same_key(k, key) for k in keys):
             raise BadRequest(
                 "no open session has this URL and key: the session has ended, or the key is "
                 "another's",

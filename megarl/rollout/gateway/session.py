@@ -22,6 +22,7 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.errors import BadRequest
 from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
+from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
 from megarl.rollout.trajectory import Trajectory, Turn
 
@@ -65,9 +66,12 @@ class Session:
     """Serves one agent; made by Gateway.session.
 
     base_url, api_key: what an OpenAI client gets. anthropic_url: what an Anthropic client gets.
+    worker_url, worker_key: what a worker of environments gets, the same in every session; its
+    requests name the session's id.
     reward: the outcome, set by the workflow or by POST .../reward; None until then.
-    trajectory: what the policy read and wrote. lost: answers that were written and that no client
-    took; they are in no trajectory.
+    trajectory: what the policy read and wrote in chats. traces: what it read and wrote as token
+    ids, by the name that the client gave each conversation. lost: answers that were written and
+    that no client took; they are in no trajectory.
     """
 
     def __init__(
@@ -81,13 +85,16 @@ class Session:
         context_length: int | None,
         index: int = 0,
         seed_key: Sequence[Any] = (),
+        worker_key: str = "",
     ) -> None:
+        self.worker_url, self.worker_key = f"{address}/v1", worker_key
         self.id, self.api_key = uuid.uuid4().hex, f"sk-{secrets.token_hex(24)}"
         self.anthropic_url = f"{address}/s/{self.id}"
         self.base_url = f"{self.anthropic_url}/v1"
         self.reward: float | None = None
         self.lost = 0
         self.trajectory = Trajectory(index=index)
+        self.traces: dict[str, Trajectory] = {}
         self._engine, self._renderer, self._config = engine, renderer, config
         self._gconfig, self._seed_key = gconfig, tuple(seed_key)
         self._context_length = context_length
@@ -96,6 +103,7 @@ class Session:
         self._turns: dict[str, Turn] = {}  # by the answer's id
         self._asked: dict[tuple[int, ...], int] = {}
         self._errors: dict[str, str] = {}
+        self._generating: set[asyncio.Task[Any]] = set()
 
     @property
     def failures(self) -> list[str]:
@@ -118,8 +126,37 @@ class Session:
         self._record(parent, request, keys, answers)
         return answers
 
+    async def generate(self, request: TokenRequest) -> ModelResponse:
+        """Returns the policy's answer to token ids, which goes into the trajectory of its trace.
+        Raises BadRequest for what cannot be answered."""
+        ids, asked = request.token_ids, f"{request.trace} {len(request.token_ids)}"
+        gconfig = self._bounds(len(ids), request.max_tokens, ())
+        stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
+        (seed,) = self._seeds(ids, 1)
+        gconfig = gconfig.new(stop_token_ids=list(stops))
+        work = asyncio.ensure_future(
+            self._engine.agenerate_many([ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)])
+        )
+        self._generating.add(work)
+        try:
+            (response,) = await work
+        except Exception as e:
+            self._errors[asked] = f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            work.cancel()
+            self._generating.discard(work)
+        self._errors.pop(asked, None)
+        trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
+        before = trace.find(ids)
+        trace.wrote(response, after=trace.read(ids[before.end :], after=before))
+        return response
+
     def close(self) -> None:
         """Ends the requests that are under way; what nobody waits for any more is counted."""
+        self.lost += len(self._generating)
+        for work in self._generating:
+            work.cancel()
         for call in (c for calls in self._calls.values() for c in calls):
             if not call.answers.done():
                 call.answers.cancel()
@@ -176,8 +213,9 @@ class Session:
 
     async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
         prompt = self._prompt(parent, request)
+        gconfig = self._bounds(len(prompt), request.max_tokens, request.stop)
         requests = [
-            ModelRequest(input_ids=prompt, gconfig=self._bounds(request, len(prompt)), seed=seed)
+            ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed)
             for seed in self._seeds(prompt, request.n)
         ]
         try:
@@ -204,11 +242,14 @@ class Session:
         rest = request.messages[len(parent.messages) :]
         return before + self._renderer.after(parent.messages, rest, request.tools, before[-1])
 
-    def _bounds(self, request: ChatRequest, length: int) -> GenerationHyperparameters:
-        """Returns the session's sampling parameters, with the request's bound and stop strings."""
+    def _bounds(
+        self, length: int, max_tokens: int | None, stop: Sequence[str]
+    ) -> GenerationHyperparameters:
+        """Returns the session's sampling parameters, with a request's bound and stop strings, for a
+        prompt of `length` tokens."""
         gconfig, most = self._gconfig, self._gconfig.max_new_tokens
-        if request.max_tokens is not None:
-            most = min(most, request.max_tokens)
+        if max_tokens is not None:
+            most = min(most, max_tokens)
         if (context := self._context_length) is not None:
             if length >= context:
                 raise BadRequest(
@@ -216,8 +257,8 @@ class Session:
                     code="context_length_exceeded",
                 )
             most = min(most, context - length)
-        stop = [*gconfig.stop, *(s for s in request.stop if s not in gconfig.stop)]
-        return gconfig.new(n_samples=1, max_new_tokens=most, stop=stop)
+        stops = [*gconfig.stop, *(s for s in stop if s not in gconfig.stop)]
+        return gconfig.new(n_samples=1, max_new_tokens=most, stop=stops)
 
     def _seeds(self, prompt: list[int], n: int) -> list[int | None]:
         """Returns a seed for each of n answers, keyed by the prompt and by how often it came."""

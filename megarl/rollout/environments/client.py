@@ -1,0 +1,230 @@
+"""Starts the workers of environments and asks them, by JSON lines over their pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megarl.observability.logging import get_logger
+from megarl.rollout.environments.config import EnvironmentConfig
+
+log = get_logger(__name__)
+
+SCRIPT = Path(__file__).parent / "worker" / "main.py"
+# what every program needs to find its files and hosts; nothing else of ours gets to a worker
+VARIABLES = (
+    "HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "HF_HOME", "HF_HUB_OFFLINE",
+    "NLTK_DATA", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "no_proxy",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "PIP_INDEX_URL", "UV_INDEX_URL", "UV_CACHE_DIR",
+)  # fmt: skip
+LIMIT = 1 << 30  # bytes of one line
+STOP_TIMEOUT = 20.0
+CANCEL_TIMEOUT = 5.0
+TAIL = 20  # lines of what it printed last that an error shows
+
+
+class WorkerError(RuntimeError):
+    """Says that a worker did not do what it was asked: it ended, was too late, or refused."""
+
+
+class Worker:
+    """Runs one worker process, which starts with the first request and again after its end."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config, self._last = config, 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._printed: deque[str] = deque(maxlen=TAIL)
+        self._starting = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        """Returns the number of requests that wait for an answer."""
+        return len(self._waiting)
+
+    @property
+    def pid(self) -> int | None:
+        """Returns the process id; None where no process runs."""
+        return self._process.pid if self._process is not None else None
+
+    async def ask(self, op: str, *, timeout: float, **fields: Any) -> dict[str, Any]:
+        """Returns the answer to a request. Raises WorkerError where the process ends or cannot
+        start, after `timeout` seconds, and for an answer that is an error."""
+        process = await self._started()
+        self._last += 1
+        number = self._last
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._send(process, {"id": number, "op": op} | fields)
+                message = await answer
+        except (TimeoutError, asyncio.CancelledError) as e:
+            cancel = {"id": -number, "op": "cancel", "target": number}
+            with contextlib.suppress(OSError, WorkerError):
+                process.stdin.write(_line(cancel))  # type: ignore[union-attr]
+            if isinstance(e, TimeoutError):
+                raise WorkerError(f"{self._name}: no answer to {op} within {timeout:g} s") from None
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in message:
+            raise WorkerError(f"{self._name}: {message['error']}")
+        return message
+
+    async def _send(self, process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(_line(message))
+            await process.stdin.drain()
+        except OSError:  # its end; the reader says what it was
+            pass
+
+    @property
+    def _name(self) -> str:
+        return f"environment {self._config.id}"
+
+    # -- the process
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is None:
+                await self._start()
+            if self._process is None:
+                raise WorkerError(f"{self._name}: the worker ended at once")
+            return self._process
+
+    async def _start(self) -> None:
+        self._printed.clear()
+        self._process = await asyncio.create_subprocess_exec(
+            os.path.abspath(self._config.python),
+            str(SCRIPT),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(self._config),
+            limit=LIMIT,
+            start_new_session=True,
+        )
+        ready = self._waiting[0] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve(self._process))
+        seconds = self._config.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self._send(self._process, self._config.settings)
+                await ready
+        except TimeoutError:
+            await self.close()
+            raise WorkerError(
+                f"{self._name}: not ready within options.start_timeout={seconds:g} s{self._tail()}"
+            ) from None
+        finally:
+            self._waiting.pop(0, None)
+
+    async def _serve(self, process: asyncio.subprocess.Process) -> None:
+        """Takes the worker's answers until it ends, and then ends what is left of it; every request
+        that waits then fails at once."""
+        assert process.stdout is not None and process.stderr is not None
+        printing = asyncio.create_task(self._show(process.stderr))
+        try:
+            while line := await process.stdout.readline():
+                message = json.loads(line)
+                answer = self._waiting.get(message["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        except ValueError as e:
+            log.error("%s: an answer that cannot be read: %s", self._name, e)
+        finally:
+            if self._process is process:
+                self._process = None
+            waiting, self._waiting = self._waiting, {}  # the next process's are others
+            end = self._end(process, printing, list(waiting.values()))
+            await asyncio.shield(asyncio.ensure_future(end))
+
+    async def _end(
+        self,
+        process: asyncio.subprocess.Process,
+        printing: asyncio.Task[None],
+        waiting: list[asyncio.Future[dict[str, Any]]],
+    ) -> None:
+        """Ends a process with all that it started, and fails the requests that wait for it."""
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = await process.wait()
+        await asyncio.wait({printing}, timeout=1.0)
+        printing.cancel()
+        error = f"{self._name}: its worker ended with status {status}{self._tail()}"
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(WorkerError(error))
+
+    async def _show(self, stderr: asyncio.StreamReader) -> None:
+        while line := await stderr.readline():
+            text = line.decode(errors="replace").rstrip()
+            self._printed.append(text)
+            print(f"[{self._name}] {text}", file=sys.stderr, flush=True)
+
+    def _tail(self) -> str:
+        lines = "\n".join(self._printed)
+        return f"; it printed last:\n{lines}" if lines else ""
+
+    async def close(self) -> None:
+        """Ends the process; requests that wait fail."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=2 * STOP_TIMEOUT)
+
+
+class Workers:
+    """Holds the workers of one environment; a request goes to the one with the fewest."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._all = [Worker(config) for _ in range(config.workers)]
+
+    async def ask(self, op: str, *, timeout: float, **fields: Any) -> dict[str, Any]:
+        """See Worker.ask."""
+        worker = min(self._all, key=lambda w: w.load)
+        return await worker.ask(op, timeout=timeout, **fields)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        await asyncio.gather(*(worker.close() for worker in self._all))
+
+
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Workers]] = WeakKeyDictionary()
+
+
+def shared_workers(config: EnvironmentConfig) -> Workers:
+    """Returns the running loop's workers of an environment: all workflows with an equal
+    configuration share them. They end with the loop's tasks."""
+    of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
+    if config.key not in of_loop:
+        of_loop[config.key] = Workers(config)
+    return of_loop[config.key]
+
+
+def _environment(config: EnvironmentConfig) -> dict[str, str]:
+    """Returns the environment variables of a worker: a few by name, so that no token of the job is
+    among them."""
+    env = {k: os.environ[k] for k in (*VARIABLES, *config.variables) if k in os.environ}
+    folder = os.path.dirname(os.path.abspath(config.python))  # its `uv`, for harnesses
+    env["PATH"] = os.pathsep.join([folder, *filter(None, [env.get("PATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in config.path)
+    return env
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,163 @@
+"""Defines a data set and a workflow of verifiers' environments: `tasks` and VerifiersWorkflow."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.config.dataset import DatasetConfig
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.observability.logging import get_logger
+from megarl.rollout.chat import all_of
+from megarl.rollout.environments.client import WorkerError, Workers, shared_workers
+from megarl.rollout.environments.config import EnvironmentConfig
+from megarl.rollout.environments.traces import trained_part
+from megarl.rollout.gateway.app import MODEL
+from megarl.rollout.gateway.session import Session
+from megarl.rollout.trajectory import Trajectory, to_batch
+
+log = get_logger(__name__)
+
+Row = dict[str, Any]
+
+
+def tasks(cfg: DatasetConfig, *, seed: int, **options: Any) -> list[Row]:
+    """Returns the tasks of an environment as rows: the first `cfg.size` of its taskset, in its
+    order. options: see EnvironmentConfig. Raises ValueError where the environment has none."""
+    config = EnvironmentConfig.read(options)
+    with ThreadPoolExecutor(1) as thread:  # the caller may be inside of a loop, as a notebook is
+        try:
+            found = thread.submit(asyncio.run, _tasks(config, cfg.size)).result()
+        except WorkerError as e:
+            raise ValueError(str(e)) from e
+    return [{"messages": _messages(t), "environment": options, "task_data": t} for t in found]
+
+
+async def _tasks(config: EnvironmentConfig, count: int | None) -> list[Row]:
+    workers = Workers(config)
+    try:
+        answer = await workers.ask("tasks", timeout=config.start_timeout, count=count)
+    finally:
+        await workers.close()
+    found: list[Row] = answer["tasks"]
+    return found
+
+
+def _messages(task: Mapping[str, Any]) -> list[Row]:
+    """Returns what a task says at its beginning; environments may say something else instead."""
+    system, prompt = task.get("system_prompt"), task.get("prompt")
+    messages = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, list):
+        said = [(m.get("role", "user"), m.get("content")) for m in prompt]
+    else:
+        said = [("user", prompt or task.get("name") or "")]
+    return messages + [{"role": r, "content": c if isinstance(c, str) else ""} for r, c in said]
+
+
+class VerifiersWorkflow(RolloutWorkflow):
+    """Runs gconfig.n_samples episodes of each row of `tasks`.
+
+    Every trainable trace of an episode is a rollout with the reward of the trace. An episode that
+    verifiers reports as failed, whose worker ended, or in which the policy wrote nothing to train
+    on is begun again, options.retries times, and then is a rollout that failed. The reward
+    function of the data set is not called; name none.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., float],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        *,
+        reward_pool: Any = None,
+    ) -> None:
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+
+    async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
+        """Returns the batch of the rollouts, by trajectory.to_batch. Raises NotRecorded for a trace
+        that would train what was not sampled."""
+        if "environment" not in data or "task_data" not in data:
+            raise ValueError(
+                "VerifiersWorkflow needs rows of megarl.rollout.environments.verifiers:tasks: set "
+                f"the data set's type to it; this row has {sorted(data)}"
+            )
+        config = EnvironmentConfig.read(data["environment"])
+        runs = (self._rollout(engine, config, data, i) for i in range(self.gconfig.n_samples))
+        return to_batch([rollout for part in await all_of(runs) for rollout in part])
+
+    async def _rollout(
+        self, engine: InferenceEngine, config: EnvironmentConfig, data: Row, index: int
+    ) -> list[Trajectory]:
+        """Returns the rollouts of one episode, or one that failed."""
+        for attempt in range(config.retries + 1):
+            key = (data.get("row_id"), data.get("episode_id", 0), index, attempt)
+            async with engine.session(
+                self.gconfig, self.tokenizer, index=index, seed_key=key
+            ) as session:
+                try:
+                    episode = await self._run(config, data, session)
+                    if not episode["ok"] or session.failures:
+                        raise WorkerError("; ".join([*episode["errors"], *session.failures]))
+                    if rollouts := _rollouts(session, episode):
+                        return rollouts
+                    raise WorkerError("the policy wrote nothing that is trained on")
+                except WorkerError as e:
+                    log.warning("row %s, attempt %d: %s", data.get("row_id", "?"), attempt + 1, e)
+        return [_failed(session)]
+
+    async def _run(self, config: EnvironmentConfig, data: Row, session: Session) -> Row:
+        answer = await shared_workers(config).ask(
+            "run",
+            timeout=config.episode_timeout,
+            task=data["task_data"],
+            model=MODEL,
+            key=session.worker_key,
+            client={
+                "base_url": session.worker_url,
+                "renderer": config.renderer,
+                "renderer_model_name": _absolute(self.tokenizer.name_or_path),
+            },
+            sampling={
+                "session": session.id,
+                "max_tokens": self.gconfig.max_new_tokens,
+                "temperature": 0.0 if self.gconfig.greedy else self.gconfig.temperature,
+            },
+        )
+        episode: Row = answer["episode"]
+        return episode
+
+
+def _absolute(name: str) -> str:
+    """Returns a directory as a worker finds it; a hub name stays."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
+def _rollouts(session: Session, episode: Mapping[str, Any]) -> list[Trajectory]:
+    """Returns a rollout for each trace that trains something."""
+    found = []
+    for trace in episode["traces"]:
+        if not trace["samples"]:
+            continue
+        recorded = session.traces.get(trace["id"]) or Trajectory(index=session.trajectory.index)
+        rollout, dropped = trained_part(recorded, trace)
+        if dropped:
+            log.info("trace %s: %d answers are not trained", trace["id"], dropped)
+        if not math.isfinite(trace["reward"]):
+            raise WorkerError(f"trace {trace['id']} has a reward of {trace['reward']}")
+        rollout.score(float(trace["reward"]))
+        found.append(rollout)
+    return found
+
+
+def _failed(session: Session) -> Trajectory:
+    """Returns the longest of what the policy wrote before the episode failed."""
+    wrote = session.traces.values()
+    longest = max(wrote, key=lambda t: t.head.end, default=session.trajectory)
+    longest.fail("server" if session.failures else "environment")
+    return longest

@@ -1,0 +1,2 @@
+"""Holds what runs in the environments' own interpreter: scripts that import verifiers, never
+megarl."""
