@@ -11,6 +11,7 @@ from transformers.utils import get_json_schema
 
 from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv, opened
+from megarl.rollout.tools.executor import ToolExecutor
 from megarl.rollout.tools.local import LocalToolingEnv
 
 
@@ -278,3 +279,15 @@ def test_other_ways_to_write_a_call() -> None:
 def test_what_is_no_call_is_an_error_to_tell(format: str, text: str, error: str) -> None:
     (call,) = parse_calls(text, format)
     assert error in call.error
+
+
+def test_an_executor_answers_the_calls_in_a_text() -> None:
+    executor = ToolExecutor(max_result=12)
+    executor.register_tool(add)
+    text = WRITTEN["hermes"] + "<tool_call>{</tool_call>"
+    found = asyncio.run(executor.aexecute_tool(text))
+    assert found[0]["content"] == "3"
+    assert found[1]["content"] == "Error: there... (52 characters)"
+    assert found[2] == {"role": "tool", "name": "", "content": found[2]["content"]}
+    assert asyncio.run(executor.aexecute_tool("The sum is 3.")) == []
+    assert executor.list_tools() == LocalToolingEnv([add]).list_tools()

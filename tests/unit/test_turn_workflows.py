@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 
+from examples.textarena_game import games
 from megarl.api.inference import FAILURES
+from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.data import load_rows
 from megarl.rollout.episode import without_failed
 from megarl.rollout.episode_check import check_episode
-from megarl.rollout.rewards import RewardPool
+from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv
 from megarl.rollout.tools.local import LocalToolingEnv
+from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.trainer.user_code import Named, code_problems
@@ -28,6 +34,7 @@ from tests.unit.scripted import (
 )
 
 HERE = "tests.unit.test_turn_workflows"
+ENV = "megarl.rollout.workflows.env:EnvWorkflow"
 TOOL, MULTI = (
     "megarl.rollout.workflows.tool:ToolWorkflow",
     "megarl.rollout.workflows.multi_turn:MultiTurnWorkflow",
@@ -356,6 +363,8 @@ def test_an_interaction_that_breaks_is_a_failure(fault: str, tokenizer, pool) ->
         (TOOL, {"tools": [f"{HERE}:times"], "call_format": "xml"}, "call_format='xml': use one of"),
         (TOOL, {"tools": [f"{HERE}:times"], "turns": 3}, "ToolWorkflow has no such option"),
         (MULTI, {"interaction": f"{HERE}:Shelf"}, "no subclass of megarl.rollout.workflows"),
+        (ENV, {"env": f"{HERE}:Guess"}, "has no method reset"),
+        (ENV, {"env": f"{HERE}:Countdown", "env_options": {"x": 1}}, "Countdown has no such"),
         (
             MULTI,
             {"interaction": f"{HERE}:Guess", "interaction_options": {"last": 1}},
@@ -371,9 +380,140 @@ def test_options_are_checked_before_anything_starts(target, options, problem) ->
 
 def test_sound_options_pass() -> None:
     for target, options in (
+        (ENV, {"env": f"{HERE}:Countdown", "env_options": {"crash": True}}),
         (TOOL, {"tools": [f"{HERE}:times", {"mcp": {"url": "http://127.0.0.1:1/mcp"}}]}),
         (MULTI, {"interaction": f"{HERE}:Guess", "interaction_options": {"first": "x"}}),
         (MULTI, {"max_turns": 4}),
     ):
         named = Named(key="rollout.workflow", target=target, kind="workflow", options=options)
         assert list(code_problems([named])) == []
+
+
+# environments
+
+
+class Countdown:
+    """Counts down from the seed; every number said right is worth 1."""
+
+    closed = 0
+
+    def __init__(self, *, crash: bool = False) -> None:
+        self.crash, self.left = crash, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self.left = seed or 0
+        return f"from {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.crash:
+            raise RuntimeError("the game crashed")
+        self.left -= 1
+        return "go on", float(action == str(self.left)), self.left == 0, False, {}
+
+    def close(self) -> None:
+        Countdown.closed += 1
+
+
+NO_REWARD = get_reward_fn("none")
+
+
+def test_an_environment_is_five_lines(tokenizer, pool) -> None:
+    Countdown.closed = 0
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: str(2 - k) if k != i else "what?")
+    flow = EnvWorkflow(
+        NO_REWARD, gconfig(2), tokenizer, reward_pool=pool, env=f"{HERE}:Countdown",
+        turn_discount=0.5,
+    )  # fmt: skip
+    batch = run_episode(flow, engine, {"messages": ROW["messages"], "row_id": 3})
+    assert whole_text(tokenizer, batch, 1) == (
+        "<bos>user: 6*7?<eos><bos>user: from 3<eos><bos>assistant: 2<eos><bos>user: go on<eos>"
+        "<bos>assistant: what?<eos><bos>user: go on<eos><bos>assistant: 0<eos>"
+    )
+    assert batch["rewards"].tolist() == [0.5 + 0.25, 1 + 0.25] and Countdown.closed == 2
+
+
+def test_an_environment_that_crashes_is_a_failure(tokenizer, pool) -> None:
+    flow = EnvWorkflow(
+        NO_REWARD, gconfig(1), tokenizer, reward_pool=pool, env=f"{HERE}:Countdown",
+        env_options={"crash": True},
+    )  # fmt: skip
+    batch = run_episode(flow, ScriptedEngine(tokenizer, lambda *_: "2"), ROW)
+    assert batch["valid"].tolist() == [False]
+    assert FAILURES[int(batch["failure"][0])] == "environment"
+
+
+def test_a_game_of_textarena(tokenizer, pool) -> None:
+    """By halving, the number is found in five guesses at most; a row is one game for all."""
+    low, high = [1, 1], [20, 20]
+
+    def write(i: int, k: int, text: str) -> str:
+        guess = (low[i] + high[i]) // 2
+        if k:
+            if "higher" in text.rpartition("[GAME]")[2]:
+                low[i] = guess + 1
+            else:
+                high[i] = guess - 1
+        return f"{'ab'[i]} [{(low[i] + high[i]) // 2}]"
+
+    flow = EnvWorkflow(
+        NO_REWARD, gconfig(2), tokenizer, reward_pool=pool, env="examples.textarena_game:Game"
+    )
+    (row,) = games(DatasetConfig(type="x", size=1), seed=7)
+    batch = run_episode(flow, ScriptedEngine(tokenizer, write), row)
+    assert batch["rewards"].tolist() == [1.0, 1.0]
+    first, second = (whole_text(tokenizer, batch, i) for i in range(2))
+    assert first.replace("a [", "b [") == second
+    assert first.count("You are playing Guess The Number") == 1
+
+
+# verl's walkthrough of GSM8K
+
+GSM8K = [
+    {"question": f"What is {i} + {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>.\n#### {2 * i}"}
+    for i in (3, 600)
+]
+
+
+@pytest.fixture(scope="module")
+def verl_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("gsm8k")
+    (root / "raw").mkdir()
+    for split in ("train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in GSM8K)
+        (root / "raw" / f"{split}.jsonl").write_text(lines)
+    command = [sys.executable, "-m", "examples.gsm8k_tools", "--source", str(root / "raw")]
+    subprocess.run([*command, "--out", str(root)], check=True, capture_output=True, timeout=120)
+    columns = {"messages": "prompt", "answer": "reward_model.ground_truth"}
+    options = {"columns": columns}
+    cfg = DatasetConfig(type="chat", path=str(root / "train.parquet"), options=options)
+    return load_rows(cfg, seed=1)
+
+
+def test_verls_tool_walkthrough(tokenizer, pool, verl_rows) -> None:
+    row = verl_rows[1]
+    assert row["answer"] == "1200" and row["extra_info"]["question"] == "What is 600 + 600?"
+    assert "calc_gsm8k_reward" in row["messages"][0]["content"]
+    written = [call("calc_gsm8k_reward", answer="120"), call("calc_gsm8k_reward", answer="1,200")]
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: [*written, "#### 1200"][k])
+    flow = tool_flow(
+        tokenizer, pool, reward=get_reward_fn("gsm8k"), max_turns=5,
+        tools=["examples.gsm8k_tools:calc_gsm8k_reward"],
+    )  # fmt: skip
+    batch = run_episode(flow, engine, row)
+    text = whole_text(tokenizer, batch, 0)
+    assert "answer='120' reward=0.0" in text and "answer='1,200' reward=1.0" in text
+    assert "the model's answer to the question" in text and '"row"' not in text
+    assert batch["rewards"].tolist() == [1.0]
+    assert trained_text(tokenizer, batch, 0) == f"{written[0]}<eos>{written[1]}<eos>#### 1200<eos>"
+
+
+def test_verls_interaction_answers_the_model(tokenizer, pool, verl_rows) -> None:
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: f"#### {4 + k}")
+    flow = multi(
+        *(tokenizer, pool), reward=get_reward_fn("gsm8k"), max_turns=5,
+        interaction="examples.gsm8k_tools:Teacher",
+    )  # fmt: skip
+    batch = run_episode(flow, engine, verl_rows[0])
+    assert trained_text(tokenizer, batch, 0) == "#### 4<eos>#### 5<eos>#### 6<eos>"
+    assert whole_text(tokenizer, batch, 0).count("Your response is incorrect!") == 2
+    assert batch["rewards"].tolist() == [1.0]

@@ -92,13 +92,15 @@ class MultiTurnWorkflow(TurnsWorkflow):
             max_length=max_length,
         )
         self.feedback, self.solved, self.timeout = feedback, solved, interaction_timeout
-        problems = self.check_options(
-            interaction=interaction, interaction_options=interaction_options
-        )
-        if found := "; ".join(problems):
-            raise ValueError(found)
-        self._interaction = load_object(interaction, what="interaction") if interaction else None
-        self._options = dict(interaction_options or {})
+        self._partner: Callable[[], Interaction] | None = None
+        if interaction:
+            problems = class_problems(
+                interaction, Interaction, interaction_options, what="interaction"
+            )
+            if problem := next(problems, None):
+                raise ValueError(problem)
+            make, options = load_object(interaction, what="interaction"), interaction_options or {}
+            self._partner = lambda: make(**options)
 
     @classmethod
     def check_options(
@@ -117,12 +119,12 @@ class MultiTurnWorkflow(TurnsWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
         """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.to_batch. Samples
         whose interaction failed are not valid."""
-        if self._interaction is None:
+        if self._partner is None:
             samples = self.begin(data)
             await self.first_answers(engine, samples, data)
             await all_of(self._try_again(engine, sample, data) for sample in samples)
             return await self.finish(samples, data, scored=samples)
-        partners = [self._interaction(**self._options) for _ in range(self.gconfig.n_samples)]
+        partners = [self._partner() for _ in range(self.count(data))]
         async with closing(partners):
             samples, data = await self._begin_with(partners, data)
             await self.first_answers(engine, samples, data)

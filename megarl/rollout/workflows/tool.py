@@ -13,13 +13,13 @@ from megarl.rollout.closing import closing
 from megarl.rollout.rewards import RewardPool
 from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv
+from megarl.rollout.tools.executor import MAX_RESULT, answer_call
 from megarl.rollout.tools.listed import ToolList, tool_problems
 from megarl.rollout.tools.local import TOOL_TIMEOUT
 from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.workflows.turns import Row, TurnsWorkflow
 
 MAX_TURNS = 8
-MAX_RESULT = 8192  # characters
 
 
 class ToolWorkflow(TurnsWorkflow):
@@ -74,7 +74,7 @@ class ToolWorkflow(TurnsWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
         """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.to_batch."""
-        envs = [self._tools.make(data) for _ in range(self.gconfig.n_samples)]
+        envs = [self._tools.make(data) for _ in range(self.count(data))]
         unclosed: list[ToolingEnv] = list(envs)
         async with closing(unclosed):
             broken = await all_of(_initialized(env) for env in envs)
@@ -106,9 +106,9 @@ class ToolWorkflow(TurnsWorkflow):
     ) -> None:
         """Brings a sample to its last answer, and closes its tools."""
         async with closing([env]):
-            while self.may_go_on(sample) and (calls := self._calls(sample, data)):
+            while self.may_go_on(sample) and (calls := self.calls(sample, data)):
                 try:
-                    results = [await self._result(env, call) for call in calls]
+                    results = [await answer_call(env, c, self._max_result) for c in calls]
                 except ToolFailure as e:
                     self.failed(sample, "tool", e, data)
                     return
@@ -117,22 +117,12 @@ class ToolWorkflow(TurnsWorkflow):
                     return
                 await self.generate(engine, [sample], data)
 
-    def _calls(self, sample: Trajectory, data: Row) -> list[ToolCall]:
+    def calls(self, sample: Trajectory, data: Row) -> list[ToolCall]:
         """Returns the calls of the last answer, read with its special tokens: in some formats they
-        begin a call."""
+        begin a call. A subclass may read a format of its own."""
         tokens = sample.answers[-1].output_tokens
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return parse_calls(text, self._format, data["tools"])
-
-    async def _result(self, env: ToolingEnv, call: ToolCall) -> dict[str, Any]:
-        """Returns the message that a call is answered with."""
-        if call.error:
-            text = f"Error: {call.error}"
-        else:
-            text = await env.aexecute(call.name, call.arguments)
-        if len(text) > self._max_result:
-            text = f"{text[: self._max_result]}... ({len(text)} characters)"
-        return {"role": "tool", "name": call.name, "content": text}
 
 
 async def _initialized(env: ToolingEnv) -> ToolFailure | None:

@@ -104,6 +104,8 @@ class TurnsWorkflow(ChatWorkflow):
         return reward
 
     def conversation(self, sample: Trajectory) -> list[dict[str, Any]]:
-        """Returns the messages with the last answer."""
+        """Returns the messages up to now, the last answer included."""
+        if sample.head.response is None:  # something was told after it
+            return list(sample.messages)
         last = {"role": "assistant", "content": self.text(sample.answers[-1])}
         return [*sample.messages, last]

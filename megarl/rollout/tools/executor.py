@@ -1,0 +1,51 @@
+"""ToolExecutor executes the calls in a text, for workflows that keep their own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megarl.rollout.tools.calls import ToolCall, parse_calls
+from megarl.rollout.tools.env import ToolingEnv
+from megarl.rollout.tools.local import LocalToolingEnv
+
+MAX_RESULT = 8192  # characters
+
+
+class ToolExecutor:
+    """Has functions as tools, and answers what a model writes.
+
+    call_format: how the model writes calls, one of tools.calls.FORMATS. max_result: characters of
+    one result that the model sees.
+    """
+
+    def __init__(self, *, call_format: str = "hermes", max_result: int = MAX_RESULT) -> None:
+        self.env = LocalToolingEnv()
+        self._format, self._max_result = call_format, max_result
+
+    def register_tool(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Adds a function, see LocalToolingEnv.register_tool."""
+        return self.env.register_tool(func)
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools for the chat template."""
+        return self.env.list_tools()
+
+    async def aexecute_tool(self, completion: str) -> list[dict[str, Any]]:
+        """Executes the calls in `completion`, a text with its special tokens, and returns the
+        messages that answer them; ChatWorkflow.tell_all has a sample read them. Raises
+        ToolFailure."""
+        calls = parse_calls(completion, self._format, self.list_tools())
+        return [await answer_call(self.env, call, self._max_result) for call in calls]
+
+
+async def answer_call(env: ToolingEnv, call: ToolCall, max_result: int) -> dict[str, Any]:
+    """Returns the message that answers a call, its text cut to `max_result` characters. Raises
+    ToolFailure."""
+    if call.error:
+        text = f"Error: {call.error}"
+    else:
+        text = await env.aexecute(call.name, call.arguments)
+    if len(text) > max_result:
+        text = f"{text[:max_result]}... ({len(text)} characters)"
+    return {"role": "tool", "name": call.name, "content": text}
