@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.api.batch import Batch, Tokens
     from megarl.api.engine import TrainEngine
     from megarl.api.failures import on_every_rank
-    from megarl.api.inference import InferenceEngine, RolloutWorkflow
+    from megarl.api.inference import InferenceEngine, RolloutFailed, RolloutWorkflow
     from megarl.api.records import (
         FinetuneSpec,
         ModelRequest,
@@ -65,7 +65,7 @@ _HOME = {
     "api.batch": "Batch Tokens",
     "api.engine": "TrainEngine",
     "api.failures": "on_every_rank",
-    "api.inference": "InferenceEngine RolloutWorkflow",
+    "api.inference": "InferenceEngine RolloutFailed RolloutWorkflow",
     "api.records": "FinetuneSpec ModelRequest ModelResponse SaveLoadMeta ServersLost "
     "WeightUpdateMeta",
     "config.base": "arg",
@@ -129,6 +129,7 @@ __all__ = [
     "RewardModel",
     "RewardPool",
     "Role",
+    "RolloutFailed",
     "RolloutSession",
     "RolloutWorkflow",
     "SFT",

@@ -32,7 +32,7 @@ from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig, SFTConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.utils import stopping
-from megarl.utils.disk import DiskFull
+from megarl.utils.disk import DiskFull, full_disk_named
 from megarl.utils.importing import add_working_directory, load_object
 from megarl.utils.stacks import dump_on_signal
 
@@ -81,7 +81,10 @@ def _start(argv: Sequence[str] | None) -> int:
         _say(f"the configuration is sound, for {world_size} trainer process(es)")
         return 0
     try:
-        run(cfg)
+        from megarl.config.loader import run_dir
+
+        with full_disk_named(f"the run in {run_dir(cfg)}", run_dir(cfg)):
+            run(cfg)
     except DiskFull as e:  # every rank's, in the words of one
         return _refuse(str(e), FAILED)
     return 0

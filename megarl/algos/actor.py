@@ -19,7 +19,7 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
-from megarl.algos.rollouts import refuse_branches, rollouts_of
+from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded, Tokens
@@ -105,15 +105,7 @@ class Actor(Role):
         names = [*spec.reads, "loss_mask"]
         _need(batch, ["rewards", *keys, *names], what="compute_advantages")
         rollouts = rollouts_of(whole)
-        samples = {name: rollouts.of_first(values) for name, values in whole.per_sample.items()}
-        rewards = rollouts.common(self._shaped_rewards(batch["rewards"]), "rewards")
-        if kl_ctl:
-            rewards = rewards - kl_ctl * rollouts.sums(self._kl_to_ref(whole)).float()
-        samples["rewards"] = rewards
-        if "group_ids" not in samples:
-            if spec.needs_groups:
-                raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
-            samples["group_ids"] = torch.arange(len(rollouts))
+        samples = self._of_rollouts(whole, rollouts, kl_ctl)
         named = f"actor.advantages={self.config.advantages.type}"
 
         def of_held_rows() -> tuple[Tokens, ...]:
@@ -134,6 +126,20 @@ class Actor(Role):
         put(
             batch, "advantages", whiten(whole, "advantages") if spec.whiten else whole["advantages"]
         )
+
+    def _of_rollouts(self, batch: Batch, rollouts: Rollouts, kl_ctl: float) -> dict[str, Tensor]:
+        """Returns what per_sample sees: the per-sample fields of each rollout's first row, [R], its
+        shaped reward, and its group."""
+        samples = {name: rollouts.of_first(values) for name, values in batch.per_sample.items()}
+        rewards = rollouts.common(self._shaped_rewards(batch["rewards"]), "rewards")
+        if kl_ctl:
+            rewards = rewards - kl_ctl * rollouts.sums(self._kl_to_ref(batch)).float()
+        samples["rewards"] = rewards
+        if "group_ids" not in samples:
+            if self.advantages.needs_groups:
+                raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
+            samples["group_ids"] = torch.arange(len(rollouts))
+        return samples
 
     def compute_advantages_and_returns(self, batch: Data, **kw: Any) -> dict[str, Any]:
         """Computes the advantages (see compute_advantages) and returns them by name; without a
@@ -156,10 +162,9 @@ class Actor(Role):
         self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
     ) -> None:
         """Adds batch["advantages"], ["returns"] and ["earned"] [B,S] for PPO with a critic, from
-        rewards [B], values [B,S] and last_value [B]. `earned` is what writing each token earned:
-        token_rewards [B,S], where there are any, and the rest of the reward at the last trained
-        token. Raises ValueError for a missing field, a reward that is not finite, or rollouts of
-        several rows.
+        rewards [B], values [B,S] and last_value [B]. `earned` is token_rewards [B,S], if any, and
+        the rest of the reward at the last trained token. Raises ValueError for a missing field, a
+        reward that is not finite, or rollouts of several rows.
 
         kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
         bootstrap: an answer that was cut (`truncated`) ends with the value of going on.

@@ -5,6 +5,8 @@ Collective as those of checks.py are. B sequences of the batch, T tokens of thos
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from megarl.algos.checks import Finding, some
@@ -63,12 +65,19 @@ def _first_bad(batch: Batch, name: str, row: int) -> tuple[list[int], float]:
 
 
 def nonfinite_update(stats: dict[str, float]) -> Finding | None:
-    """Finds an update that the engine refused, but for one that a smaller loss scale mends
-    (float16)."""
+    """Finds an update that the engine refused, for a number that is not finite or for a spike of
+    the gradient, but for one that a smaller loss scale mends (float16)."""
     if stats["update_successful"] or stats.get("overflow"):
         return None
     metrics = ", ".join(f"{k} = {stats[k]:g}" for k in ("loss", "grad_norm"))
+    if is_spike(stats):
+        return Finding(f"the gradient is larger than optimizer.spike_norm allows: {metrics}")
     return Finding(f"the update is not finite: {metrics}")
+
+
+def is_spike(stats: dict[str, float]) -> bool:
+    """Returns whether an update that was refused is finite."""
+    return math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"])
 
 
 def nonfinite_origin(row_loss: Tensor, batch: Batch, *, decode: Decode = spell_ids) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, Tokens
+from megarl.api.batch import UNITS, Batch, Padded, Tokens
 from megarl.utils.batch import select
 
 CHUNK_TOKENS = 1 << 20  # padded tokens of one chunk: bounds the memory of work on rows
@@ -36,11 +36,12 @@ def put(data: Data, name: str, value: Tokens | Tensor) -> None:
 
 
 def select_rows(data: Data, rows: Sequence[int], names: Sequence[str]) -> Data:
-    """Returns some rows (ascending) and the fields `names` of the data; of a Batch also those that
-    say which rows stay together."""
+    """Returns some rows (ascending) and the fields `names` of the data, and those that say which
+    rows stay together."""
+    wanted = dict.fromkeys([*names, *(name for name in UNITS if name in data)])
     if isinstance(data, Batch):
-        return data.select(rows, [name for name in names if name in data])
-    return select({name: data[name] for name in names}, rows)
+        return data.select(rows, [name for name in wanted if name in data])
+    return select({name: data[name] for name in wanted}, rows)
 
 
 def only(data: Data, names: Sequence[str]) -> Data:

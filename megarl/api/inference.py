@@ -13,6 +13,20 @@ from megarl.config.rollout import GenerationHyperparameters
 
 # why a sample may fail, see RolloutWorkflow.arun_episode
 FAILURES = ("other", "environment", "reward", "tool", "server")
+# of a workflow's data: how many rollouts are to be made anew, where not all samples are asked for
+SAMPLES_MISSING = "samples_missing"
+
+
+class RolloutFailed(RuntimeError):
+    """Says that something failed for all samples of a row: a workflow raises it where it has no
+    batch to return. `kind` is one of FAILURES."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        """Raises ValueError for another kind."""
+        if kind not in FAILURES:
+            raise ValueError(f"RolloutFailed: {kind!r} is none of {', '.join(FAILURES)}")
+        super().__init__(f"{kind}: {why}")
+        self.kind = kind
 
 
 class RolloutWorkflow(ABC):
@@ -25,7 +39,12 @@ class RolloutWorkflow(ABC):
 
         Where something failed for single samples, `valid` [n] bool is False for them: they leave
         the batch, are counted, and are never trained on. `failure` [n] int says why, as an index
-        into FAILURES. `unit_ids` [n] int names samples that stay in one mini-batch and on one rank.
+        into FAILURES. The workflow is then called again, up to rollout.failure_retries times, with
+        the number of samples that are missing in data["samples_missing"]; of what it returns, the
+        first so many are taken. Where all samples failed it may raise RolloutFailed instead.
+
+        `rollout_ids` [n] int names rows that are branches of one rollout, and `unit_ids` [n] int
+        samples that stay in one mini-batch and on one rank, as the rows of a rollout do anyway.
         """
 
 

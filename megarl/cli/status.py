@@ -7,9 +7,10 @@
     --follow   say it again whenever something changes, until the run ends
 
 Steps, reward, throughput and staleness are those of stats.jsonl. A trainer process is alive while
-it says so every few seconds, silent where it has not for half a minute, dead where it ran on this
-host and is gone. Servers are asked for their health. The exit status is 0 for a run that goes on or
-has finished, 1 for one that failed or died, 2 where there is none.
+it says so every few seconds, silent where it has not for half a minute; where it ran on this host,
+stopped (SIGSTOP) or dead. A run is restarting while its launcher, on this host, starts it again.
+Servers are asked for their health. The exit status is 0 for a run that goes on or has finished, 1
+for one that failed or died, 2 where there is none.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megarl.config.command_line import parse_command_line
+from megarl.config.command_line import help_or_command_line
 from megarl.config.errors import ConfigError
 from megarl.observability.console import duration
-from megarl.observability.presence import BEAT, ENDED, FAILED, read_presence
+from megarl.observability.presence import BEAT, ENDED, FAILED, read_launcher, read_presence
 from megarl.observability.report.runs import Run, load_run
 from megarl.utils.env import is_loopback
 from megarl.utils.http import HttpError, call_json
+from megarl.utils.stacks import state as state_of
 
 SILENT = 6 * BEAT  # seconds without a word
 RECENT = 20  # steps that the pace is taken from
@@ -41,6 +43,7 @@ HEALTH_TIMEOUT = 3.0  # seconds a server may take to answer
 POLL = 2.0  # seconds between two looks with --follow
 OVER = ("finished", "stopped", "failed", "dead")
 BAD = ("failed", "dead")
+_GOING = {"alive", "silent", "stopped"}  # health of a process that may go on
 _METRICS = {
     "reward": ("reward/mean",),
     "loss": ("loss",),
@@ -53,11 +56,8 @@ _METRICS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Says how the run that `argv` names is doing and returns the exit status. Raises ConfigError
     for a wrong command line or a directory that holds no run."""
-    command = parse_command_line(
-        sys.argv[1:] if argv is None else argv, switches=("help", "json", "follow")
-    )
-    if "help" in command.switches:
-        print((__doc__ or "").strip())
+    command = help_or_command_line(argv, __doc__ or "", switches=("json", "follow"))
+    if command is None:
         return 0
     if len(command.words) != 1 or command.overrides:
         raise ConfigError(["give one run directory: megarl status RUN"])
@@ -86,7 +86,10 @@ def status(directory: Path) -> dict[str, Any]:
     rows = [row for row in run.rows if row["step"] > 0]
     last = rows[-1] if rows else {}
     summary = run.summary if _is_current(directory, people) else {}
+    launcher = _launcher(directory, people)
     state = _state(summary, processes)
+    if state in BAD and _there(launcher):
+        state = "restarting"
     return {
         "run": "/".join(directory.resolve().parts[-2:]),
         "state": state,
@@ -98,7 +101,7 @@ def status(directory: Path) -> dict[str, Any]:
         **_pace(rows),
         "processes": processes,
         "servers": _servers(people) if state not in OVER else [],
-        "last_error": _last_error(summary, processes),
+        "last_error": _last_error(summary, processes, launcher),
     }
 
 
@@ -122,8 +125,8 @@ def _process(said: Mapping[str, Any]) -> dict[str, Any]:
     health = "alive"
     if said["state"] in (ENDED, FAILED):
         health = said["state"]
-    elif said["host"] == socket.gethostname() and not Path(f"/proc/{said['pid']}").exists():
-        health = "dead"
+    elif said["host"] == socket.gethostname() and (found := _found(said["pid"])) != "alive":
+        health = found
     elif time.time() - said["beat"] > SILENT:
         health = "silent"
     since = said["phase_since"]
@@ -139,16 +142,35 @@ def _process(said: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _found(pid: int) -> str:
+    """Returns alive, stopped or dead, as the system of this host sees the process."""
+    return {"": "dead", "Z": "dead", "T": "stopped", "t": "stopped"}.get(state_of(pid), "alive")
+
+
+def _launcher(directory: Path, people: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns what the launcher of the newest start said; None where another way started it."""
+    said = read_launcher(directory)
+    if said is None or (people and said["beat"] < people[0]["started"] and not _there(said)):
+        return None
+    return said
+
+
+def _there(launcher: Mapping[str, Any] | None) -> bool:
+    if launcher is None or launcher["host"] != socket.gethostname():
+        return False
+    return _found(launcher["pid"]) != "dead"
+
+
 def _state(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
-    """Returns running, finished, stopped (early), failed or dead."""
+    """Returns running, finished, stopped (early), failed or dead, as the processes are."""
     health = {p["health"] for p in processes}
     if "dead" in health:
         return "dead"
-    if (said := summary.get("status")) and not health & {"alive", "silent"}:
+    if (said := summary.get("status")) and not health & _GOING:
         return str(said).split(":")[0].split()[0]
     if "failed" in health:
         return "failed"
-    return "running" if health & {"alive", "silent"} else "stopped"
+    return "running" if health & _GOING else "stopped"
 
 
 def _last(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> float | None:
@@ -192,7 +214,24 @@ def _servers(people: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return list(pool.map(ask, people[0]["servers"]))
 
 
-def _last_error(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str | None:
+def _last_error(
+    summary: Mapping[str, Any],
+    processes: Sequence[Mapping[str, Any]],
+    launcher: Mapping[str, Any] | None,
+) -> str | None:
+    """Returns why the run failed, or why it is started again: the launcher's word, which saw the
+    first process end, then that of a process."""
+    causes = (
+        [launcher["error"] or (launcher["before"] if _there(launcher) else None)]
+        if launcher
+        else []
+    )
+    if said := _said(summary, processes):
+        causes.append(said)
+    return "; ".join(filter(None, causes)) or None
+
+
+def _said(summary: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str | None:
     for p in processes:
         if p["error"]:
             return f"{p['name']}: {p['error']}"
@@ -275,4 +314,4 @@ def _gapless(names: Sequence[str]) -> bool:
 
 
 def _style(health: str) -> str:
-    return {"alive": "green", ENDED: "", "silent": "yellow"}.get(health, "red")
+    return {"alive": "green", ENDED: "", "silent": "yellow", "stopped": "yellow"}.get(health, "red")

@@ -16,12 +16,11 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.command_line import parse_command_line
+from megarl.config.command_line import help_or_command_line
 from megarl.config.errors import ConfigError
 from megarl.observability.presence import read_presence
 from megarl.observability.timeline import EPISODES, FOLDER, PHASES, SYNCS, read_spans
@@ -34,11 +33,8 @@ _STEP = "step"
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the trace of the run that `argv` names and returns 0. Raises ConfigError for a wrong
     command line or a run without a timeline."""
-    command = parse_command_line(
-        sys.argv[1:] if argv is None else argv, options=("out", "steps"), switches=("help",)
-    )
-    if "help" in command.switches:
-        print((__doc__ or "").strip())
+    command = help_or_command_line(argv, __doc__ or "", options=("out", "steps"))
+    if command is None:
         return 0
     if len(command.words) != 1 or command.overrides:
         raise ConfigError(["give one run directory: megarl trace RUN"])

@@ -16,6 +16,9 @@ class PoolConfig:
     sbatch_args: list[str] = arg(
         factory=list, help="arguments of sbatch for these nodes, like --partition=inference"
     )
+    ray_resources: dict[str, float] = arg(
+        factory=dict, help="as cluster.ray_resources, for these nodes"
+    )
 
 
 @dataclass(kw_only=True)
@@ -78,5 +81,10 @@ class ClusterConfig:
     )
     rendezvous_timeout: float = arg(
         900.0, bounds=TIMEOUT, help="seconds the nodes wait for each other at the start"
+    )
+    ray_resources: dict[str, float] = arg(
+        factory=dict,
+        help="what Ray is asked for on each node besides GPUs and CPUs, by name, like "
+        "{accelerator_type:H100: 0.001}",
     )
     slurm: SlurmConfig = arg(factory=SlurmConfig, help="Slurm")

@@ -6,8 +6,10 @@ Options and overrides may come in any order, which argparse's positionals do not
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megarl.config.errors import ConfigError
 
@@ -45,6 +47,32 @@ def parse_command_line(
         else:
             raise ConfigError([_unknown(arg, [*options, *switches])])
     return line
+
+
+def help_or_command_line(
+    argv: Sequence[str] | None,
+    text: str,
+    *,
+    options: Sequence[str] = (),
+    switches: Sequence[str] = (),
+) -> CommandLine | None:
+    """Prints `text` and returns None where `argv` (None: this process's) asks for help, else
+    returns what `parse_command_line` reads."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(text.strip())
+        return None
+    return parse_command_line(argv, options=options, switches=(*switches, "help"))
+
+
+def one_config(command: CommandLine, usage: str) -> Path:
+    """Returns the configuration that a command line names, as --config or as its only word. Raises
+    ConfigError, with `usage`, where it names none or several."""
+    words = list(command.words)
+    name = command.options.get("config") or (words.pop(0) if words else None)
+    if name is None or words:
+        raise ConfigError([f"give one configuration: {usage}"])
+    return Path(name)
 
 
 def _unknown(arg: str, known: list[str]) -> str:

@@ -44,6 +44,13 @@ class OptimizerConfig:
     gradient_clipping: float = arg(
         1.0, bounds=OFF_AT_ZERO, help="global gradient norm bound; 0 turns clipping off"
     )
+    spike_norm: float | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="an update whose gradient norm before clipping is larger is not made, as one that is "
+        "not finite: self_check.on_nonfinite says what follows, and its batch is saved; null makes "
+        "all",
+    )
     distributed: bool = arg(True, help="shard optimizer state over dp (ZeRO-1)")
     overlap_grad_reduce: bool = arg(
         False, help="reduce gradients over dp bucket by bucket while backward goes on"

@@ -184,6 +184,22 @@ class RolloutConfig:
         15.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
     )
     reward_workers: int = arg(2, bounds=POSITIVE, help="processes that compute rewards")
+    failure_retries: int = arg(
+        1,
+        bounds=NOT_NEGATIVE,
+        help="times that rollouts are made anew whose environment, reward, tool or server failed",
+    )
+    min_rollouts: int = arg(
+        2,
+        bounds=POSITIVE,
+        help="a group in which failures leave fewer rollouts is replaced by another prompt's; use "
+        "1 where rollouts of a group are not compared",
+    )
+    max_failure_rate: float = arg(
+        0.5,
+        bounds=FRACTION_ABOVE_ZERO,
+        help="the run stops where a larger part of the latest rollouts failed; 1 never stops",
+    )
     on_reward_error: str = arg(
         "raise",
         help="a reward that raises: stop the run, or reject the sample and count it",

@@ -170,7 +170,8 @@ class MegatronEngine(TrainEngine):
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
             lr = optimizer.current_lr(mine)
-            stats |= {"lr": lr, **optimizer.step(mine, stats["loss"])}
+            spike = self.config.optimizer.spike_norm if self.config.optimizer else None
+            stats |= {"lr": lr, **optimizer.step(mine, stats["loss"], spike_norm=spike)}
         return stats
 
     def backward_batch(

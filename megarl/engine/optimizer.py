@@ -203,9 +203,10 @@ def current_lr(optimizer: Any) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def step(optimizer: Any, loss: float) -> dict[str, float]:
+def step(optimizer: Any, loss: float, *, spike_norm: float | None = None) -> dict[str, float]:
     """Updates the weights; returns grad_norm (before clipping) and update_successful, the same on
-    every rank. A loss or a norm that is not finite changes nothing: neither weights nor moments.
+    every rank. A loss or a norm that is not finite, or a norm above `spike_norm`, changes nothing:
+    neither weights nor moments.
 
     In float16 it also returns loss_scale, that of this step, and overflow: 1 where the gradients
     were too large for it, which the next step's smaller scale may mend."""
@@ -213,6 +214,7 @@ def step(optimizer: Any, loss: float) -> dict[str, float]:
     overflow = _prepare_grads(optimizer, rescale=math.isfinite(loss))
     norm = float(optimizer.get_grad_norm())
     updated = not overflow and math.isfinite(norm) and math.isfinite(loss)
+    updated = updated and (spike_norm is None or norm <= spike_norm)
     if updated:
         # the rest of optimizer.step(), which would compute the norm again
         for part in parts(optimizer):

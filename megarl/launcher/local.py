@@ -25,58 +25,27 @@ megarl.run lists the configuration keys.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
 
-from megarl.config.command_line import parse_command_line
-from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.config.command_line import CommandLine
+from megarl.launcher.command import Launcher, run_launcher, start_again
 from megarl.launcher.job import LOOPBACK, Job
-from megarl.launcher.make import make_job
 from megarl.launcher.names import LocalNames
-from megarl.launcher.plan import check_named, plan_here
+from megarl.launcher.plan import Plan, plan_here
 from megarl.launcher.processes import Signals
 from megarl.launcher.running import run_node
-from megarl.launcher.show import TABLE, show
-from megarl.observability.logging import get_logger
-from megarl.utils.importing import add_working_directory
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.stacks import dump_on_signal
-
-log = get_logger("launcher")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the launcher with the command line `argv` (None: this process's); returns the exit
     status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print((__doc__ or "").strip())
-        return 0
-    add_working_directory()
-    dump_on_signal()
-    try:
-        command = parse_command_line(
-            argv,
-            options=("config", "nproc", "format"),
-            switches=("check", "help", "dry-run"),
-        )
-        only = "check" in command.switches
-        plan = plan_here(command)
-        job = make_job(plan, os.environ)
-        if "dry-run" in command.switches:
-            print(show(job, os.environ, command.options.get("format", TABLE)))
-            return 0
-        check_named(plan, writes=not only)
-    except ConfigError as e:
-        print(e.report(), file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:  # nothing has been started
-        return 128 + signal.SIGINT
-    if only:
-        print(f"the configuration is sound, for {plan.nproc} trainer process(es)")
-        return 0
+    here = Launcher(help=__doc__ or "", plan=plan_here, start=_start, cluster=False)
+    return run_launcher(here, argv)
+
+
+def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     return launch(job)
 
 
@@ -84,14 +53,8 @@ def launch(job: Job) -> int:
     """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
     status."""
     ensure_job_token()  # every process it starts inherits it
-    restarts = job.restarts
     with Signals() as signals:
-        while (status := run_once(job, signals)) not in (0, EXIT_CODE):
-            if signals.received or not restarts:
-                break
-            restarts -= 1
-            log.warning("status %d: starting again, %d restart(s) left", status, restarts)
-    return status
+        return start_again(job.restarts, signals, lambda: run_once(job, signals))
 
 
 def run_once(job: Job, signals: Signals) -> int:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.config.command_line import CommandLine, parse_command_line
+from megarl.config.command_line import CommandLine, help_or_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.launcher.job import LOOPBACK, Job
 from megarl.launcher.names import FileNames, Superseded
@@ -58,15 +58,14 @@ _KEPT = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: this process's); returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print((__doc__ or "").strip())
-        return 0
     try:
-        command = parse_command_line(
+        command = help_or_command_line(
             argv,
+            __doc__ or "",
             options=("job", "attempt", "node", "node-variable", "first-node", "environment"),
         )
+        if command is None:
+            return 0
         job = _read_job(command)
         node = node_number(command.options, os.environ, len(job.pools))
         if "environment" in command.options:
@@ -74,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (token := job_token()) is None:
             raise ConfigError([f"{TOKEN} is not set: the nodes of a job know each other by it"])
         host = node_address(job.interface) if len(job.pools) > 1 else LOOPBACK
+        _enter(job.working_directory)
     except ConfigError as e:
         print(e.report(), file=sys.stderr)
         return EXIT_CODE
     os.environ.setdefault(SETTLE, "5")
-    os.chdir(job.working_directory)
     names = FileNames(Path(job.directory) / NAMES, command.options["attempt"], token=token)
     with Signals(signal.SIGUSR1) as signals:
         try:
@@ -88,6 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NODE_FAILED
         log.info("node %d of %s at %s", node, job.name, host)
         return run_node(job, node, host=host, names=names, signals=signals)
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as e:
+        raise ConfigError(
+            [f"{directory}: {e.strerror} on this node; start the job in a directory they share"]
+        ) from e
 
 
 def _read_job(command: CommandLine) -> Job:

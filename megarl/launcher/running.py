@@ -2,7 +2,8 @@
 
 Servers come first. Trainers start once every server of the job is healthy, and all ends when they
 are done or something fails, here or on another node. Nodes tell each other by names (names.py):
-the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status.
+the endpoints that they chose, `ready.server.<i>`, and `end.<node>` with a node's exit status. A
+launcher that has lost a node says so in its place: `lost.<node>`, with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from megarl.launcher.processes import (
     wait_until,
 )
 from megarl.observability.logging import get_logger
+from megarl.observability.presence import LauncherPresence
 from megarl.rollout.server_process import ServerProcess, free_port, log_tail
 from megarl.utils import stacks
 from megarl.utils.env import cores
@@ -81,6 +83,7 @@ def run_node(job: Job, node: int, *, host: str, names: Names, signals: Signals) 
             status = run.to_the_end()
         except NodeFailed as e:
             log.error("%s", e)
+            run.presence.failed(str(e))
             status = e.status
             if isinstance(e, PeerFailed):
                 run.await_trainers()
@@ -121,6 +124,7 @@ class _NodeRun:
         self.names, self.signals, self.reaper = names, signals, reaper
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
+        self.presence = LauncherPresence(Path(job.directory), node)
         self.tasks = job.of(SERVER, node)
         self.restarts = Counter({task.index: job.server_restarts for task in self.tasks})
 
@@ -162,9 +166,12 @@ class _NodeRun:
         return found
 
     def check_peers(self) -> None:
-        """Raises PeerFailed where another node ended with a failure."""
+        """Raises PeerFailed where another node ended with a failure, NodeFailed where one is
+        lost."""
         self.names.check()
         for node in range(len(self.job.pools)):
+            if (lost := self.names.peek(f"lost.{node}")) is not None:
+                raise NodeFailed(f"node {node} is lost: {lost}")
             if node == self.node:
                 continue
             if (ended := self.names.peek(f"end.{node}")) not in (None, "0"):
@@ -323,7 +330,9 @@ class _NodeRun:
             time.sleep(POLL_INTERVAL)
 
     def _failed(self, trainer: Child, status: int) -> int:
-        log.error("%s exited with status %s; ending the run", trainer.name, spelled(status))
+        why = f"{trainer.name} exited with status {spelled(status)}"
+        log.error("%s; ending the run", why)
+        self.presence.failed(why)
         if trainer.log_path:
             log.error("end of %s:\n%s", trainer.log_path, log_tail(Path(trainer.log_path)))
         for obituary in self.obituaries():  # which may be why
@@ -346,9 +355,11 @@ class _NodeRun:
             FAIL_GRACE,
         )
         leaders = [*((t.name, t.pid) for t in left), *((s.address, s.pid) for s in self.servers)]
-        for name, leader in leaders:
-            for pid in stacks.session(leader)[:STACKS]:
-                log.error("%s: %s", name, stacks.show(pid))
+        named = [(n, pid) for n, leader in leaders for pid in stacks.session(leader)[:STACKS]]
+        with ThreadPoolExecutor(max_workers=STACKS) as pool:
+            shown = pool.map(stacks.show, (pid for _, pid in named))
+            for (name, _), text in zip(named, shown, strict=True):
+                log.error("%s: %s", name, text)
 
     def _interrupted(self) -> int:
         """Passes the signal on; 0 if every trainer then ends well, else 128 + its number. A node of

@@ -26,23 +26,20 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from megarl.config.command_line import parse_command_line
-from megarl.config.errors import EXIT_CODE, ConfigError
+from megarl.config.command_line import CommandLine
+from megarl.config.errors import ConfigError
+from megarl.launcher.command import Launcher, run_launcher
+from megarl.launcher.files import LogTail
 from megarl.launcher.job import Job
-from megarl.launcher.make import make_job
-from megarl.launcher.plan import Plan, check_named, plan_cluster
-from megarl.launcher.show import TABLE, show
+from megarl.launcher.plan import Plan, plan_cluster
 from megarl.launcher.slurm_script import Files, batch_script
 from megarl.launcher.slurm_states import FAILED, JobState, parse_job
 from megarl.observability.logging import get_logger
-from megarl.utils.importing import add_working_directory
 from megarl.utils.job_token import ensure_job_token
 
 log = get_logger("launcher")
@@ -54,51 +51,34 @@ SILENCE = 600.0  # seconds without an answer of Slurm's after which the job is n
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the launcher with the command line `argv` (None: this process's); returns the exit
     status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print((__doc__ or "").strip())
-        return 0
-    add_working_directory()
-    try:
-        command = parse_command_line(
-            argv,
-            options=("config", "nproc", "format", "container"),
-            switches=("check", "help", "dry-run", "detach"),
-        )
-        if "container" in command.options:
-            command.overrides.append(f"cluster.container={command.options['container']}")
-        plan = plan_cluster(command)
-        job = make_job(plan, os.environ, cluster=True)
-        if "dry-run" in command.switches:
-            print(dry_run(plan, job, command.options.get("format", TABLE)))
-            return 0
-        only = "check" in command.switches
-        check_named(plan, writes=not only)
-        if only:
-            print(
-                f"the configuration is sound, for {plan.nproc} trainer process(es) on "
-                f"{len(job.pools)} node(s)"
-            )
-            return 0
-        job_id, files = submit(plan, job)
-        if "detach" in command.switches:
-            print(job_id)
-            return 0
-        return follow(job_id, files, plan.cfg.cluster.slurm.poll_seconds)
-    except ConfigError as e:
-        print(e.report(), file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    slurm = Launcher(
+        help=__doc__ or "",
+        plan=_plan,
+        start=_start,
+        asks=_script,
+        options=("container",),
+        switches=("detach",),
+    )
+    return run_launcher(slurm, argv)
 
 
-def dry_run(plan: Plan, job: Job, format: str) -> str:
-    """Returns the job as text, in the table's format with the batch script."""
-    shown = show(job, os.environ, format)
-    if format != TABLE:
-        return shown
+def _plan(command: CommandLine) -> Plan:
+    if "container" in command.options:
+        command.overrides.append(f"cluster.container={command.options['container']}")
+    return plan_cluster(command)
+
+
+def _script(plan: Plan, job: Job) -> str:
     files = Files.of(job)
-    return f"{shown}\n\n{files.script}:\n{batch_script(job, plan.cfg.cluster, files)}"
+    return f"{files.script}:\n{batch_script(job, plan.cfg.cluster, files)}"
+
+
+def _start(plan: Plan, job: Job, command: CommandLine) -> int:
+    job_id, files = submit(plan, job)
+    if "detach" in command.switches:
+        print(job_id)
+        return 0
+    return follow(job_id, files, plan.cfg.cluster.slurm.poll_seconds)
 
 
 def submit(plan: Plan, job: Job) -> tuple[str, Files]:
@@ -133,11 +113,11 @@ def _refuse_second(files: Files) -> None:
 
 def follow(job_id: str, files: Files, interval: float) -> int:
     """Shows the job's states and log until it is over; returns the exit status."""
-    before, at, heard = None, 0, time.monotonic()
+    before, heard, tail = None, time.monotonic(), LogTail(files.log(job_id))
     try:
         while True:
             state = job_state(job_id)
-            at = _show_more(files.log(job_id), at)
+            tail.show(rest=state is None or state.over)
             if state is not None:
                 heard = time.monotonic()
                 if state != before:
@@ -161,18 +141,6 @@ def job_state(job_id: str) -> JobState | None:
     """Returns what Slurm says of a job, None where it does not know it or gives no answer."""
     done = _slurm("scontrol", "-o", "show", "job", job_id)
     return None if done.returncode else parse_job(done.stdout)
-
-
-def _show_more(path: Path, at: int) -> int:
-    """Prints what the log has beyond byte `at`; returns its new end."""
-    if not path.exists():
-        return at
-    with path.open("rb") as f:
-        f.seek(at)
-        more = f.read()
-    sys.stdout.write(more.decode(errors="replace"))
-    sys.stdout.flush()
-    return at + len(more)
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:

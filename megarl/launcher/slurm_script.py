@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from pathlib import Path
 from megarl.config.cluster import ClusterConfig
 from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.errors import EXIT_CODE
+from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
 from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import PACKAGE
@@ -22,23 +21,8 @@ _EXPORT = "PATH,HOME,USER,LANG"
 
 
 @dataclass(frozen=True)
-class Files:
-    """Names the files of a job: all in <run>/launch, which only the user may read."""
-
-    directory: Path
-
-    @classmethod
-    def of(cls, job: Job) -> Files:
-        """Returns those of a job, as absolute paths."""
-        return cls(Path(job.working_directory, job.directory, "launch"))
-
-    @property
-    def job(self) -> Path:
-        return self.directory / "job.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.directory / "environment.json"
+class Files(JobFiles):
+    """Names the files of a job that Slurm runs."""
 
     @property
     def script(self) -> Path:
@@ -61,17 +45,11 @@ class Files:
         return self.directory / f"slurm-{job_id}.log"
 
     def write(self, job: Job, script: str, env: Mapping[str, str]) -> None:
-        """Writes the records, the script and the variables that processes get; the last for the
-        user's eyes only."""
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Writes the records, the script and the variables that processes get."""
+        self.write_records(job, env)
         self.status.unlink(missing_ok=True)
         self.idle.unlink(missing_ok=True)
-        self.job.write_text(job.to_json(), encoding="utf-8")
         self.script.write_text(script, encoding="utf-8")
-        self.environment.unlink(missing_ok=True)
-        fd = os.open(self.environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump({name: env[name] for name in job.forwarded if name in env}, f, indent=1)
 
 
 def batch_script(job: Job, cluster: ClusterConfig, files: Files) -> str:

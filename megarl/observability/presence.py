@@ -1,7 +1,8 @@
-"""Says that a trainer process is there and what it does, for `megarl status`.
+"""Says which processes of a run are there and what they do, for `megarl status`.
 
 <run>/processes/rank_3.json is written by a thread every BEAT seconds and at the end: host, pid,
 `beat` (Unix seconds of the write), the phase that the process is in and since when, how it ended.
+A launcher writes launcher_0.json when a start of its node's part begins and when it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,19 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 
 class Presence:
-    """Writes the file of this process until `end`. servers: addresses that it generates with."""
+    """Writes the file of this process until `end`. servers: returns the addresses that it
+    generates with, asked anew each time; where it raises OSError or ValueError, they stay."""
 
     def __init__(
-        self, run_dir: Path, *, rank: int, world_size: int, servers: Sequence[str] = ()
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        servers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.total_steps: int | None = None
+        self._servers = servers
         self._path = run_dir / FOLDER / f"rank_{rank}.json"
         self._about: dict[str, Any] = {
             "rank": rank,
@@ -38,7 +46,7 @@ class Presence:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
-            "servers": list(servers),
+            "servers": [],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._over = threading.Event()
@@ -58,6 +66,8 @@ class Presence:
             self._write(RUNNING)
 
     def _write(self, state: str, error: str | None = None) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._about["servers"] = list(self._servers())
         phase = timeline.phase_now()
         now = {
             "state": state,
@@ -69,6 +79,38 @@ class Presence:
         }
         with contextlib.suppress(OSError):  # a full disk ends no run from here
             write_whole(self._path, json.dumps(self._about | now) + "\n")
+
+
+class LauncherPresence:
+    """Writes the file of the launcher of node `node`: that a start begins, and why it failed."""
+
+    def __init__(self, run_dir: Path, node: int) -> None:
+        """Says that a start begins; why the one before failed stays said (`before`)."""
+        self._path = run_dir / FOLDER / f"launcher_{node}.json"
+        mine = {"host": socket.gethostname(), "pid": os.getpid()}
+        earlier = read_launcher(run_dir, node) or {}
+        same = all(earlier.get(name) == value for name, value in mine.items())
+        self._about = mine | {"before": earlier["error"] if same else None}
+        self._write(RUNNING)
+
+    def failed(self, why: str) -> None:
+        """Says why the start failed; another may follow."""
+        self._write(FAILED, why)
+
+    def _write(self, state: str, error: str | None = None) -> None:
+        said = self._about | {"state": state, "error": error, "beat": time.time()}
+        with contextlib.suppress(OSError):  # a full disk ends no run from here
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps(said) + "\n")
+
+
+def read_launcher(run_dir: Path, node: int = 0) -> dict[str, Any] | None:
+    """Returns what the launcher of a node last said, None where it has said nothing."""
+    path = run_dir / FOLDER / f"launcher_{node}.json"
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return None
 
 
 def read_presence(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from megarl.config.run import StatsLoggerConfig
 from megarl.config.secrets import public_tree
 from megarl.observability.console import ConsoleSink
 from megarl.observability.logging import env_rank, get_logger
+from megarl.utils.disk import DiskFull, full_disk_named
 from megarl.utils.staging import write_whole
 
 log = get_logger(__name__)
@@ -105,23 +107,30 @@ class StatsLogger:
         self.log(global_step + 1, {"epoch": float(epoch)} | merged)
 
     def log(self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None) -> None:
-        """Logs the metrics of `step` finished steps; step 0 holds those from before the first."""
+        """Logs the metrics of `step` finished steps; step 0 holds those from before the first.
+        Raises DiskFull where there is no room for them."""
         self._total_steps, self._committed = total_steps, True
-        for sink in self._sinks:
-            sink.write(step, stats, total_steps)
+        with full_disk_named(f"writing the metrics of step {step}", self._run_dir):
+            for sink in self._sinks:
+                sink.write(step, stats, total_steps)
 
     def close(
         self, *, final: Mapping[str, float] | None = None, error: BaseException | None = None
     ) -> None:
         """Ends every sink, writes <run>/summary.json and, where configured, <run>/report.html, and
         prints the summary. `final`: counters as the run ends; `error`: what ended it. A start that
-        logged no step (it was refused, or the run is over) leaves an earlier start's as they are.
+        logged no step (it was refused, or the run is over) leaves an earlier start's as they are. A
+        disk that is full is a warning: what the run has made is there without a summary.
         """
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
-        if sinks:
-            self._sum_up(final, error)
+        try:
+            with full_disk_named("writing the summary", self._run_dir):
+                for sink in sinks:
+                    sink.close()
+                if sinks:
+                    self._sum_up(final, error)
+        except DiskFull as e:
+            log.warning("the summary or the report is not written: %s", e)
 
     def _sum_up(self, final: Mapping[str, float] | None, error: BaseException | None) -> None:
         from megarl.observability.report import load_run, write_report
@@ -154,14 +163,20 @@ class JsonlSink:
         supersede(path, lambda row: from_step is not None and row["step"] <= from_step)
         earlier = path.read_text(encoding="utf-8") if path.exists() else ""
         self._start = time.time() - _last_elapsed(earlier)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, stats: Mapping[str, float], total_steps: int | None) -> None:
-        """Writes one line; a number that is not finite becomes null."""
+        """Writes one line, or where there is no room none; a number that is not finite becomes
+        null."""
         row = {k: _finite(v) for k, v in stats.items()}
         row |= {"step": step, "time": round(time.time(), 3), "elapsed_s": self.elapsed()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line, begin = (json.dumps(row) + "\n").encode(), self._file.seek(0, os.SEEK_END)
+        try:
+            while line:  # a disk takes what it has room for, and says so at the next write
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(begin)
+            raise
 
     def elapsed(self) -> float:
         """Returns the seconds of the run, earlier starts included."""

@@ -41,7 +41,8 @@ class Timeline:
         with self._lock:
             file, self._file = self._file, None
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):  # a disk that is full, as in `record`
+                    file.close()
 
     def record(self, track: str, name: str, start: float, seconds: float, **about: Any) -> None:
         """Writes a span. start: Unix seconds. A disk that is full costs the span, not the run."""

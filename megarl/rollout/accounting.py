@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megarl.rollout.retries import Failed, by_kind
+
+LATEST = 256  # rollouts that a rate of failures is measured on
+ENOUGH = 64  # rollouts before it says anything
 _COUNTS = ("mark", "episodes", "samples", "skipped_episodes", "skipped_samples")
 
 
@@ -103,24 +107,27 @@ class SampleAccounting:
 
 
 class FailedSamples:
-    """Counts the samples that an environment, a reward, a tool or a server spoilt, by kind, and
-    their tokens. No batch has them: to train on a substitute (a reward of zero, say) would teach
-    the failure."""
+    """Counts the rollouts that an environment, a reward, a tool or a server spoilt, by kind, and
+    their tokens; one with several rows counts once. No batch has them: to train on a substitute (a
+    reward of zero, say) would teach the failure."""
 
     def __init__(self) -> None:
         self.samples: Counter[str] = Counter()
         self.tokens = 0
+        self.retried = 0  # that were made anew
 
-    def add(self, failed: Sequence[tuple[str, int]]) -> None:
-        """Adds (kind, length) of every failed sample of an episode."""
+    def add(self, failed: Sequence[Failed], retried: int = 0) -> None:
+        """Adds (kind, length) of every failed rollout of an episode, and how many were made
+        anew."""
         self.samples.update(kind for kind, _ in failed)
         self.tokens += sum(length for _, length in failed)
+        self.retried += retried
 
     def stats(self) -> dict[str, float]:
-        """Returns failed_samples, and where there are any failed_samples/<kind> and
-        failed_samples/len_mean, in tokens."""
+        """Returns failed_samples, retried_samples, and where there are any failed_samples/<kind>
+        and failed_samples/len_mean, in tokens."""
         count = self.samples.total()
-        stats = {"failed_samples": float(count)}
+        stats = {"failed_samples": float(count), "retried_samples": float(self.retried)}
         if count:
             stats |= {f"failed_samples/{kind}": float(n) for kind, n in self.samples.items()}
             stats["failed_samples/len_mean"] = self.tokens / count
@@ -128,8 +135,34 @@ class FailedSamples:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint."""
-        return {"samples": dict(self.samples), "tokens": self.tokens}
+        return {"samples": dict(self.samples), "tokens": self.tokens, "retried": self.retried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         self.samples, self.tokens = Counter(state["samples"]), state["tokens"]
+        self.retried = state.get("retried", 0)  # an earlier checkpoint has none
+
+
+class FailureRate:
+    """Watches which part of the latest rollouts failed, retries among them."""
+
+    def __init__(self, bound: float) -> None:
+        """Takes rollout.max_failure_rate."""
+        self._bound = bound
+        self._latest: deque[Failed | None] = deque(maxlen=LATEST)  # None did not fail
+
+    def add(self, failed: Sequence[Failed], good: int) -> None:
+        """Adds the rollouts of an episode: those that failed, and how many did not."""
+        self._latest.extend(failed)
+        self._latest.extend([None] * good)
+
+    def check(self) -> None:
+        """Raises RuntimeError where more than the bound failed; the first few are no measure."""
+        failed, seen = [f for f in self._latest if f is not None], len(self._latest)
+        if seen < ENOUGH or len(failed) <= self._bound * seen:
+            return
+        raise RuntimeError(
+            f"{len(failed)} of the latest {seen} rollouts failed ({by_kind(failed)}), more than "
+            f"rollout.max_failure_rate={self._bound:g}: mend what fails (the log names rows), or "
+            "raise the bound"
+        )

@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.api.inference import InferenceEngine, RolloutWorkflow
+from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
-from megarl.rollout.generation import stable_seed
+from megarl.rollout.generation import attempt_key, stable_seed
 from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
 from megarl.rollout.trajectory import Trajectory
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
-_NOT_FOR_REWARD = ("prompt", "completion", "prompt_ids", "completion_ids", "episode_id")
+_NOT_FOR_REWARD = (
+    *("prompt", "completion", "prompt_ids", "completion_ids"),
+    *("episode_id", SAMPLES_MISSING),
+)
 # stands for an answer in a rendered chat, and for nothing that a chat may hold
 _MARK = f"<<answer {uuid.uuid4().hex}>>"
 
@@ -46,9 +49,10 @@ class ChatWorkflow(RolloutWorkflow):
         self.gconfig, self.tokenizer = gconfig, tokenizer
 
     def begin(self, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns gconfig.n_samples trajectories that have read the prompt."""
+        """Returns gconfig.n_samples trajectories that have read the prompt, or as many as are to
+        be made anew because they failed."""
         ids, messages = self._prompt(data)[1], data.get("messages", ())
-        n = self.gconfig.n_samples
+        n = data.get(SAMPLES_MISSING, self.gconfig.n_samples)
         samples = [Trajectory(index=i, messages=messages) for i in range(n)]
         for sample in samples:
             sample.read(ids)
@@ -59,9 +63,9 @@ class ChatWorkflow(RolloutWorkflow):
     ) -> list[str]:
         """Has the policy write one more turn of each sample, and returns their texts.
 
-        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn); the
-        server adds the position. A row may come again under the same weights, so its id alone does
-        not do.
+        With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn), and in
+        later runs of the episode their number; the server adds the position. A row may come again
+        under the same weights, so its id alone does not do.
         """
         if not samples:
             return []
@@ -70,6 +74,7 @@ class ChatWorkflow(RolloutWorkflow):
             engine.get_version(),
             data.get("row_id", tuple(samples[0].tokens)),
             data.get("episode_id", 0),
+            *attempt_key(),
         )
         requests = [
             ModelRequest(
@@ -88,14 +93,27 @@ class ChatWorkflow(RolloutWorkflow):
     def tell(self, sample: Trajectory, content: str, *, role: str = "user") -> None:
         """Has the sample read the next message, by the chat template: all text between the policy's
         last answer and its next one."""
-        told = {"role": role, "content": content}
-        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, told]
-        text = self._template(chat)
-        rest = self._encode(text.partition(_MARK)[2])
+        self.tell_all(sample, [{"role": role, "content": content}])
+
+    def tell_all(
+        self,
+        sample: Trajectory,
+        told: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Has the sample read several messages in a row, such as the results of its tool calls.
+        tools: those that the chat template was given at the beginning, as begin's rows hold them.
+        Raises ValueError where the template does not show the policy's answer as it was given."""
+        chat = [*sample.messages, {"role": "assistant", "content": _MARK}, *told]
+        _, mark, text = self._template(chat, tools=tools).rpartition(_MARK)
+        if not mark:
+            raise ValueError("the chat template leaves out the answer before the last messages")
+        rest = self._encode(text)
         # the end of its turn stands there already, unless max_new_tokens cut the answer short
         sample.read(rest[1:] if rest[:1] == sample.tokens[-1:] else rest)
         answer = self.text(sample.answers[-1]) if sample.answers else ""
-        sample.messages += [{"role": "assistant", "content": answer}, told]
+        sample.messages += [{"role": "assistant", "content": answer}, *told]
 
     async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
         """Returns the rewards of the samples' last answers."""
@@ -123,12 +141,18 @@ class ChatWorkflow(RolloutWorkflow):
     def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
         prompt, ids = data.get("prompt"), data.get("prompt_ids")
         if prompt is None:
-            prompt = self._template(data["messages"])
+            prompt = self._template(data["messages"], tools=data.get("tools") or ())
         return prompt, list(self._encode(prompt) if ids is None else ids)
 
-    def _template(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _template(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self.chat_template_kwargs,
         )
         return text
 
@@ -143,10 +167,13 @@ def _turn(sample: Trajectory) -> tuple[int, ...]:
 
 
 async def all_of(coros: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Returns the results of all coroutines; the first error cancels the rest and is raised."""
+    """Returns the results of all coroutines; the first error cancels the rest, and is raised once
+    they have ended, so that what they use is closed."""
     tasks = [asyncio.ensure_future(c) for c in coros]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -21,7 +21,7 @@ from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_worl
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Sample, stable_seed
+from megarl.rollout.generation import Sample, attempt_key, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
@@ -236,7 +236,7 @@ class RemoteSGLangEngine(InferenceEngine):
         seed = req.seed
         if seed is None and req.gconfig.seed is not None:
             key = (self._seed, req.gconfig.seed, self._version, tuple(req.input_ids), index)
-            seed = stable_seed(*key)
+            seed = stable_seed(*key, *attempt_key())
         return Sample(req, seed=seed)
 
     # weights

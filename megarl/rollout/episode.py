@@ -11,12 +11,29 @@ from typing import Any
 import torch
 
 from megarl.api.batch import Padded
-from megarl.api.inference import FAILURES, InferenceEngine, RolloutWorkflow
+from megarl.api.inference import (
+    FAILURES,
+    SAMPLES_MISSING,
+    InferenceEngine,
+    RolloutFailed,
+    RolloutWorkflow,
+)
+from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.episode_check import check_episode, check_valid
+from megarl.rollout.generation import attempt
+from megarl.rollout.retries import (
+    Failed,
+    Gathered,
+    by_kind,
+    count_rollouts,
+    numbered_through,
+)
 from megarl.utils.batch import select
+
+log = get_logger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,7 +44,9 @@ class Episode:
     number: place in the order of submission, unique in a run, also over resumes.
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
-    failed: kind and length of samples that are not in `batch` because something failed.
+    failed: kind and length of rollouts that are not in `batch` because something failed.
+    good: how many rollouts did not fail, whether they are in `batch` or were rejected.
+    retried: how many of these were made anew in place of failed ones.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
@@ -43,7 +62,9 @@ class Episode:
     drawn: bool = False
     drops: int = 0
     batch: Padded | None = None
-    failed: Sequence[tuple[str, int]] = ()
+    failed: Sequence[Failed] = ()
+    good: int = 0
+    retried: int = 0
     began: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
@@ -65,20 +86,23 @@ class Episode:
 
 
 async def run_episode(
-    episode: Episode, engine: InferenceEngine, *, timeout: float, vocab_size: int | None = None
+    episode: Episode,
+    engine: InferenceEngine,
+    *,
+    timeout: float,
+    vocab_size: int | None = None,
+    retries: int = 0,
+    min_rollouts: int = 1,
 ) -> None:
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
-    `episode`; only our own cancellation of its task propagates. vocab_size: the model's, None where
-    it is not known."""
+    `episode`; only our own cancellation of its task propagates. vocab_size: the model's, if known;
+    retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
-            data = {**episode.row, "episode_id": episode.number}
-            batch = await episode.workflow.arun_episode(engine, data)
-        if batch is not None:
-            batch = _checked(batch, episode, engine, vocab_size)
+            batch = await _with_retries(episode, engine, vocab_size, retries, min_rollouts)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
             episode.batch = batch
@@ -113,21 +137,55 @@ def _outcome(episode: Episode) -> dict[str, Any]:
     return {"outcome": "accepted", "samples": len(episode.batch["input_ids"]), "tokens": tokens}
 
 
+async def _with_retries(
+    episode: Episode,
+    engine: InferenceEngine,
+    vocab_size: int | None,
+    retries: int,
+    min_rollouts: int,
+) -> Padded | None:
+    """Returns the episode's rollouts, for which the workflow runs again where some failed; None
+    where it rejects the row, or too few are left."""
+    found = Gathered()
+    data = {**episode.row, "episode_id": episode.number}
+    for again in range(retries + 1):
+        attempt.set(again)
+        try:
+            made = await episode.workflow.arun_episode(engine, data)
+            if made is None:
+                return None
+            batch, failed = _checked(made, episode, engine, vocab_size)
+            found.add(batch, failed)
+            if failed:
+                log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
+        except RolloutFailed as e:
+            log.warning("%s: all rollouts failed: %s", episode.name, e)
+            found.add_failure(e.kind)
+        finally:
+            episode.failed = found.failed
+            episode.good, episode.retried = found.good, found.retried
+        if found.missing == 0:
+            break
+        if found.missing is not None:
+            data[SAMPLES_MISSING] = found.missing
+    return found.joined(min_rollouts)
+
+
 def _checked(
     batch: Any, episode: Episode, engine: InferenceEngine, vocab_size: int | None
-) -> Padded | None:
-    """Returns the workflow's batch without samples that failed; None if all of them did."""
+) -> tuple[Padded | None, list[Failed]]:
+    """Returns what `without_failed` makes of the workflow's batch, checked."""
     try:
-        batch, episode.failed = without_failed(batch)
-        if batch is not None:
-            check_episode(batch, version=engine.get_version(), vocab_size=vocab_size)
-        return batch
+        kept, failed = without_failed(batch)
+        if kept is not None:
+            check_episode(kept, version=engine.get_version(), vocab_size=vocab_size)
+        return kept, failed
     except (TypeError, ValueError) as e:
         name = type(episode.workflow).__name__
         raise type(e)(f"{name} returned for {episode.name}: {e}") from None
 
 
-def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
+def without_failed(batch: Any) -> tuple[Any, list[Failed]]:
     """Returns the batch without the samples whose `valid` [n] is False (None if all are), and
     (kind, length) of each rollout that failed. A failed sample may hold anything: NaN, garbage, no
     token at all."""
@@ -138,7 +196,7 @@ def without_failed(batch: Any) -> tuple[Any, list[tuple[str, int]]]:
     valid, kinds = batch.pop("valid"), batch.pop("failure", None)
     lengths = batch["attention_mask"].bool().sum(1).tolist()
     ids = batch.get("rollout_ids", torch.arange(len(valid))).tolist()
-    failed: dict[int, tuple[str, int]] = {}
+    failed: dict[int, Failed] = {}
     for i in (~valid).nonzero().flatten().tolist():
         kind, length = failed.get(ids[i], (FAILURES[0 if kinds is None else int(kinds[i])], 0))
         failed[ids[i]] = kind, length + lengths[i]
@@ -151,7 +209,6 @@ def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> lis
     [n]. unit_ids and rollout_ids [n], where a workflow gives them, are numbered through all
     episodes; rollout_ids are left out where every rollout has one row."""
     parts: list[Padded] = []
-    count = dict.fromkeys(("unit_ids", "rollout_ids"), 0)
     for episode, group in zip(episodes, group_ids, strict=True):
         assert episode.batch is not None
         n = len(episode.batch["input_ids"])
@@ -159,10 +216,8 @@ def batch_parts(episodes: Sequence[Episode], *, group_ids: Sequence[int]) -> lis
             "group_ids": torch.full((n,), group),
             "episode_ids": torch.full((n,), episode.number),
         }
-        for key in count.keys() & part.keys():
-            names, local = part[key].unique(return_inverse=True)
-            part[key], count[key] = local + count[key], count[key] + len(names)
         parts.append(part)
-    if count["rollout_ids"] == sum(len(p["input_ids"]) for p in parts):
+    parts = numbered_through(parts)
+    if all(count_rollouts(p) == len(p["input_ids"]) for p in parts):
         parts = [{k: v for k, v in p.items() if k != "rollout_ids"} for p in parts]
     return parts

@@ -41,6 +41,7 @@ class RolloutExecutor:
         self.accounting = SampleAccounting()  # for a consumer that reports to it
         self._rows: RowStream | None = None
         self._batch_stats: dict[str, float] = {}
+        self._failed_before = 0  # rollouts, by the end of the last batch that was trained
 
     def submit(
         self,
@@ -152,7 +153,8 @@ class RolloutExecutor:
     def stats(self) -> dict[str, float]:
         """Returns counters of the run (submitted = running + accepted + rejected + failed +
         dropped, which is checked) and metrics of the last batch: wait_time (s the trainer waited),
-        latency_mean and latency_max (s per episode)."""
+        latency_mean and latency_max (s per episode), failed_in_batch (rollouts that failed until
+        it was trained since the one before was)."""
         pipe = self.pipeline
         with pipe.changed:
             pipe.check()
@@ -193,6 +195,10 @@ class RolloutExecutor:
         skipped. Raises AccountingError unless all that was ever handed out is one or the other."""
         self.accounting.train(episode_ids, skipped)
         self.accounting.check()
+        with self.pipeline.changed:
+            failed = self.pipeline.failed_samples.samples.total()
+        self._batch_stats["failed_in_batch"] = failed - self._failed_before
+        self._failed_before = failed
         done = self.accounting.episodes + self.accounting.skipped_episodes
         if done != self.pipeline.staleness.handed_out:
             raise AccountingError(
@@ -214,6 +220,7 @@ class RolloutExecutor:
         assert self._rows is None, "load_state_dict after the first batch"
         self.pipeline.load_state_dict(state)
         self.accounting.load_state_dict(state["accounting"])
+        self._failed_before = self.pipeline.failed_samples.samples.total()
         self._rows = RowStream(first=state["rows"])
 
     def _feed_from(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:

@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
@@ -19,6 +20,15 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.utils.http import shown
 
 _FIX = "start a server that speaks SGLang's protocol, or correct rollout.addresses"
+
+
+# how often the workflow of this episode has run before, because rollouts failed
+attempt: ContextVar[int] = ContextVar("attempt", default=0)
+
+
+def attempt_key() -> tuple[int, ...]:
+    """Returns the part of a seed's key that tells rollouts made anew from those that failed."""
+    return (attempt.get(),) if attempt.get() else ()
 
 
 def stable_seed(*key: object) -> int:

@@ -21,7 +21,7 @@ from megarl.api.inference import InferenceEngine, RolloutWorkflow
 from megarl.config.rollout import RolloutConfig
 from megarl.observability.logging import get_logger
 from megarl.rollout import order
-from megarl.rollout.accounting import FailedSamples
+from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
@@ -59,6 +59,7 @@ class Pipeline:
         self.rejected_in_a_row = 0
         self.reward_errors = 0
         self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
+        self.failure_rate = FailureRate(config.max_failure_rate)
         self.last_progress = time.monotonic()
         self.keeps_answers = False  # of drawn rows, for a resume
         self.kept = KeptAnswers()  # by episodes of before a resume
@@ -131,15 +132,17 @@ class Pipeline:
         return room - len(self.pending)
 
     def take(self, count: int) -> list[Episode] | None:
-        """Returns the next `count` episodes by rollout.order in order of submission, once all of
-        them are accepted, else None; raises the error of a failed one. An episode that has become
-        too stale is dropped and its row submitted again. *"""
+        """Returns the next `count` episodes by rollout.order, in order of submission, once all of
+        them are accepted, else None. An episode that has become too stale is dropped and its row
+        submitted again. Raises the error of an episode that failed, and RuntimeError where too many
+        rollouts failed. *"""
         if self._faults:
             raise self._faults.pop(0)
         if self._failed:
             error = self._failed.pop(0).error
             assert error is not None
             raise error
+        self.failure_rate.check()
         version = self._engine.get_version()
         is_stale, ready = self.staleness.is_stale, self._next(count)
         while stale := [e for e in ready if is_stale(e.oldest_version(), version)]:
@@ -150,7 +153,7 @@ class Pipeline:
             return None
         for episode in ready:
             del self.live[episode.number]
-            self.failed_samples.add(episode.failed)
+            self.failed_samples.add(episode.failed, episode.retried)
             self._remember(episode)
         self.staleness.hand_out(count)
         self.check()
@@ -181,8 +184,7 @@ class Pipeline:
         live = list(self.live.values())
         if self.config.order == "submission":
             return order.head(live, count)
-        version = self._engine.get_version()
-        bound = self.config.max_head_offpolicyness
+        version, bound = self._engine.get_version(), self.config.max_head_offpolicyness
         blocked = len(self.pending) if self.staleness.room(version) <= 0 else 0
         taken = order.first_come(live, count, version=version, bound=bound, blocked=blocked)
         return sorted(taken, key=lambda e: e.number)
@@ -341,6 +343,8 @@ class Pipeline:
             self._engine,
             timeout=self.config.episode_timeout,
             vocab_size=self.vocab_size,
+            retries=self.config.failure_retries,
+            min_rollouts=self.config.min_rollouts if episode.drawn else 1,
         )
 
     def _pump(self) -> None:
@@ -368,6 +372,7 @@ class Pipeline:
         self._pump()
 
     def _settle(self, episode: Episode) -> None:
+        self.failure_rate.add(episode.failed, episode.good)
         if episode.batch is not None:
             self.staleness.accept()
             episode.place = next(self._places)

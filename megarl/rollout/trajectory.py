@@ -255,20 +255,15 @@ def to_batch(
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.score(reward)
     rows = [(i, row) for i, r in enumerate(rollouts) for row in _rows_to_keep(r)]
-    n, width = len(rows), max([1, *(row[-1][0].end for _, row in rows)])
+    width = max([1, *(row[-1][0].end for _, row in rows)])
     earned = [math.nan if r.failure else r.reward for r in rollouts]
-    batch: Padded = {
-        "input_ids": torch.zeros(n, width, dtype=torch.int64),
-        "attention_mask": torch.zeros(n, width, dtype=torch.bool),
-        "loss_mask": torch.zeros(n, width, dtype=torch.bool),
-        "logprobs": torch.zeros(n, width, dtype=torch.float32),
-        "versions": torch.full((n, width), -1, dtype=torch.int32),
+    batch = _blank(len(rows), width) | {
         "rewards": torch.tensor([earned[i] for i, _ in rows], dtype=torch.float32),
         "rollout_ids": torch.tensor([i for i, _ in rows]),
         "truncated": torch.tensor([_was_cut(row) for _, row in rows]),
     }
     if turn_rewards:
-        batch["token_rewards"] = torch.zeros(n, width, dtype=torch.float32)
+        batch["token_rewards"] = torch.zeros(len(rows), width, dtype=torch.float32)
     for k, (i, row) in enumerate(rows):
         _fill({name: values[k] for name, values in batch.items()}, row, rollouts[i])
     if (routes := _routes([row for _, row in rows], width)) is not None:
@@ -278,6 +273,17 @@ def to_batch(
         kinds = [FAILURES.index(rollouts[i].failure or FAILURES[0]) for i, _ in rows]
         batch["failure"] = torch.tensor(kinds)
     return batch
+
+
+def _blank(n: int, width: int) -> Padded:
+    """Returns the per-token fields of n rows without tokens."""
+    return {
+        "input_ids": torch.zeros(n, width, dtype=torch.int64),
+        "attention_mask": torch.zeros(n, width, dtype=torch.bool),
+        "loss_mask": torch.zeros(n, width, dtype=torch.bool),
+        "logprobs": torch.zeros(n, width, dtype=torch.float32),
+        "versions": torch.full((n, width), -1, dtype=torch.int32),
+    }
 
 
 def _rows_to_keep(rollout: Trajectory) -> list[list[tuple[Turn, bool]]]:

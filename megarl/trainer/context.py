@@ -72,7 +72,10 @@ class RunContext:
         rank, cfg = dist.get_rank(), self.cfg
         if cfg.profiler.timeline:
             timeline.open(self.run_dir, rank)
-        servers = server_addresses(cfg.rollout) if isinstance(cfg, GRPOConfig) and not rank else ()
+
+        def servers() -> list[str]:
+            return [] if rank or not isinstance(cfg, GRPOConfig) else server_addresses(cfg.rollout)
+
         self._presence = Presence(
             self.run_dir, rank=rank, world_size=dist.get_world_size(), servers=servers
         )
@@ -123,8 +126,12 @@ class RunContext:
         log.warning("stopped by a signal after step %d: %s", step, kept)
 
     def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
-        """Logs the metrics of a step on rank 0; does nothing on the other ranks."""
+        """Logs the metrics of a step, rank 0's. Collective. Raises DiskFull where there is no room
+        for them."""
         if self._presence is not None:
             self._presence.total_steps = total_steps
+        self.on_rank_zero(self._log_stats, step, stats, total_steps)
+
+    def _log_stats(self, step: int, stats: dict[str, float], total_steps: int) -> None:
         if self._logger is not None:
             self._logger.log(step, stats, total_steps=total_steps)

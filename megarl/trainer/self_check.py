@@ -4,10 +4,11 @@ What it looks at (megarl/algos/checks.py says how):
 * at the first update after every start the training pass sees the policy compute_logp saw;
 * before any update, actor and reference agree where they were loaded from the same weights;
 * every batch has tokens to train on, and rewards that differ somewhere (a warning where not);
-* no update is made of anything that is not finite. The engine refuses such an update on all ranks
-  (weights and optimizer state stay as they are, to the bit), the mini-batch goes to
-  <run>/nonfinite, and the run stops or goes on with the next mini-batch. The learning-rate
-  schedule counts steps, not updates, so a skipped one does not hold it up.
+* no update is made of anything that is not finite, or of a gradient above optimizer.spike_norm.
+  The engine refuses such an update on all ranks (weights and optimizer state stay as they are, to
+  the bit), the mini-batch goes to <run>/nonfinite, and the run stops or goes on with the next
+  mini-batch. The learning-rate schedule counts steps, not updates, so a skipped one does not hold
+  it up.
 
 Every rank calls the same checks, which make all ranks know of each row what its holder found. So
 all of them stop, or none.
@@ -42,6 +43,7 @@ from megarl.trainer.roles import (
     MegatronRef,
     MegatronSFT,
 )
+from megarl.utils.disk import DiskFull, full_disk_named
 
 log = get_logger(__name__)
 
@@ -180,7 +182,8 @@ class SelfCheck:
             rows = checks.take_rows(stats)
         if finding := nonfinite.nonfinite_update(stats):
             by_row = partial(self._row_losses, engine, data, loss_fn, *args, **kw)
-            return self._refuse(engine, batch, finding, stats, by_row)
+            spike = nonfinite.is_spike(stats)
+            return self._refuse(engine, batch, finding, stats, None if spike else by_row)
         self._skipped = 0
         if rows:
             self._check_ratio(rows, batch, engine.dtype)
@@ -240,21 +243,27 @@ class SelfCheck:
         record |= {"mini_batch": self._minibatch, "config": self._run_config}
         rank, home = batch.comm.rank if batch.comm else 0, batch.home
         writers = sorted({0, *(r for r in home.speakers() if len(home.rows(r)))})
-        self._on_rank_zero(lambda: self._write(path, record | _held(batch)))
+        saved = self._on_rank_zero(lambda: self._write(path, record | _held(batch)))
         if rank in writers[1:]:
-            mine = path.with_suffix(f".rank{rank}.pt")
-            try:
-                self._write(mine, _held(batch))
-            except OSError as e:  # the other ranks do not wait for it, and go on
-                log.warning("%s is not saved: %s", mine, e)
+            self._write(path.with_suffix(f".rank{rank}.pt"), _held(batch))
+        if not saved:
+            return f"not saved: no room for {path}"
         said = f"saved for inspection: torch.load({str(path)!r})['batch']"
         if others := ", ".join(map(str, writers[1:])):
             said += f", rank 0's rows; those of ranks {others} in {path.stem}.rank*.pt"
         return said
 
-    def _write(self, path: Path, record: dict[str, Any]) -> None:
-        self._dir.mkdir(parents=True, exist_ok=True)
-        torch.save(record, path)
+    def _write(self, path: Path, record: dict[str, Any]) -> bool:
+        """Writes a file and returns whether it could: a disk that is full ends no run here."""
+        try:
+            with full_disk_named(f"saving {path}", self._dir):
+                self._dir.mkdir(parents=True, exist_ok=True)
+                torch.save(record, path)
+        except (OSError, DiskFull) as e:
+            log.warning("%s is not saved: %s", path, e)
+            path.unlink(missing_ok=True)
+            return False
+        return True
 
     def _stop(self, finding: Finding, hint: str) -> None:
         everything = f"{finding}\n  {hint}"

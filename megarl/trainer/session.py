@@ -96,10 +96,14 @@ class RolloutSession:
 
     def account(self, batch: Batch) -> dict[str, float]:
         """Books the batch as trained, which every sample must be exactly once unless its update was
-        skipped. Returns the counters so far.
+        skipped. Returns the counters so far, and reward/mean_failed_as_zero: what the mean reward
+        would be if the rollouts that failed meanwhile had earned nothing.
         """
         done = batch["episode_ids"], batch.get("skipped")
-        return self.client.on_driver(RolloutDriver.account, self.driver, *done)
+        counters = self.client.on_driver(RolloutDriver.account, self.driver, *done)
+        rewards = rollouts_of(batch).of_first(batch["rewards"]).double()
+        count = len(rewards) + counters["rollout/failed_in_batch"]
+        return counters | {"reward/mean_failed_as_zero": rewards.sum().item() / count}
 
     def evaluate(self, samples_path: Path, when: str | None = None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows; none without a validation set."""

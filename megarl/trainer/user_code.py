@@ -147,7 +147,7 @@ def _of_transport(code: Named) -> Iterator[str]:
 
 
 def _of_call(code: Named, fn: Any) -> Iterator[str]:
-    call, said = CALLS[code.kind], f"{code.key}={code.target}: "
+    call, said, key = CALLS[code.kind], f"{code.key}={code.target}: ", f"{code.key}.options"
     if not callable(fn):
         yield f"{said}a {type(fn).__name__}, neither a class nor a function; expected {call.shown}"
         return
@@ -155,7 +155,7 @@ def _of_call(code: Named, fn: Any) -> Iterator[str]:
         option_problems(
             fn,
             code.options,
-            key=f"{code.key}.options",
+            key=key,
             positional=len(call.positional),
             by_name=call.by_name,
         )
@@ -168,6 +168,8 @@ def _of_call(code: Named, fn: Any) -> Iterator[str]:
         return
     if code.kind == "workflow" and inspect.isclass(fn):  # of another, only calling it would tell
         yield from (f"{said}{problem}" for problem in _of_episode(fn))
+        if not problems and hasattr(fn, "check_options"):
+            yield from (f"{key}: {problem}" for problem in fn.check_options(**code.options))
     if code.kind == "backend" and inspect.isclass(fn):
         from megarl.rollout.client import RemoteSGLangEngine
 

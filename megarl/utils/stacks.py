@@ -37,11 +37,12 @@ def state(pid: int) -> str:
 
 def session(leader: int) -> list[int]:
     """Returns the ids of the processes that `leader` started and that did not leave its session,
-    and its own: it comes first. Empty where there is no /proc."""
+    and its own: it comes first. Not those that have ended; empty where there is no /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
-            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == leader:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == leader and fields[0] not in "ZX":
                 found.append(int(stat.parent.name))
     return sorted(found, key=lambda pid: (pid != leader, pid))
 
@@ -53,8 +54,7 @@ def show(pid: int) -> str:
     about = _status(pid)
     if not about:
         return f"process {pid}: ended"
-    command = _read(pid, "cmdline").replace("\0", " ")[:120].strip()
-    head = f"process {pid} ({command}): state {about['State']}"
+    head = f"process {pid} ({_program(pid)}): state {about['State']}"
     if waits := _read(pid, "wchan").strip("0"):
         head += f", in the kernel's {waits}"
     if (stacks := _spied(pid)) is not None:
@@ -81,7 +81,14 @@ def _spied(pid: int) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SPY_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    # it begins with the command, whose arguments may hold a secret
+    return done.stdout.partition("\nPython v")[2].strip() if done.returncode == 0 else None
+
+
+def _program(pid: int) -> str:
+    """Returns the beginning of a command, without its options and overrides: one may be secret."""
+    words = [w for w in _read(pid, "cmdline").split("\0")[:4] if w]
+    return " ".join(w for w in words if "=" not in w and "\n" not in w)
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -181,6 +181,30 @@ def test_a_skipped_update_changes_no_bit_on_any_rank(worlds, model, tmp_path, la
     assert "not finite in 1 of 4 sequences, rows" in findings[8]
 
 
+def spikes(path: str, out: str) -> dict[str, Any]:
+    """Updates with a bound on the norm of the gradient that no update keeps, then with one that
+    all keep."""
+    run = Run(path, out, {}, max_skips=100)
+    b, before = run.batch(), run.bits()
+    run.config.optimizer.spike_norm = 1e-9
+    refused = run.actor.ppo_update(dict(b))
+    untouched = same_bits(before, run.bits())
+    run.config.optimizer.spike_norm = 1e9
+    made = run.actor.ppo_update(dict(b))
+    run.close()
+    return dict(refused=refused, untouched=untouched, made=made)
+
+
+def test_a_spike_of_the_gradient_is_refused_and_its_batch_saved(worlds, model, tmp_path):
+    for r in worlds(2).run(spikes, model, str(tmp_path)):
+        assert r["refused"]["skipped_updates"] == 2 and r["untouched"]
+        assert r["made"]["skipped_updates"] == 0 and r["made"]["grad_norm"] > 0
+    files = sorted(f for f in (tmp_path / "nonfinite").iterdir() if ".rank" not in f.name)
+    finding = torch.load(files[0])["finding"]
+    assert len(files) == 2 and "larger than optimizer.spike_norm allows: loss = " in finding
+    assert "finite" not in finding.replace("nonfinite", "")
+
+
 def holders(path: str, out: str) -> dict[str, Any]:
     """Updates on a Batch over two ranks with a fault in one row of rank 1, then in all its rows."""
     run = Run(path, out, {}, max_skips=100)

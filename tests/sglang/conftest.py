@@ -1,4 +1,5 @@
-"""One pair of servers for the whole session: it takes a minute until they are up."""
+"""One pair of servers, and one of two replicas, for the whole session: it takes a minute until
+the pair is up."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import pytest
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
+from megarl.rollout.server_process import TERM_TIMEOUT
+from megarl.utils.http import in_thread
 from tests.dist.world import World
 from tests.sglang import servers
-from tests.sglang.servers import RealServer, launch, save_model, serving
+from tests.sglang.servers import RealServer, launch, save_model
 
 ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=60, episode_timeout=240)
 
@@ -21,12 +24,14 @@ ROLLOUT = RolloutConfig(request_timeout=120, setup_timeout=60, episode_timeout=2
 @dataclass(frozen=True)
 class Pair:
     """client: an SGLangEngine and `one`, the server (tp 1) it has started. two: a server of tp 2.
-    m0: the model they started from, m1: another of the same shape.
+    starting: a server of dp 2, which `replicas` waits for. m0: the model they started from, m1:
+    another of the same shape.
     """
 
     client: SGLangEngine
     one: RealServer
     two: RealServer
+    starting: RealServer
     m0: Path
     m1: Path
 
@@ -58,17 +63,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in servers.ENV.items():
             patch.setenv(name, value)
-        two = launch(m0, home / "two.log", tp=2)
+        started = [launch(m0, home / "two.log", tp=2)]
         client = SGLangEngine(
             ROLLOUT, servers.config(), model_path=str(m0), dtype="float32", log_dir=home
         )
         try:
             client.initialize()
-            with serving(two):
-                yield Pair(client, RealServer(client._processes[0]), two, m0, m1)
+            started[0].process.wait_healthy(servers.START_TIMEOUT)
+            # its start goes on during the tests that do not need it
+            flags = ["--skip-server-warmup"]
+            started.append(launch(m0, home / "replicas.log", dp=2, flags=flags))
+            yield Pair(client, RealServer(client._processes[0]), *started, m0, m1)
         finally:
-            two.process.stop()
+            for end in [in_thread(server.process.stop) for server in started]:
+                end.result(2 * TERM_TIMEOUT)
             client.destroy()
+
+
+@pytest.fixture(scope="session")
+def replicas(pair: Pair) -> RealServer:
+    """The server of two replicas, healthy."""
+    pair.starting.process.wait_healthy(servers.START_TIMEOUT)
+    return pair.starting
 
 
 @pytest.fixture(scope="session")

@@ -76,11 +76,14 @@ class RealServer(Client):
         return [(t, lp) for lp, t, _ in answer["meta_info"]["output_token_logprobs"]]
 
 
-def launch(model: Path, log: Path, *, tp: int = 1, flags: Sequence[str] = ()) -> RealServer:
+def launch(
+    model: Path, log: Path, *, tp: int = 1, dp: int = 1, flags: Sequence[str] = ()
+) -> RealServer:
     """Returns at once; `serving` waits."""
-    env = ENV | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))} if tp > 1 else {})
+    cores = "|".join(map(str, range(tp * dp)))  # one for each rank
+    env = ENV | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if tp * dp > 1 else {})
     process = start_server(
-        config(tp=tp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype="float32",
+        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype="float32",
         log_path=log, env=env, wait=False,
     )  # fmt: skip
     return RealServer(process)

@@ -30,6 +30,8 @@ COMMANDS = {
     REWARD: "multiprocessing.spawn",
     REAPER: "-I -S -c",
 }
+# how the launcher ends that was hit; it may not have begun to listen
+ENDED_BY_US = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
 EAGER = 0.2  # share of faults that do not wait for a step: they hit the start of the run, perhaps
 PROGRESS = 300.0  # seconds that a run may take to make a step after a fault
 PRESENT = 120.0  # seconds that a fault waits for somebody to hit
@@ -125,7 +127,7 @@ class Chaos:
         if self.process is not None and code == 0:
             return 0
         if self.process is not None:
-            assert code in (-signal.SIGKILL, 128 + signal.SIGTERM), f"{code}\n{self.output()}"
+            assert code in ENDED_BY_US, f"{code}\n{self.output()}"
             self.mark.assert_none_left(within=20.0)
         self.start()
         return None
@@ -133,8 +135,8 @@ class Chaos:
     def start(self) -> None:
         env = os.environ | self.mark.env | {
             "OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "PYTHONPATH": str(ROOT),
-            "ROWS": str(self.root / "rows"), "SLOW": str(self.slow),
-            "PEACE": str(self.peace), "STEPS": str(self.steps),
+            "ROWS": str(self.root / "rows"), "TOKENS": str(self.root / "tokens"),
+            "SLOW": str(self.slow), "PEACE": str(self.peace), "STEPS": str(self.steps),
         }  # fmt: skip
         with (self.root / "output").open("ab") as out:
             self.process = subprocess.Popen(

@@ -1,10 +1,11 @@
 """megarl/run.py as the chaos test has the launcher start it: what is trained on is recorded,
 and the disk is slow at times.
 
-ROWS names a file that gets a line for every batch: the weights' version, and the episode of every
-sample. While the file of SLOW exists, a sync to disk takes up to a second longer. Until that of
-PEACE does, a step takes at least PACE seconds, and each of the last ones some more: the run must
-not end before it has met all faults.
+ROWS names a file that gets a line for every batch that was trained on: when, by which process, the
+weights' version, and the episode of every sample. TOKENS names one that gets a line for every
+answer of a server: when, and how many tokens came. While the file of SLOW exists, a sync to disk
+takes up to a second longer. Until that of PEACE does, a step takes at least PACE seconds, and each
+of the last ones some more: the run must not end before it has met all faults.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def record_batches(path: Path) -> None:
         def account(self: Any, episode_ids: Any, skipped: Any) -> Any:
             found = real(self, episode_ids, skipped)
             batch = {"version": self.client.get_version(), "episodes": episode_ids.tolist()}
+            batch |= {"time": time.time(), "pid": os.getpid()}
             with path.open("a") as f:
                 f.write(json.dumps(batch) + "\n")
             return found
@@ -36,6 +38,21 @@ def record_batches(path: Path) -> None:
         return account
 
     patch(RolloutDriver, "account", make)
+
+
+def record_tokens(path: Path) -> None:
+    from megarl.rollout.sample_loop import SampleLoop
+
+    def make(real: Any) -> Any:
+        async def _ask(self: Any, samples: Any) -> int:
+            gained: int = await real(self, samples)
+            with path.open("a") as f:
+                f.write(json.dumps([time.time(), gained]) + "\n")
+            return gained
+
+        return _ask
+
+    patch(SampleLoop, "_ask", make)
 
 
 def keep_pace(peace: Path, steps: int) -> None:
@@ -69,6 +86,7 @@ def main() -> int:
     from megarl.run import main as run
 
     record_batches(Path(os.environ["ROWS"]))
+    record_tokens(Path(os.environ["TOKENS"]))
     keep_pace(Path(os.environ["PEACE"]), int(os.environ["STEPS"]))
     slow_down(Path(os.environ["SLOW"]))
     return run()

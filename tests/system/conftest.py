@@ -1,10 +1,14 @@
-"""Every test of this folder belongs to `make test-system`."""
+"""Marks the tests of this folder for `make test-system`, and shares a run among launchers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from tests.system.cluster_run import COMMAND, ClusterRun, local_run
+from tests.tiny import save_tiny
+from tests.tiny_tokenizer import save_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -13,3 +17,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
+    save_tokenizer(path)
+    return (*COMMAND, f"actor.path={path}")
+
+
+@pytest.fixture(scope="session")
+def local(command: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
+    """The run of `command` by the local launcher, undisturbed."""
+    return local_run(tmp_path_factory.mktemp("local"), command)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import openai
 import pytest
 import torch
 
+from examples.tiny_model import make_model
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.gateway import GatewayConfig
@@ -25,6 +28,7 @@ from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.test_gateway import TEMPLATE
 
 HERE = str(Path(__file__).resolve())
+ROOT = Path(__file__).parents[2]
 # one token in three ends an answer: a framework takes one that a bound cut short for an error
 GCONFIG = GenerationHyperparameters(
     n_samples=2, max_new_tokens=60, stop_token_ids=list(range(3, 130, 3))
@@ -198,3 +202,26 @@ def test_a_session_is_three_lines_of_a_workflow(engine: Recorded, tokenizer: Any
 
     trajectory = asyncio.run(run(engine))
     assert trajectory.answers and trajectory.forks == 0
+
+
+def test_grpo_trains_an_agent_of_the_openai_client(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", hidden=64, layers=2)
+    command = [sys.executable, "-m", "megarl.launcher.local"]
+    command += ["--config", "configs/quickstart_grpo.yaml", f"actor.path={tmp_path / 'model'}"]
+    command += [f"fileroot={tmp_path}", "experiment_name=e", "total_train_steps=2"]
+    command += ["train_dataset.batch_size=4", "train_dataset.size=16", "gconfig.n_samples=4"]
+    command += ["rollout.workflow=megarl.rollout.workflows.agent:AgentWorkflow"]
+    command += ["rollout.workflow.options.agent=examples.openai_agent:solve"]
+    command += ["valid_dataset.size=4", "recover.mode=disabled", "actor.parallel.tp=1"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "e" / "grpo"
+    stats = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+    trained = [s for s in stats if s["step"] > 0]
+    assert len(trained) == 2
+    for step in trained:  # what the gateway recorded is what the trainer computes
+        assert step["train_rollout_logprob_abs_diff/max"] < 1e-4
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["samples_trained"] == 32

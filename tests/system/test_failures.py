@@ -573,6 +573,33 @@ def test_rank_0_is_waited_for_so_long(run: Run, serve: None) -> None:
     assert keys in output, output
 
 
+# a disk fills up
+
+FULL_ONCE = """
+import resource
+def fill():
+    if not (OUT / "reached0").exists():
+        reached()
+        rows = Path(OUT / "runs/quickstart/grpo/stats.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (rows + 10, resource.RLIM_INFINITY))
+if RANK == 0: at(MegatronActor, 'ppo_update', fill, call=2)
+"""
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_loses_no_step(
+    run: Run, serve: None
+) -> None:
+    """Here the metrics of step 2 find no room: every rank ends, and the next start, which finds
+    some, goes on from the checkpoint of step 1."""
+    keys = ["recover.mode=auto", "recover.freq_steps=1", "recover.async_save=false"]
+    run.start(FULL_ONCE, *keys, "recover.restarts=1", nproc=2)
+    status, output = run.end()
+    assert status == 0 and "Traceback" not in output, output
+    assert "writing the metrics of step 2: File too large" in output, output
+    assert "make room there, or set another fileroot" in output
+    assert "from step 1 of 3" in output, output
+
+
 # the user ends it
 
 STANDSTILL = {

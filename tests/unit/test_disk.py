@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,19 +11,9 @@ import torch
 from megarl.ckpt.writer import _Files
 from megarl.utils.digests import file_digest
 from megarl.utils.disk import DiskFull, check_room, full_disk_named
+from tests.full_disk import files_below
 
 LINE = r"saving x: .*: 5\.0 MiB are needed, /.* has .* free .*; make room there, or set another fil"
-
-
-@contextmanager
-def files_below(nbytes: int) -> Iterator[None]:
-    """No file of this process grows beyond `nbytes`: what a full disk does to a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_torch_makes_of_a_short_write_is_named(tmp_path: Path) -> None:

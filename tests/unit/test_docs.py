@@ -49,6 +49,7 @@ FIGURES = {
     "staleness": '"staleness/{name}"',
     "train_rollout_logprob_abs_diff": '"train_rollout_logprob_abs_diff/{name}"',
     "tokens": '"tokens/{name}"',
+    "forks": '"forks/{name}"',
     "perf": '"perf/{name}"',
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

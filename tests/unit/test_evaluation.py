@@ -63,6 +63,13 @@ def test_intervals_are_those_of_prompts(tmp_path):
     assert perfect["eval/accuracy_hi"] == 1.0 and 0.8 < perfect["eval/accuracy_lo"] < 0.9
 
 
+def test_a_rollout_that_forked_counts_once(tmp_path):
+    batch = a_batch([[1.0, 1.0, 1.0, 0.0], [0.0]]) | {"rollout_ids": torch.tensor([5, 5, 5, 1, 2])}
+    figures = an_evaluator(Engine(batch), 2).evaluate(tmp_path / "s.jsonl", None)
+    assert figures["eval/accuracy"] == pytest.approx(1 / 3) and figures["eval/samples"] == 3
+    assert figures["eval/response_len"] == pytest.approx(5 / 3)
+
+
 def test_rewards_are_kept_by_prompt_and_what_an_earlier_start_wrote_gives_way(tmp_path):
     engine = Engine(a_batch([[1.0, 0.0], [0.5, 0.5]]))
     evaluator = an_evaluator(engine, 2)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from megarl.algos import Actor
 from megarl.api.batch import Batch
-from megarl.api.inference import FAILURES
+from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.episode_check import check_valid
 from megarl.rollout.executor import RolloutExecutor
+from megarl.rollout.generation import attempt_key
 from megarl.rollout.loop_thread import LoopThread
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
@@ -30,10 +31,15 @@ from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, rows, 
 GARBAGE = torch.nan
 
 
-def an_episode(seed: int, valid: list[bool], *, with_failed: bool) -> dict[str, torch.Tensor]:
-    """Samples of a prompt of one token; those that failed hold garbage, or are not there."""
+def an_episode(
+    seed: int, valid: list[bool], *, with_failed: bool, forks: int = 0
+) -> dict[str, torch.Tensor]:
+    """Rollouts of a prompt of one token, of up to 1 + `forks` rows; those that failed hold garbage,
+    or are not there."""
     g = torch.Generator().manual_seed(seed)
-    n, width = len(valid), 9
+    rows = torch.randint(1, 2 + forks, (len(valid),), generator=g)
+    ids = torch.arange(len(valid)).repeat_interleave(rows)
+    n, width = len(ids), 9
     lengths = torch.randint(2, width + 1, (n,), generator=g)
     mask = torch.arange(width)[None] < lengths[:, None]
     loss_mask = mask & (torch.arange(width) > 0)
@@ -43,9 +49,10 @@ def an_episode(seed: int, valid: list[bool], *, with_failed: bool) -> dict[str, 
         "loss_mask": loss_mask,
         "logprobs": -torch.rand(n, width, generator=g) * loss_mask,
         "versions": torch.where(loss_mask, 0, -1).int(),
-        "rewards": torch.randn(n, generator=g),
+        "rewards": torch.randn(len(valid), generator=g)[ids],
+        "rollout_ids": ids,
     }
-    good = torch.tensor(valid)
+    good = torch.tensor(valid)[ids]
     if not with_failed:
         return {k: v[good] for k, v in batch.items()}
     for value in batch.values():
@@ -67,8 +74,9 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> Batch:
     return Batch.from_local(batch_parts(episodes, group_ids=numbers))
 
 
-def everything(batch: Batch, norm: str) -> dict[str, Any]:
-    actor = Actor(PPOActorConfig(adv_norm=norm), BigramEngine(), temperature=1.0)
+def everything(batch: Batch, norm: str, agg: str) -> dict[str, Any]:
+    config = PPOActorConfig(adv_norm=norm, loss_agg=agg)
+    actor = Actor(config, BigramEngine(), temperature=1.0)
     actor.compute_prox_logp(batch)
     actor.compute_advantages(batch)
     stats = rollout_metrics(batch, version=1) | actor.ppo_update(batch)
@@ -81,11 +89,15 @@ def everything(batch: Batch, norm: str) -> dict[str, Any]:
         lambda groups: any(map(any, groups))
     ),
     norm=st.sampled_from(["group", "group_mean", "batch", "none"]),
+    agg=st.sampled_from(["token-mean", "rollout-mean"]),
+    forks=st.integers(0, 2),
 )
-def test_failed_samples_anywhere_change_no_bit(valid, norm):
+def test_failed_samples_anywhere_change_no_bit(valid, norm, agg, forks):
     def run(with_failed: bool) -> dict[str, Any]:
-        parts = [an_episode(i, v, with_failed=with_failed) for i, v in enumerate(valid)]
-        return everything(joined([p for p in parts if len(p["input_ids"])]), norm)
+        parts = [
+            an_episode(i, v, with_failed=with_failed, forks=forks) for i, v in enumerate(valid)
+        ]
+        return everything(joined([p for p in parts if len(p["input_ids"])]), norm, agg)
 
     spoilt, clean = run(True), run(False)
     numbers = {"episode_ids", "group_ids"}  # a group whose samples all failed keeps its number
@@ -120,7 +132,8 @@ class Loader:
 def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
     loop = LoopThread("test-failed")
     try:
-        ex = RolloutExecutor(RolloutConfig(), engine=FakeEngine(), loop=loop)
+        once = RolloutConfig(failure_retries=0)
+        ex = RolloutExecutor(once, engine=FakeEngine(), loop=loop)
         data = rows(12, r1=dict(broken=4, why="server"), r2=dict(broken=0))
         batch = prepare_batch(ex, Loader(data, 3), HalfFailed(), should_accept=all_are_numbers)
         assert batch["input_ids"][:, 1].tolist() == [0, 0, 2, 2, 2, 2, 3, 3]
@@ -137,7 +150,12 @@ def test_failed_samples_are_counted_and_an_episode_without_others_is_replaced():
         assert kept["rewards"].tolist() == list(range(6)) and whole.minibatches is not None
         with pytest.raises(ValueError, match=r"all 6 samples of the batch failed \(reward\)"):
             scoring_trainer(ex, scores[:1].expand(6)).score(kept)
-        ex.trained(kept["episode_ids"])
+        kept["rewards"] = scores[2:]
+        session = scoring_trainer(ex, scores).session
+        session.driver.counters = lambda: {f"rollout/{k}": v for k, v in ex.stats().items()}
+        booked = session.account(kept)
+        assert booked["rollout/failed_in_batch"] == 10
+        assert booked["reward/mean_failed_as_zero"] == 15 / (6 + 10)
         assert ex.stats()["failed_samples/reward"] == 2 and ex.stats()["skipped"] == 1
         with pytest.raises(AccountingError, match="episode 0: 1 samples failed"):
             ex.accounting.fail(torch.tensor([0]))
@@ -192,3 +210,79 @@ def test_a_wrong_valid_is_named(change, words):
     batch = trajectory([1], version=0, n=4) | {"valid": torch.ones(4).bool()}
     with pytest.raises(ValueError, match=words):
         check_valid(batch | change)
+
+
+class Flaky(Scripted):
+    """Four rollouts a row, or as many as are missing where it `listens`; in the n-th run of a row
+    `fails[n]` of them fail, the first ones. Token 1 tells the run."""
+
+    def __init__(self, *, listens: bool) -> None:
+        super().__init__()
+        self.listens = listens
+        self.asked: list[int | None] = []
+        self.seeds: set[tuple[int, ...]] = set()
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        runs = sum(row_id == data["row_id"] for row_id, _, _ in self.started)
+        self.started.append((data["row_id"], engine.get_version(), data["episode_id"]))
+        self.asked.append(data.get(SAMPLES_MISSING))
+        self.seeds.add(attempt_key())
+        fails = data.get("fails", ())
+        broken = fails[runs] if runs < len(fails) else 0
+        if broken == "all":
+            raise RolloutFailed("environment", "no sandbox")
+        n = data.get(SAMPLES_MISSING, 4) if self.listens else 4
+        batch = trajectory([data["row_id"], runs], version=engine.get_version(), n=n)
+        valid = torch.arange(n) >= broken
+        batch["rewards"] = batch["rewards"].where(valid, torch.nan)
+        return batch | {"valid": valid, "failure": torch.full((n,), FAILURES.index("tool"))}
+
+
+def batch_under(config: RolloutConfig, data: Any, flow: Any, size: int = 2) -> Any:
+    """The first batch of `size` rows, and the counters once it is trained."""
+    loop = LoopThread("test-retries")
+    try:
+        ex = RolloutExecutor(config, engine=FakeEngine(), loop=loop)
+        batch = prepare_batch(ex, Loader(data, size), flow)
+        ex.accounting.receive(batch["episode_ids"])
+        ex.trained(batch["episode_ids"])
+        return batch, ex.stats()
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_what_failed_is_made_anew_and_every_group_is_whole(listens):
+    flow = Flaky(listens=listens)
+    data = rows(4, r0=dict(fails=[3, 1, 0]), r1=dict(fails=["all", 1]))
+    batch, stats = batch_under(RolloutConfig(failure_retries=2), data, flow)
+    made = batch["input_ids"][:, 1:].tolist()
+    assert made[:4] == ([[0, 0], [0, 1], [0, 1], [0, 2]] if listens else [[0, 0]] + [[0, 1]] * 3)
+    assert made[4:] == [[1, 1], [1, 1], [1, 1], [1, 2]]
+    assert batch["group_ids"].tolist() == [0] * 4 + [1] * 4 and batch["rewards"].isfinite().all()
+    assert sorted(map(str, flow.asked)) == ["1"] * (2 if listens else 1) + ["3"] + ["None"] * 3
+    assert stats["retried_samples"] == 7  # 3, and all 4
+    assert stats["failed_samples/tool"] == 5 and stats["failed_samples/environment"] == 1
+    assert stats["failed_in_batch"] == stats["failed_samples"] == 6
+    assert stats["rejected"] == stats["failed"] == 0 and stats["trained_samples"] == 8
+    assert flow.seeds == {(), (1,), (2,)}  # seeded, too, a rollout is not made twice alike
+
+
+def test_a_group_that_failures_leave_too_small_is_replaced():
+    data = rows(6, r0=dict(fails=[3, 3]), r2=dict(fails=[1, 1]))
+    config = RolloutConfig(min_rollouts=3)
+    batch, stats = batch_under(config, data, Flaky(listens=True))
+    assert batch["input_ids"][:, 1].tolist() == [1] * 4 + [2] * 3
+    assert stats["rejected"] == 1 and stats["failed_samples"] == 3 + 3 + 1 + 1
+    assert stats["retried_samples"] == 0
+
+
+def test_a_run_whose_rollouts_fail_stops_with_their_kinds():
+    data = rows(200) + [{"row_id": i, "fails": [4, 4]} for i in range(200, 400)]
+    fine, _ = batch_under(RolloutConfig(max_failure_rate=0.2), data, Flaky(listens=True), size=100)
+    assert len(fine["input_ids"]) == 400
+    config = RolloutConfig(max_failure_rate=0.2, max_concurrent_rollouts=8)
+    with pytest.raises(RuntimeError, match=r"of the latest \d+ rollouts failed \(\d+ tool\)"):
+        batch_under(config, data[180:], Flaky(listens=True), size=100)
+    with pytest.raises(ValueError, match="RolloutFailed: 'luck' is none of other, environment"):
+        RolloutFailed("luck", "none")

@@ -25,6 +25,7 @@ from megarl.trainer import self_check
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.roles import MegatronActor, MegatronRef
 from megarl.trainer.self_check import SelfCheck, SelfCheckError, same_weights
+from tests.full_disk import files_below
 from tests.unit.bigram import BigramEngine, rollout, whole
 
 
@@ -285,6 +286,14 @@ def test_a_loss_that_is_not_finite_is_skipped_saved_and_traced_to_its_rows(tmp_p
     assert torch.equal(record["batch"]["input_ids"], batch["input_ids"])
     assert record["step"] == 12 and math.isnan(record["stats"]["loss"])
     assert record["config"]["self_check"]["max_skips"] == 5 and "rows" in record["finding"]
+
+
+def test_a_disk_that_is_full_costs_the_saved_mini_batch_alone(tmp_path, said):
+    actor, batch = watched(a_check(tmp_path), Sick())
+    with files_below(100):
+        assert actor.ppo_update(batch)["skipped_updates"] == 1
+    assert "is not saved: saving" in said[0][1] and "not saved: no room for" in said[1][1], said
+    assert not list((tmp_path / "nonfinite").iterdir())
 
 
 def test_a_saved_mini_batch_holds_no_secret(tmp_path, monkeypatch):

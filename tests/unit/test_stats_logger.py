@@ -23,6 +23,8 @@ from megarl.observability.console import (
 )
 from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timers import Timers
+from megarl.utils.disk import DiskFull
+from tests.full_disk import files_below
 
 
 def open_logger(run_dir: Path, *, from_step: int | None = None, **config) -> StatsLogger:
@@ -50,6 +52,21 @@ def test_jsonl_has_one_flushed_object_per_step(tmp_path, capsys):
     assert (got[0]["step"], got[0]["loss"], got[0]["bad"], got[0]["worse"]) == (1, 0.5, None, None)
     assert got[0]["elapsed_s"] >= 0 and got[0]["time"] > 1.7e9
     assert "step 1/2 · loss 0.500" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_no_half_row(tmp_path, caplog):
+    """And the end of the run, which has something to say itself, is not lost in another error."""
+    logger = open_logger(tmp_path, report=True)
+    logger.log(1, {"loss": 1.0})
+    before = (tmp_path / "stats.jsonl").read_text()
+    full = pytest.raises(DiskFull, match=r"writing the metrics of step 2: File too large: .* free")
+    with files_below(len(before) + 10):
+        with full as error:
+            logger.log(2, {"loss": 2.0})
+        logger.close(error=error.value)
+    assert (tmp_path / "stats.jsonl").read_text() == before
+    assert "the summary or the report is not written" in caplog.text
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_run_that_continues_keeps_what_came_before_and_counts_on(tmp_path):

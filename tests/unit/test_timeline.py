@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import pytest
 from megarl.cli.status import SILENT, status
 from megarl.cli.trace import lanes, read_timeline, trace_events, within
 from megarl.config.errors import ConfigError
+from megarl.config.servers import addresses_in
 from megarl.observability import presence as presence_module
 from megarl.observability import timeline as timeline_module
-from megarl.observability.presence import FOLDER, Presence, read_presence
+from megarl.observability.presence import FOLDER, LauncherPresence, Presence, read_presence
 from megarl.observability.timeline import PHASES, Timeline, read_spans
 from megarl.observability.timers import Timers
 
@@ -74,14 +77,23 @@ def test_timers_are_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence_module, "BEAT", 0.01)
-    first = Presence(tmp_path, rank=0, world_size=1, servers=["127.0.0.1:1"])
+    listed = tmp_path / "servers.txt"
+    listed.write_text("127.0.0.1:1\n")
+    first = Presence(tmp_path, rank=0, world_size=1, servers=partial(addresses_in, listed))
     Presence(tmp_path, rank=1, world_size=2).end(ValueError("of an earlier, larger world"))
     (said,) = read_presence(tmp_path)
     assert said["pid"] == os.getpid() and said["state"] == "running"
     while read_presence(tmp_path)[0]["beat"] == said["beat"]:
         time.sleep(0.01)
+    assert said["servers"] == ["127.0.0.1:1"]
+    listed.write_text("127.0.0.1:1\n127.0.0.1:2  # joins later\n")
+    while len(read_presence(tmp_path)[0]["servers"]) == 1:
+        time.sleep(0.01)
+    assert [s["address"] for s in status(tmp_path)["servers"]] == ["127.0.0.1:1", "127.0.0.1:2"]
+    listed.unlink()  # between two moves: what was listed stays
     first.end(ValueError("no luck"))
     (said,) = read_presence(tmp_path)
+    assert said["servers"] == ["127.0.0.1:1", "127.0.0.1:2"]
     assert (said["state"], said["error"]) == ("failed", "ValueError: no luck")
 
 
@@ -122,6 +134,40 @@ def ended_process() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_a_run_that_its_launcher_starts_again_is_not_over(tmp_path: Path) -> None:
+    """And the launcher's word, which saw who ended first, comes before that of the others."""
+    here = socket.gethostname()
+    told = {"state": "failed", "error": "RuntimeError: lost touch"}
+    write_run(tmp_path, {"host": here, "pid": ended_process()}, told)
+    assert status(tmp_path)["state"] == "dead"
+    launcher = LauncherPresence(tmp_path, 0)  # this process
+    assert status(tmp_path)["state"] == "restarting"
+    launcher.failed("trainer 0 exited with status 137 (SIGKILL)")
+    LauncherPresence(tmp_path, 0)  # the next start, whose trainers are not there yet
+    found = status(tmp_path)
+    assert found["state"] == "restarting"
+    assert found["last_error"] == (
+        "trainer 0 exited with status 137 (SIGKILL); trainer 1: RuntimeError: lost touch"
+    )
+    path = tmp_path / FOLDER / "launcher_0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": ended_process()}))
+    found = status(tmp_path)
+    assert found["state"] == "dead" and found["last_error"] == "trainer 1: RuntimeError: lost touch"
+
+
+def test_a_process_that_is_stopped_is_not_silent_and_not_dead(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        write_run(tmp_path, {"host": socket.gethostname(), "pid": process.pid, "beat": 0.0})
+        found = status(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    assert found["state"] == "running" and found["processes"][0]["health"] == "stopped"
 
 
 def test_health_of_processes(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ removes them. The exit status is 1 where something FAILs, 2 where the configurat
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from megarl.cli.doctor.host import (
 from megarl.cli.doctor.peers import Meeting, this_job
 from megarl.cli.doctor.versions import version_findings
 from megarl.config.check import check_config, engines, model_path
-from megarl.config.command_line import CommandLine, parse_command_line
+from megarl.config.command_line import help_or_command_line, one_config
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -49,16 +48,11 @@ _ABSENT = ("no such directory", "no such file")  # words of problems that `model
 def main(argv: Sequence[str] | None = None) -> int:
     """Examines what `argv` names and returns the exit status. Raises ConfigError where the
     configuration cannot be read."""
-    command = parse_command_line(
-        sys.argv[1:] if argv is None else argv,
-        options=("config", "wait"),
-        switches=("help",),
-    )
-    if "help" in command.switches:
-        print((__doc__ or "").strip())
+    command = help_or_command_line(argv, __doc__ or "", options=("config", "wait"))
+    if command is None:
         return 0
     add_working_directory()
-    source = _source(command)
+    source = one_config(command, "megarl doctor X.yaml [key=value ...]")
     cfg = load_config(str(source), command.overrides)
     try:
         job, wait = this_job(os.environ), float(command.options.get("wait", "30"))
@@ -144,11 +138,3 @@ def _layout(cfg: BaseConfig, name: str, path: str, cards: Path) -> Finding:
         text, _, fix = str(e).partition("; ")
         return Finding(FAIL, f"{name} layout", text, fix)
     return Finding(OK, f"{name} layout", f"{m.family} with {m.num_layers} layers fits its layout")
-
-
-def _source(command: CommandLine) -> Path:
-    words = list(command.words)
-    name = command.options.get("config") or (words.pop(0) if words else None)
-    if name is None or words:
-        raise ConfigError(["give one configuration: megarl doctor X.yaml [key=value ...]"])
-    return Path(name)

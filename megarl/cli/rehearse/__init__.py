@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from megarl.cli.rehearse.plan import Plan, check_recipe, make_plan
 from megarl.cli.rehearse.real import Ran, RehearsalFailed, check_saved, start
 from megarl.cli.rehearse.table import Report
 from megarl.config.check import engines, smallest_world_size
-from megarl.config.command_line import CommandLine, parse_command_line
+from megarl.config.command_line import CommandLine, help_or_command_line, one_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
 from megarl.config.recipes import BaseConfig
@@ -50,16 +49,13 @@ MOST_RANKS = 32  # constructed of one engine, without --every-rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Rehearses the configuration that `argv` names and returns the exit status. Raises ConfigError
     for a wrong one."""
-    command = parse_command_line(
-        sys.argv[1:] if argv is None else argv,
-        options=("config", "ranks", "out", "timeout"),
-        switches=("help", "every-rank"),
+    command = help_or_command_line(
+        argv, __doc__ or "", options=("config", "ranks", "out", "timeout"), switches=("every-rank",)
     )
-    if "help" in command.switches:
-        print((__doc__ or "").strip())
+    if command is None:
         return 0
     add_working_directory()
-    source = _source(command)
+    source = one_config(command, "megarl rehearse X.yaml [key=value ...]")
     cfg = load_config(str(source), command.overrides)
     check_recipe(cfg)
     plan = make_plan(cfg, cards=source.parent / "models", ranks=_number(command, "ranks", 8))
@@ -133,14 +129,6 @@ def _write(plan: Plan, out: Path) -> BaseConfig:
             written[path] = str(folder)
         models[name] = written[path]
     return shrink_config(plan.cfg, plan.layouts, models, fileroot=str(out / "runs"))
-
-
-def _source(command: CommandLine) -> Path:
-    words = list(command.words)
-    name = command.options.get("config") or (words.pop(0) if words else None)
-    if name is None or words:
-        raise ConfigError(["give one configuration: megarl rehearse X.yaml [key=value ...]"])
-    return Path(name)
 
 
 def _number(command: CommandLine, name: str, default: int) -> int:

@@ -42,6 +42,18 @@ METRICS = (
         "tokens written by the policy",
     ),
     Metric(
+        "Rows of a rollout",
+        ("forks/rows_max", "forks/rows_per_rollout"),
+        "a conversation that forks has several",
+        where="forks/count",
+    ),
+    Metric(
+        "Rollouts that failed",
+        ("rollout/failed_in_batch",),
+        "environment, reward, tool or server; made anew or left out",
+        where="rollout/failed_in_batch",
+    ),
+    Metric(
         "KL to the behaviour policy",
         ("approx_kl",),
         "during the update, k3, nats per token",

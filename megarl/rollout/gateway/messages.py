@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,50 +85,31 @@ class ChatRequest:
 
 # -- when two messages are the same
 
-
-def _whitespace(message: Message) -> Message:
-    return replace(message, content=message.content.strip(), reasoning=message.reasoning.strip())
-
-
-def _thinking(message: Message) -> Message:
-    if message.role != "assistant":
-        return message
-    return replace(message, reasoning="", content=_THOUGHT.sub("", message.content).lstrip())
+# a message without the differences that do not count; equal keys mean the same message
+Key = tuple[str, str, str, tuple[tuple[str, str, str], ...], str]
 
 
-def _tool_arguments(message: Message) -> Message:
-    calls = tuple(
-        replace(c, arguments=json.dumps(c.values, sort_keys=True, ensure_ascii=False))
-        for c in message.calls
-    )
-    return replace(message, calls=calls)
+def keys_of(messages: Sequence[Message], overlook: Collection[str]) -> tuple[Key, ...]:
+    """Returns the key of each message. overlook: names in config.gateway.MATCHES, differences that
+    do not count. A tool's name never does: some clients do not repeat it."""
+    return tuple(_key(message, overlook) for message in messages)
 
 
-def _tool_ids(message: Message) -> Message:
-    return replace(message, call_id="", calls=tuple(replace(c, id="") for c in message.calls))
-
-
-# what rollout.gateway.match may name: differences between a message as it was recorded and as the
-# client sends it again, which do not count
-NORMALISATIONS: dict[str, Callable[[Message], Message]] = {
-    "whitespace": _whitespace,
-    "thinking": _thinking,
-    "tool_arguments": _tool_arguments,
-    "tool_ids": _tool_ids,
-}
-
-
-def normalised(messages: Sequence[Message], rules: Sequence[str]) -> tuple[Message, ...]:
-    """Returns the messages without what `rules` (names in NORMALISATIONS) overlook; equal results
-    mean the same chat. A tool's name is not compared: some clients do not repeat it."""
-    found = []
-    for message in messages:
-        if message.role == "tool":
-            message = replace(message, name="")
-        for rule in rules:
-            message = NORMALISATIONS[rule](message)
-        found.append(message)
-    return tuple(found)
+def _key(message: Message, overlook: Collection[str]) -> Key:
+    content, reasoning, call_id = message.content, message.reasoning, message.call_id
+    calls = tuple((c.id, c.name, c.arguments) for c in message.calls)
+    if "thinking" in overlook and message.role == "assistant":
+        reasoning = ""
+        if "</think>" in content:
+            content = _THOUGHT.sub("", content, count=1).lstrip()
+    if "whitespace" in overlook:
+        content, reasoning = content.strip(), reasoning.strip()
+    if "tool_arguments" in overlook:
+        calls = tuple((c.id, c.name, json.dumps(c.values, sort_keys=True)) for c in message.calls)
+    if "tool_ids" in overlook:
+        call_id, calls = "", tuple(("", name, arguments) for _, name, arguments in calls)
+    name = "" if message.role == "tool" else message.name
+    return (f"{message.role} {name}", content, reasoning, calls, call_id)
 
 
 # -- reading

@@ -20,7 +20,7 @@ from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.gateway import GatewayConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.errors import BadRequest
-from megarl.rollout.gateway.messages import ChatRequest, Message, normalised
+from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.generation import stable_seed
 from megarl.rollout.trajectory import Trajectory, Turn
@@ -46,7 +46,7 @@ class _Chat:
     """Holds a chat that ends with an answer of the policy, and where that is in the trajectory."""
 
     messages: tuple[Message, ...]
-    key: tuple[Message, ...]  # `messages`, normalised
+    keys: tuple[Key, ...]  # of `messages`
     tools: str
     turn: Turn
 
@@ -107,14 +107,15 @@ class Session:
     async def complete(self, request: ChatRequest) -> list[Answer]:
         """Returns the policy's answers. A request that the client sends again gets those of its
         first attempt. Raises BadRequest for what cannot be answered."""
-        parent = self._parent(request)
+        keys = keys_of(request.messages, self._config.match)
+        parent = self._parent(request, keys)
         call = self._find_call(parent, request)
         call.waiting += 1
         try:
             answers = await asyncio.shield(call.answers)
         finally:
             call.waiting -= 1
-        self._record(parent, request, answers)
+        self._record(parent, request, keys, answers)
         return answers
 
     def close(self) -> None:
@@ -138,19 +139,21 @@ class Session:
 
     # -- the chat that a request goes on with
 
-    def _parent(self, request: ChatRequest) -> _Chat | None:
+    def _parent(self, request: ChatRequest, keys: tuple[Key, ...]) -> _Chat | None:
         """Returns the longest chat that ends with an answer and begins the request's messages."""
         if not request.messages:
             raise BadRequest("messages is empty")
         if not self._config.reuse:
             return None
-        key, tools = normalised(request.messages, self._config.match), repr(request.tools)
+        tools = repr(request.tools)
         found = [
             chat
             for chat in self._chats
-            if chat.tools == tools and len(chat.key) < len(key) and chat.key == key[: len(chat.key)]
+            if len(chat.keys) < len(keys)
+            and chat.tools == tools
+            and chat.keys == keys[: len(chat.keys)]
         ]
-        return max(found, key=lambda chat: len(chat.key), default=None)
+        return max(found, key=lambda chat: len(chat.keys), default=None)
 
     def _find_call(self, parent: _Chat | None, request: ChatRequest) -> _Call:
         """Returns the call of the request's first attempt, else a new one."""
@@ -230,7 +233,11 @@ class Session:
         ]
 
     def _record(
-        self, parent: _Chat | None, request: ChatRequest, answers: Sequence[Answer]
+        self,
+        parent: _Chat | None,
+        request: ChatRequest,
+        keys: tuple[Key, ...],
+        answers: Sequence[Answer],
     ) -> None:
         """Puts answers into the trajectory, once, when a client takes them."""
         if not answers or answers[0].id in self._turns:
@@ -239,12 +246,11 @@ class Session:
         read = self.trajectory.read(answers[0].prompt[before.end :], after=before)
         for answer in answers:
             turn = self.trajectory.wrote(answer.response, after=read)
-            chat = (*request.messages, answer.message)
             self._turns[answer.id] = turn
             self._chats.append(
                 _Chat(
-                    messages=chat,
-                    key=normalised(chat, self._config.match),
+                    messages=(*request.messages, answer.message),
+                    keys=keys + keys_of([answer.message], self._config.match),
                     tools=repr(request.tools),
                     turn=turn,
                 )

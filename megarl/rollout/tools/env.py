@@ -3,18 +3,13 @@ it however the sample ends."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megarl.observability.logging import get_logger
-
-log = get_logger(__name__)
-
-CLOSE_TIMEOUT = 15.0  # seconds that an environment may take to close
+from megarl.rollout.closing import closing
 
 
 class ToolFailure(RuntimeError):
@@ -49,27 +44,10 @@ class ToolingEnv(ABC):
 
 @asynccontextmanager
 async def opened(env: ToolingEnv) -> AsyncIterator[ToolingEnv]:
-    """Initializes `env` and closes it at the end, however that comes about. A close that fails or
-    takes longer than CLOSE_TIMEOUT is a warning: what the sample did is not lost by it."""
-    try:
+    """Initializes `env`, and closes it at the end, however that comes about."""
+    async with closing([env]):
         await env.ainitialize()
         yield env
-    finally:
-        # its own task: a cancellation of this one must not cut the closing short
-        closing = asyncio.ensure_future(_close(env))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await asyncio.wait([closing])
-            raise
-
-
-async def _close(env: ToolingEnv) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT):
-            await env.aclose()
-    except Exception as e:
-        log.warning("%s did not close: %s: %s", type(env).__name__, type(e).__name__, e)
 
 
 def tool_name(tool: dict[str, Any]) -> str:

@@ -1,0 +1,65 @@
+"""Names and writes the files that a launcher leaves for a job's nodes, and shows their logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from megarl.launcher.job import Job
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Names the files of a job: all in <run>/launch, which only the user may read."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Returns those of a job, as absolute paths."""
+        return cls(Path(job.working_directory, job.directory, "launch"))
+
+    @property
+    def job(self) -> Path:
+        """Returns the file of the records."""
+        return self.directory / "job.json"
+
+    @property
+    def environment(self) -> Path:
+        """Returns the file of the variables that processes get."""
+        return self.directory / "environment.json"
+
+    def write_records(self, job: Job, env: Mapping[str, str]) -> None:
+        """Writes the records, and the variables that processes get, for the user's eyes only."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.job.write_text(job.to_json(), encoding="utf-8")
+        self.environment.unlink(missing_ok=True)
+        fd = os.open(self.environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            json.dump({name: env[name] for name in job.forwarded if name in env}, f, indent=1)
+
+
+class LogTail:
+    """Prints what a log file gets, each line behind `label`."""
+
+    def __init__(self, path: Path, label: str = "") -> None:
+        self._path, self._label, self._at = path, label, 0
+
+    def show(self, *, rest: bool = False) -> None:
+        """Prints the lines that came since the last call. rest: a line without an end, too."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as f:
+            f.seek(self._at)
+            more = f.read()
+        if not rest:
+            more = more[: more.rfind(b"\n") + 1]
+        self._at += len(more)
+        for line in more.decode(errors="replace").splitlines():
+            print(f"{self._label}{line}")
+        sys.stdout.flush()

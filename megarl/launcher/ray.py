@@ -1,0 +1,122 @@
+"""Runs everything on a Ray cluster: an actor on every node starts and watches that node's agent.
+
+    python -m megarl.launcher.ray [script.py] --config X.yaml [--nproc N] [key=value ...]
+    ray job submit -- python -m megarl.launcher.ray ...
+
+    --check           check the configuration, models, data and code it names, then stop
+    --dry-run         print every process with its node, GPUs, command, environment, ports and log,
+                      and what Ray is asked for, then stop; --format json prints the processes for
+                      programs
+
+RAY_ADDRESS names the cluster, host:port; without it, it is the one that this machine belongs to.
+allocation_mode and `cluster` say what the job needs. Every node is a bundle of a placement group
+(STRICT_SPREAD: no two on one machine) with cluster.n_gpus_per_node GPUs, without GPUs with a CPU
+for each process. Where there is no room the launcher waits cluster.rendezvous_timeout seconds.
+
+The working directory and fileroot are on storage that this machine and the nodes share. Ray carries
+no tensors: on every node one agent (megarl.launcher.node) starts, watches and ends the node's
+processes. Rank 0 and the agents write to <run>/launch/ray-<attempt>-node<K>.log, which are shown
+here, other ranks to <run>/logs/trainer_<rank>.log.
+
+SIGTERM, SIGINT and SIGUSR1 have the trainers save a checkpoint and end within recover.grace
+seconds; a second signal ends all of them at once. A process that fails ends all, and so does a node
+that is lost; recover.restarts has the job started again, on the nodes that are left or join.
+Nothing that was started outlives the launcher. The exit status is that of the trainers, 2 for a
+configuration error, 4 where a node was lost or there was no room.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from megarl.config.cluster import ClusterConfig
+from megarl.config.command_line import CommandLine
+from megarl.config.errors import ConfigError
+from megarl.launcher.command import Launcher, run_launcher, start_again
+from megarl.launcher.files import JobFiles
+from megarl.launcher.job import Job
+from megarl.launcher.placement import SERVER_POOL
+from megarl.launcher.plan import Plan, plan_cluster
+from megarl.launcher.processes import Signals
+from megarl.launcher.running import NODE_FAILED
+from megarl.observability.logging import get_logger
+from megarl.utils.job_token import ensure_job_token
+
+log = get_logger("launcher")
+
+Resources = dict[str, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the launcher with the command line `argv` (None: this process's); returns the exit
+    status."""
+    ray = Launcher(help=__doc__ or "", plan=_plan, start=_start, asks=_asks)
+    return run_launcher(ray, argv)
+
+
+def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
+    """Returns what is asked of Ray for each node: its GPUs, or a CPU for each of its processes, and
+    what the configuration adds."""
+    found: list[Resources] = []
+    for node, gpus in enumerate(job.gpus_per_node):
+        processes = sum(task.node == node for task in job.tasks)
+        other = cluster.server_pool if job.pools[node] == SERVER_POOL else None
+        added = other.ray_resources if other else cluster.ray_resources
+        found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
+    return found
+
+
+def described(resources: Resources) -> str:
+    """Returns resources as text, like GPU 8, CPU 1."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
+def _plan(command: CommandLine) -> Plan:
+    plan = plan_cluster(command)
+    if plan.cfg.cluster.container:
+        raise ConfigError(
+            [
+                f"cluster.container={plan.cfg.cluster.container}: processes run in the containers "
+                "that Ray's nodes were started in; leave it out"
+            ]
+        )
+    return plan
+
+
+def _asks(plan: Plan, job: Job) -> str:
+    wanted = (
+        f"  node {i}: {described(bundle)}"
+        for i, bundle in enumerate(bundles(job, plan.cfg.cluster))
+    )
+    return "\n".join(
+        ["Ray is asked for a placement group, STRICT_SPREAD, with a bundle for each node:", *wanted]
+    )
+
+
+def _start(plan: Plan, job: Job, command: CommandLine) -> int:
+    """Runs the job to its end, starting it again as recover.restarts allows; returns the exit
+    status. Raises ConfigError where there is no Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(['ray is not installed: pip install "megarl[ray]"'])
+    from megarl.launcher.ray_cluster import NoRoom, RayJob, connected
+
+    ensure_job_token()
+    files = JobFiles.of(job)
+    files.write_records(job, os.environ)
+    with connected(), Signals(signal.SIGUSR1) as signals:
+        running = RayJob(job, files, bundles(job, plan.cfg.cluster), signals)
+        try:
+            status = start_again(job.restarts, signals, running.run_once)
+        except NoRoom as e:
+            log.error("%s", e)
+            status = NODE_FAILED
+        log.info("%s ended with status %d after %d attempt(s)", job.name, status, running.attempts)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

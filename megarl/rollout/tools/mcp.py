@@ -1,0 +1,184 @@
+"""MCPToolingEnv has the tools of an MCP server: a process of its own, spoken to over its stdin and
+stdout, or a server at a URL (streamable HTTP). It needs the package mcp: pip install megarl[mcp].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.rollout.tools.env import ToolFailure, ToolingEnv, as_text
+from megarl.rollout.tools.local import TOOL_TIMEOUT
+
+CONNECT_TIMEOUT = 30.0  # seconds until the server must have listed its tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCPToolingEnvConfig:
+    """Says where a server is: the `command` that starts it, with further `env` variables, or its
+    `url`. A server that is started gets PATH, HOME and the like, and none of the job's other
+    variables. timeout: seconds for one call. Raises ValueError unless one of both is given."""
+
+    command: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    timeout: float = TOOL_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError(
+                f"mcp: command={self.command!r}, url={self.url!r}: give one of both, as "
+                "{mcp: {command: [python, server.py]}} or {mcp: {url: http://host:port/mcp}}"
+            )
+        if isinstance(self.command, str):
+            raise ValueError(f"mcp: command={self.command!r}: give a list, [program, argument]")
+
+    @classmethod
+    def of(cls, section: Any, *, timeout: float) -> MCPToolingEnvConfig:
+        """Returns the configuration of a section of YAML. Raises ValueError for unknown keys, and
+        where the package mcp is missing."""
+        known = list(cls.__dataclass_fields__)
+        if not isinstance(section, dict) or not set(section) <= set(known):
+            raise ValueError(f"mcp: {section!r}: the keys are {', '.join(known)}")
+        _package()
+        values: dict[str, Any] = {"timeout": timeout} | section
+        return cls(**values)
+
+
+class MCPToolingEnv(ToolingEnv):
+    """Is a client of one MCP server. A server process of its own ends with `aclose`."""
+
+    def __init__(self, config: MCPToolingEnvConfig) -> None:
+        self.config = config
+        self._tools: list[dict[str, Any]] = []
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def ainitialize(self) -> None:
+        """Connects and asks for the tools. Raises ToolFailure where that does not succeed within
+        CONNECT_TIMEOUT."""
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # a connection has to end in the task in which it began
+        self._task = asyncio.create_task(self._connection(ready))
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await ready
+        except TimeoutError as e:
+            raise ToolFailure(
+                f"MCP server {self._shown} did not list its tools within {CONNECT_TIMEOUT:g} s"
+            ) from e
+
+    async def _connection(self, ready: asyncio.Future[None]) -> None:
+        try:
+            async with _client(self.config) as client:
+                self._tools = [_as_function(tool) for tool in await _all_tools(client)]
+                self._client = client
+                if not ready.done():
+                    ready.set_result(None)
+                await self._ended.wait()
+        except Exception as e:
+            if not ready.done():
+                ready.set_exception(
+                    ToolFailure(f"MCP server {self._shown} cannot be used: {_words(e)}")
+                )
+        finally:
+            self._client = None
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """Returns the server's tools."""
+        return self._tools
+
+    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
+        """Returns the result's text. What the server calls an error is a text that begins with
+        "Error"; so is an overrun. Raises ToolFailure where the server is gone."""
+        if self._client is None:
+            raise ToolFailure(f"MCP server {self._shown} is not connected")
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                result = await self._client.call_tool(tool_name, tool_args)
+        except TimeoutError:
+            return f"Error: {tool_name} took longer than {self.config.timeout:g} s"
+        except _package().MCPError as e:
+            if _lost(e):
+                raise ToolFailure(f"MCP server {self._shown} is gone: {_words(e)}") from e
+            return f"Error: {tool_name}: {_words(e)}"
+        except Exception as e:
+            raise ToolFailure(f"MCP server {self._shown} is gone: {_words(e)}") from e
+        text = "\n".join(_content(part) for part in result.content)
+        return f"Error: {tool_name}: {text}" if result.is_error else text
+
+    async def aclose(self) -> None:
+        """Ends the connection, and the server if it is a process of its own."""
+        self._ended.set()
+        if self._task is None:
+            return
+        if self._client is None:  # it may hang on its way to the server
+            self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    @property
+    def _shown(self) -> str:
+        return self.config.url or " ".join(self.config.command)
+
+
+def _package() -> Any:
+    try:
+        import mcp
+    except ModuleNotFoundError as e:
+        raise ValueError(
+            "tools of an MCP server need the package mcp: pip install megarl[mcp]"
+        ) from e
+    return mcp
+
+
+def _client(config: MCPToolingEnvConfig) -> Any:
+    mcp = _package()
+    if config.url:
+        return mcp.Client(config.url)
+    program, *arguments = config.command
+    return mcp.Client(
+        mcp.StdioServerParameters(command=program, args=arguments, env=config.env or None)
+    )
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    """Returns the tools of all pages."""
+    tools, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
+def _as_function(tool: Any) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "No description provided.",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def _content(part: Any) -> str:
+    """Returns a part of a result as text; what is no text is named."""
+    text = getattr(part, "text", None)
+    return text if text is not None else as_text(f"[{part.type}]")
+
+
+def _lost(error: Exception) -> bool:
+    """Returns whether a protocol error says that the connection is closed."""
+    code = getattr(getattr(error, "error", None), "code", None)
+    return code == -32000 or "closed" in str(error).lower()
+
+
+def _words(error: BaseException) -> str:
+    """Returns the first error of a group of them, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

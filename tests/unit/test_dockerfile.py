@@ -1,0 +1,40 @@
+"""One installation for GPUs: README, docs/sglang.md and the Dockerfile give the same lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PIP = re.compile(r"^(?:RUN )?(pip install .*?)(?:  +#.*)?$", re.MULTILINE)
+
+
+def installs(text: str) -> list[str]:
+    """The lines of pip up to megarl's own, which is the last one."""
+    found = PIP.findall(text)
+    return found[: next(i for i, line in enumerate(found) if " -e " in line) + 1]
+
+
+def of_page(page: str) -> str:
+    """The section of a page about GPUs."""
+    return (ROOT / page).read_text().split("\n## On GPUs\n")[1].split("\n## ")[0]
+
+
+def test_the_image_is_the_documented_installation() -> None:
+    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
+    lines = installs(dockerfile)
+    assert [line.split()[2].strip('"').partition("==")[0] for line in lines] == [
+        "sglang", "wheel", "--no-build-isolation", "-e",
+    ]  # fmt: skip
+    assert lines == installs(documented) == installs(of_page("README.md"))
+    assert dockerfile.index("COPY . .") < dockerfile.index(lines[-1])
+    assert "We have built no image" in dockerfile.partition("FROM")[0]
+
+
+def test_its_versions_are_those_of_the_tests() -> None:
+    dockerfile, documented = (ROOT / "Dockerfile").read_text(), of_page("docs/sglang.md")
+    (pinned,) = re.findall(r'"sglang==([\d.]+)"', dockerfile)
+    assert f"\nsglang=={pinned}\n" in (ROOT / "constraints" / "sglang-cpu.txt").read_text()
+    (said,) = re.findall(rf"\({re.escape(pinned)}, which .* with CUDA (\d+),", documented)
+    (major,) = re.findall(r"^FROM nvidia/cuda:(\d+)\..*-devel-", dockerfile, re.MULTILINE)
+    assert major == said

@@ -1,0 +1,379 @@
+"""Workflows of several turns: feedback, interactions and tools; what is trained, what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from megarl.api.inference import FAILURES
+from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.episode import without_failed
+from megarl.rollout.episode_check import check_episode
+from megarl.rollout.rewards import RewardPool
+from megarl.rollout.tools.env import ToolFailure, ToolingEnv
+from megarl.rollout.tools.local import LocalToolingEnv
+from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
+from megarl.rollout.workflows.tool import ToolWorkflow
+from megarl.trainer.user_code import Named, code_problems
+from tests.unit.scripted import (
+    ScriptedEngine,
+    run_episode,
+    tool_tokenizer,
+    trained_text,
+    whole_text,
+)
+
+HERE = "tests.unit.test_turn_workflows"
+TOOL, MULTI = (
+    "megarl.rollout.workflows.tool:ToolWorkflow",
+    "megarl.rollout.workflows.multi_turn:MultiTurnWorkflow",
+)
+ROW = {"messages": [{"role": "user", "content": "6*7?"}], "answer": "42", "row_id": 5}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tool_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(1, timeout=30.0) as pool:
+        yield pool
+
+
+def right(prompt: str, completion: str, *ids: Any, answer: str, **row: Any) -> float:
+    return float(completion.endswith(answer))
+
+
+def spoken(prompt: str, completion: str, *ids: Any, conversation: Any, **row: Any) -> float:
+    return float(len(conversation))
+
+
+def gconfig(n: int = 1, max_new_tokens: int = 300) -> GenerationHyperparameters:
+    return GenerationHyperparameters(n_samples=n, max_new_tokens=max_new_tokens)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+# tools
+
+
+def times(a: int, b: int) -> int:
+    """Multiplies."""
+    return a * b
+
+
+def broken() -> str:
+    """Breaks."""
+    raise ToolFailure("the process died")
+
+
+class Shelf(ToolingEnv):
+    """Notes what happens to every instance."""
+
+    made: ClassVar[list[Shelf]] = []
+
+    def __init__(self, *, size: int = 3) -> None:
+        self.size, self.closed, self.held = size, 0, [""] * size
+        Shelf.made.append(self)
+
+    async def ainitialize(self) -> None:
+        return
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "function", "function": {"name": "put", "description": "", "parameters": {}}}
+        ]
+
+    async def aexecute(self, tool_name: str, tool_args: dict[str, Any]) -> str:
+        if tool_args.get("wait"):
+            await asyncio.sleep(60)
+        self.held = [*self.held[1:], tool_args["what"]]
+        return "".join(self.held)
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def shelf() -> Iterator[type[Shelf]]:
+    Shelf.made = []
+    yield Shelf
+    assert [s.closed for s in Shelf.made] == [1] * len(Shelf.made)
+
+
+def tool_flow(tokenizer: Any, pool: RewardPool, *, n: int = 1, reward: Any = right, **kw: Any):
+    kw = {"tools": [f"{HERE}:times", f"{HERE}:broken"]} | kw
+    return ToolWorkflow(
+        reward, gconfig(n, kw.pop("max_new_tokens", 300)), tokenizer, reward_pool=pool, **kw
+    )
+
+
+def test_tool_results_are_read_and_the_models_own_tokens_are_continued(tokenizer, pool) -> None:
+    """Three turns: two calls at once, one call behind a thought, the answer."""
+    written = [
+        call("times", a=6, b=7) + call("times", a=1, b="1"),
+        "<think>so</think>" + call("times", a=2, b=21),
+        "It is 42",
+    ]
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: written[k])
+    batch = run_episode(tool_flow(tokenizer, pool), engine, ROW)
+    check_episode(batch, version=3, vocab_size=len(tokenizer))
+    tools = LocalToolingEnv([times, broken]).list_tools()
+    prompt = "<bos>tools: " + "".join(json.dumps(t) for t in tools) + "<eos>"
+    prompt += "<bos>user: 6*7?<eos><bos>assistant: "
+    assert whole_text(tokenizer, batch, 0) == (
+        f"{prompt}{written[0]}<eos><bos>user: [42][1]<eos><bos>assistant: "
+        f"{written[1]}<eos><bos>user: [42]<eos><bos>assistant: {written[2]}<eos>"
+    )  # a linear episode is one row, though the template removes the thought
+    assert trained_text(tokenizer, batch, 0) == "".join(f"{text}<eos>" for text in written)
+    assert batch["rewards"].tolist() == [1.0] and len(engine.prompts) == 3
+    assert batch["logprobs"][~batch["loss_mask"]].abs().sum() == 0
+
+
+def test_samples_share_their_first_request_and_go_their_own_ways(tokenizer, pool) -> None:
+    def write(i: int, k: int, text: str) -> str:
+        return call("times", a=i, b=1) if k < i else "42"
+
+    engine = ScriptedEngine(tokenizer, write)
+    flow = tool_flow(tokenizer, pool, n=3, turn_discount=0.5)
+    batch = run_episode(flow, engine, ROW)
+    assert [n for n, _ in engine.prompts] == [3, 1, 1, 1]
+    assert batch["rewards"].tolist() == [1.0, 0.5, 0.25]
+    assert "valid" not in batch
+
+
+def test_what_is_wrong_with_a_call_is_told(tokenizer, pool) -> None:
+    def write(i: int, k: int, text: str) -> str:
+        if k:
+            return "42"
+        return ["<tool_call>{</tool_call>", call("divide"), call("times", a="x", b=1)][i]
+
+    engine = ScriptedEngine(tokenizer, write)
+    batch = run_episode(tool_flow(tokenizer, pool, n=3, max_result=70), engine, ROW)
+    told = [whole_text(tokenizer, batch, i).partition("user: [")[2][:60] for i in range(3)]
+    assert told[0].startswith("Error: a tool call is no JSON")
+    assert told[1].startswith("Error: there is no tool 'divide'; the tools are: times")
+    assert told[2].startswith("Error: times was called with wrong arguments: a: Input")
+    assert "characters)]" in whole_text(tokenizer, batch, 2)
+    assert batch["rewards"].tolist() == [1.0] * 3
+
+
+def test_a_broken_tool_is_a_failure_and_not_zero(tokenizer, pool) -> None:
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: "42" if k or i != 1 else call("broken"))
+    batch = run_episode(tool_flow(tokenizer, pool, n=3), engine, ROW)
+    assert batch["valid"].tolist() == [True, False, True]
+    assert FAILURES[int(batch["failure"][1])] == "tool"
+    kept, failed = without_failed(batch)
+    assert [kind for kind, _ in failed] == ["tool"] and kept["rewards"].tolist() == [1.0, 1.0]
+
+
+def test_bounds_end_a_sample(tokenizer, pool) -> None:
+    endless = ScriptedEngine(tokenizer, lambda i, k, text: call("times", a=1, b=1))
+    batch = run_episode(tool_flow(tokenizer, pool, max_turns=3), endless, ROW)
+    assert trained_text(tokenizer, batch, 0).count("<eos>") == 3
+    assert not whole_text(tokenizer, batch, 0).endswith("assistant: ")  # nothing read in vain
+    flow = tool_flow(tokenizer, pool, max_length=len(endless.prompts[0][1]) + 420)
+    endless = ScriptedEngine(tokenizer, endless.write)
+    batch = run_episode(flow, endless, ROW)
+    assert len(endless.prompts) < 8 and batch["input_ids"].shape[1] <= flow.max_length
+    cut = ScriptedEngine(tokenizer, endless.write)
+    batch = run_episode(tool_flow(tokenizer, pool, max_new_tokens=20), cut, ROW)
+    assert len(cut.prompts) == 1 and batch["truncated"].tolist() == [True]
+    for wrong, message in (
+        ({"max_turns": 0}, "max_turns=0"),
+        ({"turn_discount": 2.0}, "turn_discount=2.0"),
+        ({"max_length": 300}, "max_length=300 has no room"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tool_flow(tokenizer, pool, **wrong)
+
+
+def test_every_sample_has_its_own_environment(tokenizer, pool, shelf) -> None:
+    def write(i: int, k: int, text: str) -> str:
+        return call("put", what="abc"[i]) if k < 2 else text[-30:].partition("[")[2][:2]
+
+    flow = tool_flow(
+        tokenizer, pool, n=3, tools=[{"type": f"{HERE}:Shelf", "options": {"size": 2}}]
+    )
+    batch = run_episode(flow, ScriptedEngine(tokenizer, write), ROW)
+    assert [trained_text(tokenizer, batch, i)[-7:] for i in range(3)] == [
+        "aa<eos>",
+        "bb<eos>",
+        "cc<eos>",
+    ]
+
+
+def test_an_environment_that_does_not_start_is_a_failure(tokenizer, pool, shelf) -> None:
+    flow = tool_flow(tokenizer, pool, n=2, tools=[f"{HERE}:Shelf"])
+
+    async def one_refuses(self: Shelf) -> None:
+        if self is shelf.made[0]:
+            raise ToolFailure("no shelf")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "ainitialize", one_refuses)
+        batch = run_episode(flow, ScriptedEngine(tokenizer, lambda *_: "42"), ROW)
+    assert batch["valid"].tolist() == [False, True]
+    assert batch["attention_mask"][0].any()  # it still has its prompt
+
+
+@pytest.mark.parametrize("end", ["cancelled", "timeout", "error"])
+def test_environments_are_closed_when_an_episode_does_not_end(
+    end: str, tokenizer, pool, shelf
+) -> None:
+    flow = tool_flow(tokenizer, pool, n=2, tools=[f"{HERE}:Shelf"])
+
+    def write(i: int, k: int, text: str) -> str:
+        if end == "error" and i == 1 and k == 1:
+            raise KeyError("the server")
+        return call("put", what="a", wait=i == 0)
+
+    engine = ScriptedEngine(tokenizer, write)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(flow.arun_episode(engine, ROW))
+        if end == "timeout":
+            async with asyncio.timeout(0.05):
+                await task
+        if end == "cancelled":
+            await asyncio.sleep(0.05)
+            task.cancel()
+        await task
+
+    expected = {"timeout": TimeoutError, "error": KeyError}.get(end, asyncio.CancelledError)
+    with pytest.raises(expected):
+        asyncio.run(run())  # the fixture sees that both are closed, once
+
+
+# feedback and interactions
+
+
+def multi(tokenizer: Any, pool: RewardPool, *, n: int = 1, reward: Any = right, **kw: Any):
+    return MultiTurnWorkflow(reward, gconfig(n), tokenizer, reward_pool=pool, **kw)
+
+
+def test_a_wrong_answer_is_tried_again(tokenizer, pool) -> None:
+    """Sample 0 is right at once, 1 at the second try, 2 never."""
+
+    def write(i: int, k: int, text: str) -> str:
+        return "42" if k >= i and i < 2 else f"{i}/{k}"
+
+    engine = ScriptedEngine(tokenizer, write)
+    flow = multi(tokenizer, pool, n=3, max_turns=3, turn_discount=0.5, feedback="No.")
+    batch = run_episode(flow, engine, ROW)
+    assert batch["rewards"].tolist() == [1.0, 0.5, 0.0]
+    assert whole_text(tokenizer, batch, 2).endswith(
+        "assistant: 2/0<eos><bos>user: No.<eos><bos>assistant: 2/1<eos><bos>user: No.<eos>"
+        "<bos>assistant: 2/2<eos>"
+    )
+    assert trained_text(tokenizer, batch, 2) == "2/0<eos>2/1<eos>2/2<eos>"
+    seen = run_episode(
+        multi(tokenizer, pool, reward=spoken, solved=4), ScriptedEngine(tokenizer, write), ROW
+    )
+    assert seen["rewards"].tolist() == [4.0]  # user, assistant, user, assistant
+
+
+class Guess(Interaction):
+    """Wants numbers that rise to 3; each is worth its own value."""
+
+    closed = 0
+
+    def __init__(self, *, first: str = "Go!", fault: str = "") -> None:
+        self.first, self.fault = first, fault
+
+    async def start(self, row: dict[str, Any]) -> str | None:
+        if self.fault == "start":
+            raise OSError("no game")
+        return self.first or None
+
+    async def respond(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> Reply:
+        said = int(messages[-1]["content"])
+        if self.fault == "slow" and said == 2:
+            await asyncio.sleep(60)
+        return Reply(text=f"more than {said}", done=said == 3, reward=said)
+
+    async def aclose(self) -> None:
+        Guess.closed += 1
+        raise OSError("it does not close")
+
+
+def test_an_interaction_answers_the_model(tokenizer, pool) -> None:
+    Guess.closed = 0
+    engine = ScriptedEngine(tokenizer, lambda i, k, text: str(1 + k + i))
+    flow = multi(
+        *(tokenizer, pool), n=2, reward=right, max_turns=5, turn_discount=0.5,
+        interaction=f"{HERE}:Guess", interaction_options={"first": "Begin."},
+    )  # fmt: skip
+    batch = run_episode(flow, engine, ROW)
+    assert whole_text(tokenizer, batch, 1) == (
+        "<bos>user: 6*7?<eos><bos>user: Begin.<eos><bos>assistant: 2<eos>"
+        "<bos>user: more than 2<eos><bos>assistant: 3<eos>"
+    )
+    assert batch["rewards"].tolist() == [1 + 0.5 * 2 + 0.25 * 3, 2 + 0.5 * 3]
+    assert Guess.closed == 2
+    check_episode(batch, version=3)
+
+
+@pytest.mark.parametrize("fault", ["start", "slow"])
+def test_an_interaction_that_breaks_is_a_failure(fault: str, tokenizer, pool) -> None:
+    Guess.closed = 0
+    flow = multi(
+        *(tokenizer, pool), max_turns=5, interaction_timeout=0.05,
+        interaction=f"{HERE}:Guess", interaction_options={"fault": fault},
+    )  # fmt: skip
+    batch = run_episode(flow, ScriptedEngine(tokenizer, lambda i, k, text: str(1 + k)), ROW)
+    assert batch["valid"].tolist() == [False] and Guess.closed == 1
+    assert FAILURES[int(batch["failure"][0])] == "environment"
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    "target, options, problem",
+    [
+        (TOOL, {}, "rollout.workflow.options.tools: ToolWorkflow needs it"),
+        (TOOL, {"tools": []}, "tools=[]: a list with one tool at least"),
+        (TOOL, {"tools": ["math:nothing"]}, "math has no nothing"),
+        (TOOL, {"tools": ["math:pi"]}, "tool math:pi: a float"),
+        (TOOL, {"tools": [{"mpc": 1}]}, "tool {'mpc': 1}: use 'pkg.module:function'"),
+        (TOOL, {"tools": [{"mcp": {"path": "x"}}]}, "the keys are command, env, url, timeout"),
+        (TOOL, {"tools": [{"mcp": {}}]}, "mcp: command=[], url='': give one of both"),
+        (TOOL, {"tools": [f"{HERE}:times", f"{HERE}:times"]}, "'times' is registered already"),
+        (
+            TOOL,
+            {"tools": [{"type": f"{HERE}:Shelf", "options": {"width": 1}}]},
+            "Shelf has no such option; it takes size",
+        ),
+        (TOOL, {"tools": [f"{HERE}:times"], "call_format": "xml"}, "call_format='xml': use one of"),
+        (TOOL, {"tools": [f"{HERE}:times"], "turns": 3}, "ToolWorkflow has no such option"),
+        (MULTI, {"interaction": f"{HERE}:Shelf"}, "no subclass of megarl.rollout.workflows"),
+        (
+            MULTI,
+            {"interaction": f"{HERE}:Guess", "interaction_options": {"last": 1}},
+            "Guess has no such option; it takes first, fault",
+        ),
+    ],
+)
+def test_options_are_checked_before_anything_starts(target, options, problem) -> None:
+    named = Named(key="rollout.workflow", target=target, kind="workflow", options=options)
+    problems = list(code_problems([named]))
+    assert problems and problem in problems[0]
+
+
+def test_sound_options_pass() -> None:
+    for target, options in (
+        (TOOL, {"tools": [f"{HERE}:times", {"mcp": {"url": "http://127.0.0.1:1/mcp"}}]}),
+        (MULTI, {"interaction": f"{HERE}:Guess", "interaction_options": {"first": "x"}}),
+        (MULTI, {"max_turns": 4}),
+    ):
+        named = Named(key="rollout.workflow", target=target, kind="workflow", options=options)
+        assert list(code_problems([named])) == []
