@@ -24,7 +24,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-gpu constraints clean
+	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-order bench-gpu constraints clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -174,6 +174,9 @@ bench-delta: install  ## what changes in a GRPO step, and what is sent of it
 
 bench-resume: install  ## what a start takes by phase, and what each kind of kill costs a run
 	$(CPU) $(BIN)/python benchmarks/resume.py
+
+bench-order: install  ## asynchronous runs with long tails, simulated, by rollout.order
+	$(BIN)/python benchmarks/order.py
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py

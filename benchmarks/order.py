@@ -1,6 +1,6 @@
 """Simulates asynchronous runs with long-tailed answers, by rollout.order and staleness bound.
 
-    python benchmarks/order.py [--steps 300] [--batch 64] [--slots 128] [--seed 0]
+    python benchmarks/order.py [--steps 150] [--batch 64] [--slots 128] [--seed 0]
 
 Time is simulated; who may begin (StalenessManager) and which episodes make a batch (order.py) is
 megarl's own code. An episode writes its tokens at a fixed rate in one of --slots slots, and the
@@ -201,7 +201,7 @@ def line(name: str, eta: int, result: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("steps", 300), ("batch", 64), ("slots", 128), ("seed", 0)):
+    for name, default in (("steps", 150), ("batch", 64), ("slots", 128), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     prompts = Prompts(rng=random.Random(args.seed))

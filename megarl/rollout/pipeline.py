@@ -183,8 +183,7 @@ class Pipeline:
         live = list(self.live.values())
         if self.config.order == "submission":
             return order.head(live, count)
-        version = self._engine.get_version()
-        bound = self.config.max_head_offpolicyness
+        version, bound = self._engine.get_version(), self.config.max_head_offpolicyness
         blocked = len(self.pending) if self.staleness.room(version) <= 0 else 0
         taken = order.first_come(live, count, version=version, bound=bound, blocked=blocked)
         return sorted(taken, key=lambda e: e.number)
