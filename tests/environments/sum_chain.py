@@ -1,5 +1,6 @@
-"""An environment of verifiers with several turns: it speaks between the model's answers. fail, die:
-tasks with these numbers raise an error, or end the process, after the first answer."""
+"""An environment of verifiers with several turns: it speaks between the model's answers. fail:
+tasks with these numbers raise an error after the first answer. die: the process ends once, which
+this file tells from then on."""
 
 import os
 import random
@@ -33,7 +34,7 @@ class ChainTaskset(vf.Taskset[ChainTask, ChainConfig]):
 class ChainEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
     fail: list[int] = []  # noqa: RUF012
-    die: list[int] = []  # noqa: RUF012
+    die: str = ""
 
 
 class ChainEnv(vf.Env[ChainEnvConfig]):
@@ -43,8 +44,9 @@ class ChainEnv(vf.Env[ChainEnvConfig]):
             segment = await talk.turn()
             if task.data.idx in self.config.fail:
                 raise RuntimeError("the game broke down")
-            if task.data.idx in self.config.die:
-                os._exit(9)
+            if self.config.die and not os.path.exists(self.config.die):
+                with open(self.config.die, "w"):
+                    os._exit(9)
             for i, (a, b) in enumerate(sums):
                 if segment.terminated:
                     break
