@@ -199,11 +199,13 @@ class Pipeline:
         self.check()
         in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
         again = [e for e in in_flight if e.drawn]
+        early = self.config.order == "completion"  # some beyond the first were handed out
+        numbers = [*(e.number for e in again), *self._numbers] if early else []
         return {
             "rows": [e.row for e in again],
-            "numbers": [*(e.number for e in again), *self._numbers],
+            "numbers": numbers,
             "answers": _answers(again),
-            "next_number": self._next_number,
+            "next_number": again[0].number if again and not numbers else self._next_number,
             "reward_errors": self.reward_errors,
             "failed_samples": self.failed_samples.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
