@@ -1,8 +1,7 @@
-"""Holds episodes from submission to hand-out: the state that the callers' threads share with the
-loop thread.
+"""Holds episodes from submission to hand-out: what callers' threads share with the loop thread.
 
-Callers enqueue and take; the loop thread starts episodes while the StalenessManager has capacity
-and settles them. One condition variable, `changed`, guards everything.
+Callers enqueue and take; the loop thread starts and settles episodes. One condition variable,
+`changed`, guards everything.
 """
 
 from __future__ import annotations
@@ -193,14 +192,14 @@ class Pipeline:
         self.staleness.check(in_flight=len(self.live) - len(self.pending))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and, in `rows`, the prompts in flight in order of submission. These
-        are submitted again after a resume, under the numbers they had, so they count as not
-        submitted yet; so do failures that nobody has been told of. *"""
+        """Returns the counters and, in `rows`, the prompts in flight in their order. They are
+        submitted again after a resume, so they count as not submitted yet; so do failures that
+        nobody has been told of. numbers: those they keep, with rollout.order=completion. *"""
         self.check()
         in_flight = sorted([*self._failed, *self.live.values()], key=lambda e: e.number)
         again = [e for e in in_flight if e.drawn]
-        early = self.config.order == "completion"  # some beyond the first were handed out
-        numbers = [*(e.number for e in again), *self._numbers] if early else []
+        keep = self.config.order == "completion"  # later ones may be in batches already
+        numbers = [*(e.number for e in again), *self._numbers] if keep else []
         return {
             "rows": [e.row for e in again],
             "numbers": numbers,
