@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from examples.textarena_game import games
 from megarl.api.inference import FAILURES
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
@@ -439,6 +440,30 @@ def test_an_environment_that_crashes_is_a_failure(tokenizer, pool) -> None:
     batch = run_episode(flow, ScriptedEngine(tokenizer, lambda *_: "2"), ROW)
     assert batch["valid"].tolist() == [False]
     assert FAILURES[int(batch["failure"][0])] == "environment"
+
+
+def test_a_game_of_textarena(tokenizer, pool) -> None:
+    """By halving, the number is found in five guesses at most; a row is one game for all."""
+    low, high = [1, 1], [20, 20]
+
+    def write(i: int, k: int, text: str) -> str:
+        guess = (low[i] + high[i]) // 2
+        if k:
+            if "higher" in text.rpartition("[GAME]")[2]:
+                low[i] = guess + 1
+            else:
+                high[i] = guess - 1
+        return f"{'ab'[i]} [{(low[i] + high[i]) // 2}]"
+
+    flow = EnvWorkflow(
+        NO_REWARD, gconfig(2), tokenizer, reward_pool=pool, env="examples.textarena_game:Game"
+    )
+    (row,) = games(DatasetConfig(type="x", size=1), seed=7)
+    batch = run_episode(flow, ScriptedEngine(tokenizer, write), row)
+    assert batch["rewards"].tolist() == [1.0, 1.0]
+    first, second = (whole_text(tokenizer, batch, i) for i in range(2))
+    assert first.replace("a [", "b [") == second
+    assert first.count("You are playing Guess The Number") == 1
 
 
 # verl's walkthrough of GSM8K
