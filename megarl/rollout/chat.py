@@ -48,11 +48,16 @@ class ChatWorkflow(RolloutWorkflow):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.gconfig, self.tokenizer = gconfig, tokenizer
 
+    def count(self, data: dict[str, Any]) -> int:
+        """Returns how many samples `begin` makes of a row."""
+        n: int = data.get(SAMPLES_MISSING, self.gconfig.n_samples)
+        return n
+
     def begin(self, data: dict[str, Any]) -> list[Trajectory]:
         """Returns gconfig.n_samples trajectories that have read the prompt, or as many as are to
         be made anew because they failed."""
         ids, messages = self._prompt(data)[1], data.get("messages", ())
-        n = data.get(SAMPLES_MISSING, self.gconfig.n_samples)
+        n = self.count(data)
         samples = [Trajectory(index=i, messages=messages) for i in range(n)]
         for sample in samples:
             sample.read(ids)

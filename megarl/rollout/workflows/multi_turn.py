@@ -124,7 +124,7 @@ class MultiTurnWorkflow(TurnsWorkflow):
             await self.first_answers(engine, samples, data)
             await all_of(self._try_again(engine, sample, data) for sample in samples)
             return await self.finish(samples, data, scored=samples)
-        partners = [self._partner() for _ in range(self.gconfig.n_samples)]
+        partners = [self._partner() for _ in range(self.count(data))]
         async with closing(partners):
             samples, data = await self._begin_with(partners, data)
             await self.first_answers(engine, samples, data)

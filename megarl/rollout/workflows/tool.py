@@ -74,7 +74,7 @@ class ToolWorkflow(TurnsWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: Row) -> Padded:
         """Returns a padded batch [n,S], n = gconfig.n_samples, by trajectory.to_batch."""
-        envs = [self._tools.make(data) for _ in range(self.gconfig.n_samples)]
+        envs = [self._tools.make(data) for _ in range(self.count(data))]
         unclosed: list[ToolingEnv] = list(envs)
         async with closing(unclosed):
             broken = await all_of(_initialized(env) for env in envs)
