@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ServersLost,
         WeightUpdateMeta,
     )
+    from megarl.config.allocation import AllocationMode
     from megarl.config.base import arg
     from megarl.config.errors import ConfigError
     from megarl.config.loader import load_config, load_expr_config, run_dir
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
     from megarl.rollout.local import SGLangEngine
     from megarl.rollout.rewards import RewardPool, get_reward_fn
     from megarl.rollout.trajectory import Trajectory, to_batch
+    from megarl.rollout.workflows.agent import AgentWorkflow
+    from megarl.rollout.workflows.env import EnvWorkflow
+    from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
+    from megarl.rollout.workflows.tool import ToolWorkflow
     from megarl.trainer.evaluation import Evaluator
     from megarl.trainer.frequency import Frequency
     from megarl.trainer.ppo import PPOTrainer
@@ -68,6 +73,7 @@ _HOME = {
     "api.inference": "InferenceEngine RolloutFailed RolloutWorkflow",
     "api.records": "FinetuneSpec ModelRequest ModelResponse SaveLoadMeta ServersLost "
     "WeightUpdateMeta",
+    "config.allocation": "AllocationMode",
     "config.base": "arg",
     "config.errors": "ConfigError",
     "config.loader": "load_config load_expr_config run_dir",
@@ -84,7 +90,11 @@ _HOME = {
     "rollout.local": "SGLangEngine",
     "rollout.rewards": "RewardPool get_reward_fn",
     "rollout.trajectory": "Trajectory to_batch",
+    "rollout.workflows.agent": "AgentWorkflow",
+    "rollout.workflows.env": "EnvWorkflow",
+    "rollout.workflows.multi_turn": "MultiTurnWorkflow",
     "rollout.workflows.rlvr": "RLVRWorkflow",
+    "rollout.workflows.tool": "ToolWorkflow",
     "trainer.evaluation": "Evaluator",
     "trainer.frequency": "Frequency",
     "trainer.ppo": "PPOTrainer",
@@ -100,10 +110,13 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names.spl
 
 __all__ = [
     "Actor",
+    "AgentWorkflow",
+    "AllocationMode",
     "Batch",
     "ChatWorkflow",
     "ConfigError",
     "Critic",
+    "EnvWorkflow",
     "Evaluator",
     "FinetuneSpec",
     "Frequency",
@@ -120,6 +133,7 @@ __all__ = [
     "MegatronSFT",
     "ModelRequest",
     "ModelResponse",
+    "MultiTurnWorkflow",
     "PPOConfig",
     "PPOTrainer",
     "RLTrainer",
@@ -140,6 +154,7 @@ __all__ = [
     "ServersLost",
     "StatsLogger",
     "Tokens",
+    "ToolWorkflow",
     "TrainEngine",
     "Trajectory",
     "WeightPublisher",

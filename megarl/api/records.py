@@ -96,7 +96,7 @@ class WeightUpdateMeta:
     addresses: tuple[str, ...] = ()
     path: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    alloc_mode: str | None = None
+    alloc_mode: object = None
     comm_backend: str | None = None
     bucket_bytes: int = 512 << 20
     flattened: bool = True
@@ -150,7 +150,7 @@ class WeightUpdateMeta:
     @classmethod
     def from_megatron(
         cls,
-        alloc_mode: str | None = None,
+        alloc_mode: object = None,
         engine: object = None,
         *,
         addresses: Sequence[str] = (),

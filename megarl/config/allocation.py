@@ -45,12 +45,34 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """Holds a parsed allocation_mode. colocated: the servers are on the trainers' GPUs."""
+class AllocationMode:
+    """Says which GPUs servers and trainers take; `from_str` reads it. colocated: the servers are on
+    the trainers' GPUs."""
 
     trainers: Part
     servers: Part | None = None
     colocated: bool = False
+
+    @classmethod
+    def from_str(cls, text: str) -> AllocationMode:
+        """Returns what `allocation_mode` says. Raises ConfigError that points at the first
+        character that is wrong."""
+        reader = _Reader(text)
+        first = reader.part()
+        if first.backend in TRAINERS:
+            reader.end(
+                "nothing follows the trainers; servers stand in front, as in sglang.d1+megatron"
+            )
+            return cls(trainers=first)
+        separator = reader.separator()
+        second_at = reader.at
+        second = reader.part()
+        if second.backend not in TRAINERS:
+            raise reader.error(
+                f"the second part is the trainers': {' or '.join(TRAINERS)}", second_at
+            )
+        reader.end("an allocation has two parts, servers and trainers")
+        return cls(trainers=second, servers=first, colocated=separator == "|")
 
     def keys(self, role: str) -> dict[str, int | str]:
         """Returns the configuration keys that it decides, with their values; `role` is the section
@@ -68,23 +90,6 @@ class Allocation:
             keys["server.count"] = self.servers.degree("d")
             keys["server.tp"] = self.servers.degree("t")
         return keys
-
-
-def parse_allocation(text: str) -> Allocation:
-    """Returns the allocation of `text`. Raises ConfigError that points at the first character that
-    is wrong."""
-    reader = _Reader(text)
-    first = reader.part()
-    if first.backend in TRAINERS:
-        reader.end("nothing follows the trainers; servers stand in front, as in sglang.d1+megatron")
-        return Allocation(trainers=first)
-    separator = reader.separator()
-    second_at = reader.at
-    second = reader.part()
-    if second.backend not in TRAINERS:
-        raise reader.error(f"the second part is the trainers': {' or '.join(TRAINERS)}", second_at)
-    reader.end("an allocation has two parts, servers and trainers")
-    return Allocation(trainers=second, servers=first, colocated=separator == "|")
 
 
 class _Reader:

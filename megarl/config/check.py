@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from megarl.config.algo import ValueModelConfig
-from megarl.config.allocation import parse_allocation
+from megarl.config.allocation import AllocationMode
 from megarl.config.bounds import number_problems
 from megarl.config.check_actor import actor_problems
 from megarl.config.check_cluster import allocation_problems, cluster_problems
@@ -108,7 +108,7 @@ def smallest_world_size(cfg: BaseConfig) -> int:
     """Returns the processes that allocation_mode asks for, else the fewest that every engine of the
     recipe can run on."""
     if cfg.allocation_mode:
-        return parse_allocation(cfg.allocation_mode).trainers.gpus
+        return AllocationMode.from_str(cfg.allocation_mode).trainers.gpus
     return math.lcm(
         *(
             degree

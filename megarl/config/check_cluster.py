@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from megarl.config.allocation import parse_allocation
+from megarl.config.allocation import AllocationMode
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig, main_role
 from megarl.config.transports import built_in_transport
@@ -17,7 +17,7 @@ def allocation_problems(cfg: BaseConfig, world_size: int | None) -> Iterator[str
     if not cfg.allocation_mode:
         return
     try:
-        allocation = parse_allocation(cfg.allocation_mode)
+        allocation = AllocationMode.from_str(cfg.allocation_mode)
     except ConfigError as e:
         yield from e.problems
         return

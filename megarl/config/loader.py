@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megarl.config.aliases import aliased
-from megarl.config.allocation import parse_allocation
+from megarl.config.allocation import AllocationMode
 from megarl.config.base import SeamConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.compose import Composer, Tree, group_file, has_group, merged
@@ -264,7 +264,7 @@ def _allocate(node: DictConfig, tree: Tree, cls: type[BaseConfig], problems: lis
     (check_cluster.py) compare them."""
     try:
         text = node.allocation_mode
-        decided = parse_allocation(text).keys(main_role(cls)) if text else {}
+        decided = AllocationMode.from_str(text).keys(main_role(cls)) if text else {}
     except ConfigError as e:
         problems += e.problems
         return

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.config.allocation import parse_allocation
+from megarl.config.allocation import AllocationMode
 from megarl.config.check import check_config, smallest_world_size
 from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
@@ -175,7 +175,7 @@ def _nodes_of_a_server(cfg: BaseConfig) -> int | None:
 
 
 def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:
-    written = cfg.allocation_mode and parse_allocation(cfg.allocation_mode).colocated
+    written = cfg.allocation_mode and AllocationMode.from_str(cfg.allocation_mode).colocated
     return bool(needs.shares_devices or written)
 
 

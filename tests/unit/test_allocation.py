@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.allocation import parse_allocation
+from megarl.config.allocation import AllocationMode
 from megarl.config.check import check_config, smallest_world_size
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
@@ -15,7 +15,7 @@ from tests.hf_stub import write_stub
 
 
 def test_servers_beside_trainers() -> None:
-    a = parse_allocation("sglang.d4t2p1+megatron.d2t2p2c1e1")
+    a = AllocationMode.from_str("sglang.d4t2p1+megatron.d2t2p2c1e1")
     assert a.servers is not None and (a.servers.gpus, a.trainers.gpus, a.colocated) == (8, 8, False)
     assert a.keys("actor") == {
         "actor.parallel.tp": 2, "actor.parallel.pp": 2, "actor.parallel.cp": 1,
@@ -24,14 +24,14 @@ def test_servers_beside_trainers() -> None:
 
 
 def test_colons_any_order_and_colocation() -> None:
-    a = parse_allocation("sglang:t2d4|megatron:c2p3t4d1")
+    a = AllocationMode.from_str("sglang:t2d4|megatron:c2p3t4d1")
     assert a.colocated and a.servers is not None and a.servers.gpus == 8 and a.trainers.gpus == 24
     assert "actor.parallel.ep" not in a.keys("actor")  # the configuration's own
-    assert parse_allocation("sglang.d12p1t1+d4p1t1") == parse_allocation(
+    assert AllocationMode.from_str("sglang.d12p1t1+d4p1t1") == AllocationMode.from_str(
         "sglang.d12p1t1+megatron.d4p1t1"
     )
-    assert parse_allocation("d2t2") == parse_allocation("megatron.d2t2")
-    alone = parse_allocation("megatron.d2t2")
+    assert AllocationMode.from_str("d2t2") == AllocationMode.from_str("megatron.d2t2")
+    alone = AllocationMode.from_str("megatron.d2t2")
     assert alone.servers is None and alone.trainers.gpus == 4
     assert alone.keys("model") == {
         "model.parallel.tp": 2, "model.parallel.pp": 1, "model.parallel.cp": 1,
@@ -61,7 +61,7 @@ def test_colons_any_order_and_colocation() -> None:
 )
 def test_errors_point_at_the_character(text: str, at: int, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_allocation(text)
+        AllocationMode.from_str(text)
     first, shown, caret = caught.value.report().splitlines()
     assert says in first and shown == f"    {text}" and caret == " " * (4 + at) + "^"
 
