@@ -12,7 +12,7 @@ from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, Weight
 from megarl.config.rollout import GenerationHyperparameters
 
 # why a sample may fail, see RolloutWorkflow.arun_episode
-FAILURES = ("other", "environment", "reward", "tool", "server")
+FAILURES = ("other", "environment", "reward", "tool", "server", "timeout")
 # of a workflow's data: how many rollouts are to be made anew, where not all samples are asked for
 SAMPLES_MISSING = "samples_missing"
 

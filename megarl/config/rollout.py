@@ -179,7 +179,12 @@ class RolloutConfig:
     setup_timeout: float = arg(
         120.0, bounds=TIMEOUT, help="seconds to wait for servers to answer /health"
     )
-    episode_timeout: float = arg(1800.0, bounds=TIMEOUT, help="seconds one whole episode may take")
+    episode_timeout: float = arg(
+        1800.0,
+        bounds=TIMEOUT,
+        help="seconds one whole episode may take; one that takes longer counts as failed, and "
+        "another row takes its place",
+    )
     reward_timeout: float = arg(
         15.0, bounds=TIMEOUT, help="seconds one reward may take; later is an error"
     )

@@ -46,6 +46,11 @@ class AnswerLog:
                 break
         self._requests.append(request)
 
+    @property
+    def tokens(self) -> int:
+        """Returns how many tokens the answers have so far."""
+        return sum(request.progress()[0] for request in self._requests)
+
     def end(self) -> None:
         """Notes that the episode has ended: its answers do not change any more."""
         for request in self._requests:

@@ -113,18 +113,32 @@ async def run_episode(
             if task is not None and task.cancelling():
                 raise
             error = RuntimeError(f"{type(episode.workflow).__name__} ended with {cause!r}")
-        if clock.expired() and isinstance(error, TimeoutError):
+        late = clock.expired() and isinstance(error, TimeoutError)
+        if late:
             error = TimeoutError(
                 f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
             )
-        error.add_note(f"in the episode of {episode.name}")
-        episode.error = error
+        if late and episode.drawn:  # another row takes its place
+            log.warning("%s; its rollouts count as failed", error)
+            episode.failed = [*episode.failed, *_cut_short(episode)]
+        else:
+            error.add_note(f"in the episode of {episode.name}")
+            episode.error = error
     if episode.answers is not None:
         episode.answers.end()
     episode.latency = time.monotonic() - begun
     timeline.record(
         EPISODES, episode.name, start, episode.latency, number=episode.number, **_outcome(episode)
     )
+
+
+def _cut_short(episode: Episode) -> list[Failed]:
+    """Returns kind and length of the rollouts of an episode that took too long: those that its
+    workflow was to make and has not, one at least."""
+    gconfig = getattr(episode.workflow, "gconfig", None)
+    count = max(1, getattr(gconfig, "n_samples", 1) - episode.good)
+    length = episode.answers.tokens // count if episode.answers is not None else 0
+    return [("timeout", length)] * count
 
 
 def _outcome(episode: Episode) -> dict[str, Any]:

@@ -438,7 +438,7 @@ def test_a_reward_that_dies_may_cost_its_samples_only(run: Run, serve: None) -> 
 
 
 @pytest.mark.full
-def test_a_workflow_that_never_returns_is_an_error_with_its_row(run: Run, serve: None) -> None:
+def test_a_workflow_that_never_returns_ends_the_run_by_its_failures(run: Run, serve: None) -> None:
     act = """
 async def patched(self, engine, data):
     await asyncio.sleep(300)
@@ -446,8 +446,8 @@ RLVRWorkflow.arun_episode = patched
 """
     run.start(act, "rollout.episode_timeout=2")
     output = run.fails()
-    assert "took longer than rollout.episode_timeout=2 s" in output
-    assert "in the episode of row" in output
+    assert "took longer than rollout.episode_timeout=2 s; its rollouts count as failed" in output
+    assert "rollouts failed (" in output and "timeout), more than" in output
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ MODEL = {
     "quickstart_ppo": ["actor.path=qwen3-1.7b"],
     "script_grpo": ["actor.path=qwen3-1.7b"],
     "smollm2_grpo": ["actor.path=smollm2-135m-instruct"],
+    "verifiers_grpo": ["actor.path=qwen3-1.7b"],
 }
 # in CI on two ranks: data parallelism without servers, tensor parallelism, a pipeline
 IN_CI = {

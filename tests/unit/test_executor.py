@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.executor import MAX_REJECTED_BATCHES, RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import MAX_DROPS
@@ -142,6 +142,24 @@ def test_episode_timeout_names_the_row(make):
     ex.submit({"row_id": 7, "sleep": 30.0}, Scripted())
     with pytest.raises(TimeoutError, match=r"row 7 took longer than rollout.episode_timeout=0.05"):
         ex.wait(1, timeout=10)
+
+
+def test_an_episode_of_a_batch_that_takes_too_long_is_a_failure_of_its_length(make):
+    ex = make(episode_timeout=0.2)
+    ex.pipeline.keeps_answers = True
+    batch = prepare_batch(ex, Loader(rows(4, r1={"sleep": 30.0}), 2), Scripted())
+    assert row_ids(batch) == [0, 2]
+    stats = ex.stats()
+    assert stats["failed_samples/timeout"] == stats["failed_samples"] == 1
+    assert (stats["accepted"], stats["rejected"], stats["failed"]) == (2, 1, 0)
+
+
+def test_a_workflow_that_never_ends_stops_the_run(make):
+    ex, flow = make(episode_timeout=0.05), Scripted()
+    flow.gconfig = GenerationHyperparameters(n_samples=16)
+    data = [row | {"sleep": 30.0} for row in rows(40)]
+    with pytest.raises(RuntimeError, match=r"rollouts failed \(\d+ timeout\)"):
+        prepare_batch(ex, Loader(data, 2), flow)
 
 
 def test_a_workflow_that_blocks_the_loop_is_an_error_with_its_line(make, monkeypatch):

@@ -50,7 +50,7 @@ METRICS = (
     Metric(
         "Rollouts that failed",
         ("rollout/failed_in_batch",),
-        "environment, reward, tool or server; made anew or left out",
+        "environment, reward, tool, server or time-out; made anew or left out",
         where="rollout/failed_in_batch",
     ),
     Metric(
