@@ -41,7 +41,7 @@ class GatewayConfig:
         help="prompt plus answer in tokens, beyond which a request is refused; null is the "
         "servers' own",
     )
-    tool_format: str = arg(
+    call_format: str = arg(
         "hermes", help="how the policy writes calls of tools: a name, or pkg.module:function"
     )
 

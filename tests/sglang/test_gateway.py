@@ -49,7 +49,7 @@ def test_what_is_recorded_is_what_the_server_sampled(
         return found
 
     async def run() -> None:
-        gateway = Gateway(engine, GatewayConfig(tool_format=PARSER, reuse=reuse))
+        gateway = Gateway(engine, GatewayConfig(call_format=PARSER, reuse=reuse))
         await gateway.start(context)
         try:
             with gateway.session(GCONFIG, tokenizer) as session:

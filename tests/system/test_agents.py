@@ -77,7 +77,7 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         request_timeout=60,
         setup_timeout=30,
         episode_timeout=120,
-        gateway=GatewayConfig(tool_format=f"{HERE}:often_calls"),
+        gateway=GatewayConfig(call_format=f"{HERE}:often_calls"),
     )
     server = ServerConfig(
         context_length=1024, max_running_requests=16, threads=1, start_timeout=120

@@ -257,7 +257,7 @@ def test_a_linear_history_is_one_row_of_what_was_sampled(
     tokenizer: Any, agent: Callable[[Session], Any]
 ) -> None:
     async def run() -> None:
-        async with opened(tokenizer, tool_format=PARSER) as (session, engine, _):
+        async with opened(tokenizer, call_format=PARSER) as (session, engine, _):
             await agent(session)
             assert len(engine.wrote) == 4
             check_exact(session, engine, rows=1)
@@ -271,7 +271,7 @@ def test_without_reuse_every_turn_becomes_a_row(
     tokenizer: Any, agent: Callable[[Session], Any]
 ) -> None:
     async def run() -> None:
-        async with opened(tokenizer, tool_format=PARSER, reuse=False) as (session, engine, _):
+        async with opened(tokenizer, call_format=PARSER, reuse=False) as (session, engine, _):
             await agent(session)
             check_exact(session, engine, rows=4)
 
@@ -556,5 +556,5 @@ def test_sessions_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:
 )
 def test_calls_are_told_apart_from_the_text(text: str, expected: Any) -> None:
     assert call_parser("hermes")(text, [LOOK]) == expected
-    with pytest.raises(ValueError, match="tool_format='robot'"):
+    with pytest.raises(ValueError, match="call_format='robot'"):
         call_parser("robot")

@@ -23,11 +23,11 @@ def call_parser(name: str) -> CallParser:
     """Returns the parser of a format of tools.calls, or that of an import path. Raises ValueError
     for another name."""
     if is_import_path(name):
-        found: CallParser = load_object(name, what="rollout.gateway.tool_format")
+        found: CallParser = load_object(name, what="rollout.gateway.call_format")
         return found
     if name not in FORMATS:
         raise ValueError(
-            f"rollout.gateway.tool_format={name!r}: use pkg.module:function, or one of "
+            f"rollout.gateway.call_format={name!r}: use pkg.module:function, or one of "
             + ", ".join(FORMATS)
         )
     return partial(_by_format, name)

@@ -29,7 +29,7 @@ class Gateway:
 
     def __init__(self, engine: InferenceEngine, config: GatewayConfig) -> None:
         self._engine, self._config = engine, config
-        self._parser: CallParser = call_parser(config.tool_format)
+        self._parser: CallParser = call_parser(config.call_format)
         self._context_length = config.context_length
         self._starting = asyncio.Lock()
         self._sessions: dict[str, Session] = {}  # by id
