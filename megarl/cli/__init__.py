@@ -28,6 +28,7 @@ class Command:
 COMMANDS = {
     "run": Command("megarl.run", "run a recipe: one trainer process of a job"),
     "launch": Command("megarl.launcher.local", "start servers and trainers on this machine"),
+    "eval": Command("megarl.cli.evaluate", "measure a model on data sets"),
     "rehearse": Command("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
     "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
     "status": Command("megarl.cli.status", "say how a run is doing"),

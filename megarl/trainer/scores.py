@@ -1,0 +1,54 @@
+"""Computes what several answers to a prompt say about a model: pass@k and maj@k. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+
+
+def pass_at_k(right: int, n: int, k: int) -> float:
+    """Returns an unbiased estimate of the chance that one of k answers is right, from `right` of n:
+    1 - C(n - right, k) / C(n, k), equation 1 of M. Chen et al. (2021, arXiv 2107.03374). Raises
+    ValueError unless 1 <= k <= n and 0 <= right <= n."""
+    if not 1 <= k <= n or not 0 <= right <= n:
+        raise ValueError(f"pass@{k} of {n} answers, {right} of them right: k must be from 1 to n")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def steps_of_k(n: int) -> list[int]:
+    """Returns the k for which pass@k is shown of n answers: powers of 2 up to n, and n."""
+    return sorted({*(2**i for i in range(n.bit_length())), n})
+
+
+def majority_reward(answers: Sequence[str], rewards: Sequence[float]) -> float:
+    """Returns maj@n of one prompt: the reward of the answer that most of n samples give. Where
+    several are given equally often it is the mean of theirs, as one would be picked at random.
+
+    answers: the samples' final answers, see final_answer. Answers that are written alike and have
+    other rewards, which a reward of the whole text may give, count with their mean."""
+    counts = Counter(answers)
+    most = max(counts.values())
+    found = []
+    for answer, count in counts.items():
+        if count == most:
+            mine = [r for a, r in zip(answers, rewards, strict=True) if a == answer]
+            found.append(sum(mine) / len(mine))
+    return sum(found) / len(found)
+
+
+def final_answer(text: str) -> str:
+    """Returns how a completion's answer is written: what stands in its last \\boxed{...}, else
+    behind its last ####, else its last number, else all of it, without space around it."""
+    if boxed := _BOXED.findall(text):
+        return boxed[-1].strip()
+    _, mark, after = text.rpartition("####")
+    if mark:
+        return after.strip()
+    if numbers := _NUMBER.findall(text):
+        return numbers[-1].replace(",", "")
+    return text.strip()

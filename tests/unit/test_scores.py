@@ -1,0 +1,55 @@
+"""pass@k and maj@k, against counting every choice of answers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from megarl.cli.evaluate import scores
+from megarl.trainer.scores import final_answer, majority_reward, pass_at_k, steps_of_k
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int) -> None:
+    for right in range(n + 1):
+        outcomes = [True] * right + [False] * (n - right)
+        for k in range(1, n + 1):
+            chosen = list(combinations(outcomes, k))
+            share = sum(map(any, chosen)) / len(chosen)
+            assert pass_at_k(right, n, k) == pytest.approx(share, abs=1e-12)
+    with pytest.raises(ValueError, match="k must be from 1 to n"):
+        pass_at_k(0, n, n + 1)
+
+
+def test_majority_is_the_reward_of_what_most_samples_say() -> None:
+    assert majority_reward(["4", "5", "4"], [1.0, 0.0, 1.0]) == 1.0
+    assert majority_reward(["4", "5", "5"], [1.0, 0.0, 0.0]) == 0.0
+    assert majority_reward(["4", "5"], [1.0, 0.0]) == 0.5  # a tie
+    assert majority_reward(["4", "4"], [1.0, 0.5]) == 0.75  # of one answer, judged by its text
+
+
+def test_final_answers() -> None:
+    assert final_answer(r"so \boxed{3} or \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    assert final_answer("thus 3 #### 1,200 \n") == "1,200"
+    assert final_answer("12 apples and 1,500 pears.") == "1500"
+    assert final_answer("  yes ") == "yes"
+
+
+def test_steps_of_k() -> None:
+    assert [steps_of_k(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_scores_of_a_data_set() -> None:
+    samples = [
+        {"prompt_number": p, "answer": a, "reward": r}
+        for p, a, r in ((0, "1", 1.0), (0, "1", 1.0), (0, "2", 0.0), (1, "3", 0.0), (1, "4", 0.5))
+    ]
+    found = scores(samples, 3, seed=1)
+    assert found["accuracy"] == pytest.approx(0.4) and found["reward"] == pytest.approx(0.5)
+    assert found["pass@1"] == pytest.approx((2 / 3 + 0) / 2)
+    assert found["pass@2"] == pytest.approx((1 + 0) / 2)
+    assert found["pass@3"] == 1.0  # of the one prompt that has three answers
+    assert found["maj@3"] == pytest.approx((1 + 0.25) / 2)
+    assert found["accuracy_lo"] <= 0.4 <= found["accuracy_hi"]
+    assert "maj@1" not in scores(samples, 1, seed=1)
