@@ -16,6 +16,7 @@ from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
 from megarl.trainer.rollout_metrics import completions
+from megarl.trainer.scores import pass_at_k, steps_of_k
 
 N_SAMPLES_SHOWN = 12
 
@@ -61,6 +62,7 @@ class Evaluator:
         """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
         intervals.
 
+        With several answers to each prompt eval/pass_at_<k> is the chance that one of k is right.
         A rollout is right when its reward is at least 1; some_credit is the share with any reward,
         for scorers that give parts of a point. The rewards of every prompt go to eval_rewards.jsonl
         beside `samples_path`. With `when` ("before" or "after") the first completions go to
@@ -88,7 +90,7 @@ class Evaluator:
             "eval/reward_hi": reward_high,
             "eval/response_len": lengths.mean().item(),
             "eval/samples": float(len(right)),
-        }
+        } | _pass_at(right, prompts)
 
     def _keep(self, path: Path, prompts: Sequence[int], rewards: Sequence[float]) -> None:
         """Appends {"step", "rewards": {prompt: its samples' rewards}}, for paired comparisons."""
@@ -98,6 +100,19 @@ class Evaluator:
             by_prompt.setdefault(_prompt_key(self.rows[i]), []).append(reward)
         supersede(path, lambda row: row["step"] < step)  # what a start before this one wrote
         _append(path, [{"step": step, "rewards": by_prompt}])
+
+
+def _pass_at(right: Sequence[bool], prompts: Sequence[int]) -> dict[str, float]:
+    """Returns eval/pass_at_<k> over the prompts that have k answers, for each k of steps_of_k above
+    1; {} where prompts have one each."""
+    groups: dict[int, list[bool]] = {}
+    for prompt, is_right in zip(prompts, right, strict=True):
+        groups.setdefault(prompt, []).append(is_right)
+    found = {}
+    for k in steps_of_k(max(map(len, groups.values())))[1:]:
+        each = [pass_at_k(sum(g), len(g), k) for g in groups.values() if len(g) >= k]
+        found[f"eval/pass_at_{k}"] = sum(each) / len(each)
+    return found
 
 
 def _prompt_key(row: dict[str, Any]) -> str:

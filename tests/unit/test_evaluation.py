@@ -63,6 +63,15 @@ def test_intervals_are_those_of_prompts(tmp_path):
     assert perfect["eval/accuracy_hi"] == 1.0 and 0.8 < perfect["eval/accuracy_lo"] < 0.9
 
 
+def test_pass_at_k_where_prompts_have_several_answers(tmp_path):
+    batch = a_batch([[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0, 1.0]])  # two of the last have failed
+    figures = an_evaluator(Engine(batch), 3).evaluate(tmp_path / "s.jsonl", None)
+    assert figures["eval/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert figures["eval/pass_at_4"] == 0.5  # of the prompts that have four
+    alone = an_evaluator(Engine(a_batch([[1.0]] * 3)), 3).evaluate(tmp_path / "s.jsonl", None)
+    assert not [name for name in alone if "pass_at" in name]
+
+
 def test_a_rollout_that_forked_counts_once(tmp_path):
     batch = a_batch([[1.0, 1.0, 1.0, 0.0], [0.0]]) | {"rollout_ids": torch.tensor([5, 5, 5, 1, 2])}
     figures = an_evaluator(Engine(batch), 2).evaluate(tmp_path / "s.jsonl", None)
