@@ -56,8 +56,9 @@ class AgentWorkflow(ChatWorkflow):
         self._agent: Callable[..., Any] = found().run if isinstance(found, type) else found
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
-        """Returns the batch of gconfig.n_samples rollouts, by trajectory.to_batch."""
-        runs = (self._rollout(engine, data, i) for i in range(self.gconfig.n_samples))
+        """Returns the batch of gconfig.n_samples rollouts, or of as many as are to be made anew, by
+        trajectory.to_batch."""
+        runs = (self._rollout(engine, data, i) for i in range(self.count(data)))
         return to_batch(await all_of(runs))
 
     async def _rollout(
