@@ -97,7 +97,7 @@ class OneServer:
     def __init__(self) -> None:
         self.answer: Future[Answer] = Future()
 
-    def info(self, deadline: Deadline) -> dict[str, ServerInfo]:
+    def receivers(self, deadline: Deadline) -> dict[str, ServerInfo]:
         return {SERVER: ServerInfo(1, None, False)}
 
     def start(self, path: str, *_: Any) -> dict[str, Future[Answer]]:
