@@ -21,33 +21,21 @@ of 95 %, over prompts. samples.jsonl has every answer with its reward.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megarl.algos.rollouts import rollouts_of
-from megarl.api.batch import Padded
 from megarl.config.command_line import CommandLine, help_or_command_line
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
-from megarl.data import build_dataset, check_context
-from megarl.data.tokenizer import load_hf_tokenizer
-from megarl.observability.intervals import bootstrap_ci, proportion_ci
-from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.local import SGLangEngine
-from megarl.rollout.rewards import RewardPool, check_rows, reward_of
-from megarl.trainer.scores import final_answer, majority_reward, pass_at_k, steps_of_k
-from megarl.utils.importing import load_object
 from megarl.utils.staging import write_whole
 
 USAGE = "megarl eval MODEL [--datasets A,B] [key=value ...]"
-Sample = dict[str, Any]  # dataset, prompt (its number), completion, answer, reward
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,70 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, datasets = _configuration(command, model)
     out = Path(command.options.get("out", Path("eval", model.resolve().name)))
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_hf_tokenizer(str(model), trust_remote_code=cfg.trust_remote_code)
-    client = _client(cfg, str(model), out, tokenizer)
-    results, samples = {}, []
-    with RewardPool(cfg.rollout.reward_workers, timeout=cfg.rollout.reward_timeout) as pool:
-        try:
-            client.initialize()
-            for name, data in datasets.items():
-                found = list(_answers(cfg, data, name, client, tokenizer, pool))
-                results[name] = scores(found, cfg.eval_gconfig.n_samples, seed=cfg.seed)
-                samples += found
-        finally:
-            client.destroy()
+    from megarl.trainer.evaluate_model import evaluate_model  # here, so that --help is instant
+
+    results, samples = evaluate_model(cfg, str(model), datasets, logs=out)
     lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     write_whole(out / "samples.jsonl", "".join(lines))
     write_whole(out / "results.json", json.dumps({"model": str(model), "results": results}))
     Console().print(_table(results))
     print(f"{out / 'results.json'}, {out / 'samples.jsonl'}")
     return 0
-
-
-def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
-    """Returns the figures of one data set's samples, n of each prompt."""
-    prompts = [s["prompt_number"] for s in samples]
-    rewards = [float(s["reward"]) for s in samples]
-    right = [r >= 1 for r in rewards]
-    low, high = proportion_ci(right, groups=prompts)
-    reward_low, reward_high = bootstrap_ci(rewards, seed=seed, groups=prompts)
-    found = {
-        "prompts": float(len(set(prompts))),
-        "samples": float(len(samples)),
-        "accuracy": sum(right) / len(right),
-        "accuracy_lo": low,
-        "accuracy_hi": high,
-        "reward": sum(rewards) / len(rewards),
-        "reward_lo": reward_low,
-        "reward_hi": reward_high,
-    }
-    if n > 1:
-        found |= _of_several(samples, n, seed=seed)
-    return found
-
-
-def _of_several(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
-    """Returns pass@k and maj@n with their intervals; a prompt some of whose answers failed, and
-    left the batch, counts with those it has where they are enough."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample["prompt_number"], []).append(sample)
-    found: dict[str, float] = {}
-    for k in steps_of_k(n):
-        enough = [g for g in groups.values() if len(g) >= k]
-        if not enough:
-            continue
-        each = [pass_at_k(sum(s["reward"] >= 1 for s in g), len(g), k) for g in enough]
-        found |= _with_interval(f"pass@{k}", each, seed)
-    each = [
-        majority_reward([s["answer"] for s in g], [s["reward"] for s in g]) for g in groups.values()
-    ]
-    return found | _with_interval(f"maj@{n}", each, seed)
-
-
-def _with_interval(name: str, values: Sequence[float], seed: int) -> dict[str, float]:
-    low, high = bootstrap_ci(values, seed=seed)
-    return {name: sum(values) / len(values), f"{name}_lo": low, f"{name}_hi": high}
 
 
 def _configuration(
@@ -154,58 +87,6 @@ def _configuration(
     if not named:
         return cfg, {data.type: data}
     return cfg, {name: replace(data, type=name) for name in named}
-
-
-def _client(cfg: GRPOConfig, model: str, out: Path, tokenizer: Any) -> RemoteSGLangEngine:
-    if cfg.rollout.addresses:
-        return RemoteSGLangEngine(cfg.rollout, seed=cfg.seed, tokenizer=tokenizer)
-    return SGLangEngine(
-        cfg.rollout,
-        cfg.server,
-        model_path=model,
-        dtype=cfg.server.dtype,
-        log_dir=out,
-        seed=cfg.seed,
-        tokenizer=tokenizer,
-    )
-
-
-def _answers(
-    cfg: GRPOConfig,
-    data: DatasetConfig,
-    name: str,
-    client: RemoteSGLangEngine,
-    tokenizer: Any,
-    pool: RewardPool,
-) -> Iterator[Sample]:
-    """Yields every answer to the rows of a data set, with its reward."""
-    dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
-    check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
-    rows = [dataset[i] for i in range(len(dataset))]
-    reward_fn = reward_of(data)
-    check_rows(reward_fn, rows)
-    flow = load_object(cfg.rollout.workflow.type, what="rollout.workflow")(
-        reward_fn,
-        cfg.eval_gconfig,
-        tokenizer,
-        reward_pool=pool,
-        **cfg.rollout.workflow.options,
-    )
-    batch: Padded = client.executor.rollout_batch(rows, workflow=flow)
-    rollouts = rollouts_of(batch)
-    for k in rollouts.first.tolist():
-        number = int(batch["group_ids"][k])
-        ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        yield {
-            "dataset": name,
-            "prompt_number": number,
-            "prompt": rows[number].get("prompt", ""),
-            "completion": text,
-            "answer": final_answer(text),
-            "expected": str(rows[number].get("answer", "")),
-            "reward": batch["rewards"][k].item(),
-        }
 
 
 def _table(results: dict[str, dict[str, float]]) -> Table:

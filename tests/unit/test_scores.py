@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from megarl.cli.evaluate import scores
+from megarl.trainer.evaluate_model import scores
 from megarl.trainer.scores import final_answer, majority_reward, pass_at_k, steps_of_k
 
 
