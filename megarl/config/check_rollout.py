@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
+from megarl.config.gateway import MATCHES
 from megarl.config.recipes import GRPOConfig
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
@@ -51,6 +52,9 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         for address in getattr(r, key):
             if not is_address(address):
                 yield f"rollout.{key}: {address!r} is not host:port, like 127.0.0.1:30000"
+    for match in r.gateway.match:
+        if match not in MATCHES:
+            yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"
     if r.addresses_file:
         yield from _address_file_problems(r.addresses_file)
     if (built_in := built_in_transport(sync.type)) is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megarl.config.base import arg
 from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 
+# those of rollout.tools.calls
+CALL_FORMATS = ("hermes", "qwen", "qwen3_coder", "llama3", "deepseek", "glm")
 MATCHES = ("whitespace", "thinking", "tool_arguments", "tool_ids")
 
 
@@ -42,9 +44,8 @@ class GatewayConfig:
         "servers' own",
     )
     call_format: str = arg(
-        "hermes", help="how the policy writes calls of tools: a name, or pkg.module:function"
+        "hermes",
+        help="how the policy writes calls of tools; a path names a function, see docs/agents.md",
+        choices=CALL_FORMATS,
+        or_path=True,
     )
-
-    def __post_init__(self) -> None:
-        if unknown := [m for m in self.match if m not in MATCHES]:
-            raise ValueError(f"rollout.gateway.match={unknown[0]!r}: use {', '.join(MATCHES)}")

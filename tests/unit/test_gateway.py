@@ -17,12 +17,17 @@ import openai
 import pytest
 
 from megarl.api.records import ModelRequest, ModelResponse
-from megarl.config.gateway import GatewayConfig
+from megarl.config.check import check_config
+from megarl.config.errors import ConfigError
+from megarl.config.gateway import CALL_FORMATS, GatewayConfig
+from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.gateway.calls import call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.tools.calls import FORMATS
 from megarl.rollout.trajectory import to_batch
+from megarl.rollout.workflows.agent import AgentWorkflow
 from tests.tiny_tokenizer import save_tokenizer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=64, temperature=0.7)
@@ -558,3 +563,20 @@ def test_calls_are_told_apart_from_the_text(text: str, expected: Any) -> None:
     assert call_parser("hermes")(text, [LOOK]) == expected
     with pytest.raises(ValueError, match="call_format='robot'"):
         call_parser("robot")
+
+
+def test_what_is_wrong_is_said_before_anything_starts() -> None:
+    assert set(CALL_FORMATS) == set(FORMATS)
+    for override, why in (
+        ("rollout.gateway.match=[colour]", "'colour' is none of whitespace"),
+        ("rollout.gateway.call_format=robot", "rollout.gateway.call_format"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_config(load_config(None, [override]), 1)
+    agents = {
+        "examples.openai_agent:nothing": "has no nothing",
+        "json:__doc__": "with a method run",
+    }
+    for agent, why in agents.items():
+        assert why in next(AgentWorkflow.check_options(agent=agent))
+    assert not list(AgentWorkflow.check_options(agent="examples.openai_agent:solve"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.api.batch import Padded
@@ -54,6 +54,19 @@ class AgentWorkflow(ChatWorkflow):
         )
         found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
         self._agent: Callable[..., Any] = found().run if isinstance(found, type) else found
+
+    @classmethod
+    def check_options(cls, *, agent: Any = None, **others: Any) -> Iterator[str]:
+        """Yields why the agent cannot be run, before anything starts."""
+        try:
+            found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
+        except ValueError as e:
+            yield str(e)
+            return
+        if isinstance(found, type):
+            found = getattr(found, "run", None)
+        if not callable(found):
+            yield f"agent {agent!r}: give a function, or a class with a method run"
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
         """Returns the batch of gconfig.n_samples rollouts, or of as many as are to be made anew, by
