@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.api.records import ModelResponse
+from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.generation import Sample, batch_body
 from megarl.rollout.server_pool import ServerPool
 from megarl.utils.http import HttpError
@@ -22,12 +23,13 @@ class SampleLoop:
     """Sends samples to the servers of `pool` until none is unfinished, but none while it is held.
     Its methods run in the pool's event loop.
 
+    keys: of the servers' prefix caches, which requests name.
     patience: seconds that a request waits while it is held.
     adapter: the name of the adapter that requests ask for, None for none.
     """
 
-    def __init__(self, pool: ServerPool, *, patience: float) -> None:
-        self._pool, self._patience = pool, patience
+    def __init__(self, pool: ServerPool, *, keys: CacheKeys, patience: float) -> None:
+        self._pool, self._keys, self._patience = pool, keys, patience
         self.adapter: str | None = None
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -58,13 +60,13 @@ class SampleLoop:
     async def generate(self, samples: Sequence[Sample]) -> list[ModelResponse]:
         """Returns the samples' responses, once all have ended. Samples that a pause aborts are sent
         again. Raises RuntimeError where all tries fail, ValueError for a broken answer."""
-        fruitless = 0
+        fruitless, begun = 0, self._keys.begin()
         unfinished = [s for s in samples if not s.done]
         while unfinished:
             await self._admission()
             holds = self._holds
             try:
-                gained = await self._ask(unfinished)
+                gained = await self._ask(unfinished, begun)
             except HttpError:  # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
                     raise
@@ -80,16 +82,18 @@ class SampleLoop:
                 await asyncio.sleep(ABORT_DELAY)
         return [s.response for s in samples]
 
-    async def _ask(self, samples: Sequence[Sample]) -> int:
-        """Sends one request for all and takes the answers in; returns how many tokens came."""
+    async def _ask(self, samples: Sequence[Sample], begun: int) -> int:
+        """Sends one request for all, whose episode began at version `begun`, and takes the answers
+        in; returns how many tokens came."""
         self._under_way += 1
+        named = self._keys.version_for(begun)
+        body = batch_body(samples, self._keys.key(named), self.adapter)
         try:
-            items, server = await self._pool.generate(
-                batch_body(samples, self.adapter), len(samples)
-            )
+            items, server = await self._pool.generate(body, len(samples))
+            until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)
-                return sum(s.absorb(item, initial_version=0) for s, item in pairs)
+                return sum(s.absorb(item, initial_version=0, until=until) for s, item in pairs)
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
         finally:
