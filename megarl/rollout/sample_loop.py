@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 from megarl.api.records import ModelResponse
+from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.generation import Sample, batch_body
-from megarl.rollout.server_pool import ServerPool
+from megarl.rollout.server_choice import Home
 from megarl.utils.http import HttpError
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -19,15 +20,15 @@ POLL_INTERVAL = 0.01
 
 
 class SampleLoop:
-    """Sends samples to the servers of `pool` until none is unfinished, but none while it is held.
-    Its methods run in the pool's event loop.
+    """Sends samples by `dispatcher` until none is unfinished, but none while it is held. Its
+    methods run in the event loop of the dispatcher.
 
     patience: seconds that a request waits while it is held.
     adapter: the name of the adapter that requests ask for, None for none.
     """
 
-    def __init__(self, pool: ServerPool, *, patience: float) -> None:
-        self._pool, self._patience = pool, patience
+    def __init__(self, dispatcher: Dispatcher, *, patience: float) -> None:
+        self._dispatcher, self._patience = dispatcher, patience
         self.adapter: str | None = None
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -48,23 +49,27 @@ class SampleLoop:
         """Sends requests again."""
         self._admitted.set()
 
-    async def settled(self) -> bool:
-        """Waits, while it is held, for the answers under way; returns whether all came in time."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT
+    async def settled(self, timeout: float = SETTLE_TIMEOUT) -> bool:
+        """Waits, while it is held, for the answers under way; returns whether all came in `timeout`
+        seconds."""
+        deadline = time.monotonic() + timeout
         while self._under_way and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
         return not self._under_way
 
-    async def generate(self, samples: Sequence[Sample]) -> list[ModelResponse]:
+    async def generate(
+        self, samples: Sequence[Sample], home: Home | None = None
+    ) -> list[ModelResponse]:
         """Returns the samples' responses, once all have ended. Samples that a pause aborts are sent
-        again. Raises RuntimeError where all tries fail, ValueError for a broken answer."""
+        again. home: remembers the server that they had better go to. Raises RuntimeError where all
+        tries fail, ValueError for a broken answer."""
         fruitless = 0
         unfinished = [s for s in samples if not s.done]
         while unfinished:
             await self._admission()
             holds = self._holds
             try:
-                gained = await self._ask(unfinished)
+                gained = await self._ask(unfinished, home)
             except HttpError:  # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
                     raise
@@ -80,18 +85,23 @@ class SampleLoop:
                 await asyncio.sleep(ABORT_DELAY)
         return [s.response for s in samples]
 
-    async def _ask(self, samples: Sequence[Sample]) -> int:
+    async def _ask(self, samples: Sequence[Sample], home: Home | None) -> int:
         """Sends one request for all and takes the answers in; returns how many tokens came."""
         self._under_way += 1
         try:
-            items, server = await self._pool.generate(
-                batch_body(samples, self.adapter), len(samples)
+            items, server = await self._dispatcher.generate(
+                batch_body(samples, self.adapter), len(samples), home
             )
             try:
                 pairs = zip(samples, items, strict=True)
-                return sum(s.absorb(item, initial_version=0) for s, item in pairs)
+                gained = sum(s.absorb(item, initial_version=0) for s, item in pairs)
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
+            for s in samples:
+                if s.done:
+                    most = s.request.gconfig.max_new_tokens
+                    self._dispatcher.choice.learn(s.response.output_len, most)
+            return gained
         finally:
             self._under_way -= 1
 

@@ -24,6 +24,7 @@ from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
+from megarl.rollout.server_choice import Home, at_home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
 
@@ -104,6 +105,7 @@ class Session:
         self._asked: dict[tuple[int, ...], int] = {}
         self._errors: dict[str, str] = {}
         self._generating: set[asyncio.Task[Any]] = set()
+        self._home = Home(near=current_home.get())
 
     @property
     def failures(self) -> list[str]:
@@ -134,9 +136,9 @@ class Session:
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
         gconfig = gconfig.new(stop_token_ids=list(stops))
-        work = asyncio.ensure_future(
-            self._engine.agenerate_many([ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)])
-        )
+        asked_for = [ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)]
+        with at_home(self._home):
+            work = asyncio.ensure_future(self._engine.agenerate_many(asked_for))
         self._generating.add(work)
         try:
             (response,) = await work
@@ -219,7 +221,8 @@ class Session:
             for seed in self._seeds(prompt, request.n)
         ]
         try:
-            responses = await self._engine.agenerate_many(requests)
+            with at_home(self._home):
+                responses = await self._engine.agenerate_many(requests)
         except Exception as e:
             self._errors[request.asked] = f"{type(e).__name__}: {e}"
             raise
