@@ -170,6 +170,13 @@ class RolloutConfig:
         "no other grows too stale by it; the same where max_head_offpolicyness=0",
         choices=("submission", "completion"),
     )
+    kv_after_sync: str = arg(
+        "flush",
+        help="the servers' KV caches at a weight update: flush empties them; recompute leaves "
+        "them, but no request reads KV of other weights than its own; keep lets episodes in flight "
+        "go on with theirs, of older weights",
+        choices=("flush", "recompute", "keep"),
+    )
     request_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds one generation request may take"
     )

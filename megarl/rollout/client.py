@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.config.check_rollout import kv_problems
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.answers import current as current_answers
+from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
@@ -26,7 +28,7 @@ from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.server_choice import ServerChoice, current_home
+from megarl.rollout.server_choice import ServerChoice
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.server_waits import context_length, wait_for_version, wait_healthy
 
@@ -58,8 +60,11 @@ class RemoteSGLangEngine(InferenceEngine):
     ) -> None:
         self.config = config
         self._sync = weight_sync or WeightSyncConfig()
+        for problem in kv_problems(config.kv_after_sync, self._sync.pause_mode):
+            raise ValueError(problem)
         self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
+        self._keys = CacheKeys(config.kv_after_sync)
         self._updated: int | None = None  # the last version that update_weights saw arrive
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
@@ -113,7 +118,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._pool, self._loop = pool, LoopThread()
         # a pause may take weight_sync.timeout to drain, and the update as long
         patience = 2 * self._sync.timeout + self.config.request_timeout
-        self._samples = SampleLoop(dispatcher, patience=patience)
+        self._samples = SampleLoop(dispatcher, keys=self._keys, patience=patience)
         self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
         self._pauses = Pauses(
             self.config,
@@ -210,7 +215,7 @@ class RemoteSGLangEngine(InferenceEngine):
         if (answers := current_answers.get()) is not None:
             for sample in samples:
                 answers.begin(sample)
-        responses = await loop.here(sending.generate(samples, current_home.get()))
+        responses = await loop.here(sending.generate(samples))
         if self._tokenizer is not None:
             for response in responses:
                 response.completion = self._tokenizer.decode(
@@ -310,6 +315,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         """Sets the version of the weights; after a lower one than the last, updates count anew."""
         self._version = version
+        self._keys.set_version(version)
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
         if self._executor is not None:

@@ -22,6 +22,7 @@ from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
+from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.generation import attempt
 from megarl.rollout.retries import (
@@ -166,6 +167,7 @@ async def _with_retries(
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
         attempt.set(again)
+        began.set(engine.get_version())
         try:
             made = await episode.workflow.arun_episode(engine, data)
             if made is None:

@@ -68,9 +68,15 @@ class Sample:
             params["sampling_seed"] = self.seed
         return params
 
-    def absorb(self, item: dict[str, Any], *, initial_version: int) -> int:
+    def absorb(
+        self, item: dict[str, Any], *, initial_version: int, until: int | None = None
+    ) -> int:
         """Takes one answer in; returns how many tokens it brought. Raises ValueError for an answer
-        that breaks the protocol and RuntimeError for a request that the server gave up on."""
+        that breaks the protocol and RuntimeError for a request that the server gave up on.
+
+        until: an answer that was begun by later weights than this version, on KV that was cached,
+        is left out.
+        """
         meta = item["meta_info"]
         tokens, logprobs = _tokens_and_logprobs(item)
         finish = meta.get("finish_reason")
@@ -81,9 +87,12 @@ class Sample:
             raise ValueError(
                 f"{response.output_len + len(tokens)} tokens where {most} were asked for; {_FIX}"
             )
+        versions = _versions(meta, len(tokens), initial_version)
+        if until is not None and versions and versions[0] > until and meta.get("cached_tokens"):
+            return 0
         response.output_tokens += tokens
         response.output_logprobs += logprobs
-        response.output_versions += _versions(meta, len(tokens), initial_version)
+        response.output_versions += versions
         reason = finish.get("type")
         if reason == "abort":
             self._check_abort(finish)
@@ -108,15 +117,19 @@ class Sample:
             )
 
 
-def batch_body(samples: Sequence[Sample], adapter: str | None = None) -> dict[str, Any]:
+def batch_body(
+    samples: Sequence[Sample], extra_key: str, adapter: str | None = None
+) -> dict[str, Any]:
     """Returns the body of ONE /generate request for all samples, each with its own parameters and
-    seed. adapter: the name of the adapter that the servers compute with."""
+    seed. extra_key: of the prefix cache (see `CacheKeys`); adapter: the name of the adapter that
+    the servers compute with."""
     lora = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
     return lora | {
         "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
         "input_ids": [s.tokens for s in samples],
         "sampling_params": [s.sampling_params() for s in samples],
         "return_logprob": True,
+        "extra_key": extra_key,
     }
 
 

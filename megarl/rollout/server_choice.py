@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,16 +75,6 @@ class Home:
 
 # of the episode, or of the session, that makes the requests; tasks that it starts inherit it
 current_home: ContextVar[Home | None] = ContextVar("current_home", default=None)
-
-
-@contextmanager
-def at_home(home: Home) -> Iterator[None]:
-    """Has requests that are begun inside go to `home`."""
-    token = current_home.set(home)
-    try:
-        yield
-    finally:
-        current_home.reset(token)
 
 
 class ServerChoice:

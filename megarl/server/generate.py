@@ -73,9 +73,10 @@ class RequestParser:
         params = _all_params(body.get("sampling_params"), count, batched)
         logprobs = _per_item(body.get("return_logprob"), count, "return_logprob", batched)
         rids = _rids(body.get("rid"), count, batched)
+        keys = _extra_keys(body.get("extra_key"), count, batched)
         call = GenerateCall()
         call.sequences = [
-            self._sequence(*parts, call) for parts in zip(rids, prompts, params, logprobs)
+            self._sequence(*parts, call) for parts in zip(rids, prompts, params, logprobs, keys)
         ]
         call.pending = count
         return call, batched
@@ -121,6 +122,7 @@ class RequestParser:
         prompt: list[int],
         params: SamplingParams,
         wants_logprobs: Any,
+        extra_key: str | None,
         call: GenerateCall,
     ) -> ServedSequence:
         for token in params.stop_token_ids:
@@ -140,6 +142,7 @@ class RequestParser:
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
             wants_logprobs=bool(wants_logprobs),
             call=call,
+            extra_key=extra_key,
         )
 
 
@@ -171,6 +174,14 @@ def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:
     if not batched or len(value) != count:
         raise ServerError(f"{name} has {len(value)} entries for {count} prompt(s)")
     return value
+
+
+def _extra_keys(given: Any, count: int, batched: bool) -> list[str | None]:
+    """Returns the extra key of each prompt; None where it is empty, as in SGLang."""
+    keys = _per_item(given, count, "extra_key", batched)
+    if not all(key is None or isinstance(key, str) for key in keys):
+        raise ServerError("extra_key must be a string or a list of strings")
+    return [key or None for key in keys]
 
 
 def _rids(given: Any, count: int, batched: bool) -> list[str]:

@@ -36,7 +36,8 @@ class ServedSequence:
     """Holds a prompt and what was written to it so far.
 
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
-    answer has them where `wants_logprobs`. Times are those of time.monotonic().
+    answer has them where `wants_logprobs`. Sequences share KV where their `extra_key` is the same.
+    Times are those of time.monotonic().
     """
 
     rid: str
@@ -47,6 +48,7 @@ class ServedSequence:
     seed: int
     wants_logprobs: bool
     call: GenerateCall
+    extra_key: str | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0

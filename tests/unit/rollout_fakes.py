@@ -88,6 +88,7 @@ class FakeServer:
 
     abort_after: number of tokens after which the next requests are aborted, one entry a sample.
     versions: the weight version of the next requests, `weight_version` after them.
+    cached: tokens of the prompt that it says were cached.
     fail: HTTP answers (status, body, perhaps headers) or "drop" (the connection) for the next
         /generate calls.
     """
@@ -101,6 +102,7 @@ class FakeServer:
         self.abort_after: list[int | None] = []
         self.versions: list[str] = []
         self.weight_version = "default"
+        self.cached = 0
         self.healthy = True
         self.pause_answer: Any = None
         self.delay = 0.0
@@ -180,6 +182,7 @@ class FakeServer:
             "id": rid,
             "finish_reason": finish,
             "prompt_tokens": len(ids),
+            "cached_tokens": self.cached,
             "weight_version": self.weight_version,
         }
         tokens = [100 + len(ids) + i for i in range(count)]

@@ -12,10 +12,11 @@ from aiohttp import web
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.dispatch import MAX_RETRY_DELAY, RETRY_DELAY, backoff
 from megarl.rollout.generation import stable_seed
-from megarl.rollout.server_choice import Home, at_home
+from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.http import call_json, retry_after
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import FakeServer
@@ -380,6 +381,71 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
         generate(client, request())
 
 
+def updated(client, server, version):
+    client.pause()
+    server.weight_version = str(version)
+    client.update_weights(WeightUpdateMeta(type="distributed", version=version)).result(5)
+    client.resume()
+
+
+async def episode(client, version, *, then):
+    """An episode that begins at `version`, and asks before and after `then` is called."""
+    began.set(version)
+    await client.agenerate(request())
+    await asyncio.to_thread(then)
+    await client.agenerate(request())
+
+
+@pytest.mark.parametrize("mode", ["flush", "recompute", "keep"])
+def test_requests_share_kv_within_a_version_and_with_keep_within_an_episode(servers, connect, mode):
+    server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
+    updated(client, server, 1)
+    asyncio.run(episode(client, 1, then=lambda: updated(client, server, 2)))
+    asyncio.run(episode(client, 2, then=lambda: None))
+    keys = [r["extra_key"] for r in server.requests]
+    first, second = keys[0], keys[2]
+    assert first.endswith("-v1") and second == first[:-1] + "2"
+    assert keys == [first, first if mode == "keep" else second, second, second]
+    client.set_version(0)  # back to older weights, after which other weights come
+    updated(client, server, 1)
+    generate(client, request())
+    assert server.requests[-1]["extra_key"] not in keys
+    other = connect(server.address)
+    other.set_version(1)
+    generate(other, request())
+    assert server.requests[-1]["extra_key"] not in keys
+
+
+@pytest.mark.parametrize(
+    ("mode", "cached", "tries"), [("recompute", 2, 2), ("recompute", 0, 1), ("flush", 2, 1)]
+)
+def test_an_answer_on_the_kv_of_older_weights_is_not_taken_for_recompute(
+    servers, connect, monkeypatch, mode, cached, tries
+):
+    """The request is on its way while an update comes, so it names the version before."""
+    server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
+    send = client._samples._dispatcher.generate
+
+    async def late(*args):
+        monkeypatch.setattr(client._samples._dispatcher, "generate", send)
+        await asyncio.to_thread(updated, client, server, 2)
+        server.cached = cached
+        return await send(*args)
+
+    updated(client, server, 1)
+    monkeypatch.setattr(client._samples._dispatcher, "generate", late)
+    response = generate(client, request())[0]
+    assert response.output_len == 6 and response.output_versions == [2] * 6
+    assert [r["extra_key"][-3:] for r in server.requests] == ["-v1", "-v2"][:tries]
+
+
+def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
+    with pytest.raises(ValueError, match=r"kv_after_sync=recompute: .*pause_mode=abort"):
+        connect(
+            "127.0.0.1:1", sync=WeightSyncConfig(pause_mode="retract"), kv_after_sync="recompute"
+        )
+
+
 def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):
     monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 3
@@ -431,8 +497,8 @@ def test_delays_between_tries_double_within_a_bound_and_differ():
 
 def turns(client, count, home):
     async def ask():
-        with at_home(home):
-            return [await client.agenerate(request()) for _ in range(count)]
+        current_home.set(home)
+        return [await client.agenerate(request()) for _ in range(count)]
 
     return asyncio.run(ask())
 
@@ -525,8 +591,8 @@ def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monke
     silent.delay = 600.0
 
     async def under_way():
-        with at_home(Home(silent.address)):
-            task = asyncio.ensure_future(client.agenerate(request()))
+        current_home.set(Home(silent.address))
+        task = asyncio.ensure_future(client.agenerate(request()))
         while not silent.requests:
             await asyncio.sleep(0.01)
         silent.hang = True

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.server_choice import Home, Server, ServerChoice, at_home, current_home
+from megarl.rollout.server_choice import Home, Server, ServerChoice
 
 AFFINITY = 2.0
 TOKENS = st.integers(1, 4000)
@@ -104,13 +104,6 @@ def test_the_first_session_of_a_group_settles_the_group():
     group = Home()
     Home(near=group).settle("s1:1")
     assert Home(near=group).first_choice == "s1:1"
-
-
-def test_requests_inside_at_home_have_it():
-    home = Home()
-    with at_home(home):
-        assert current_home.get() is home
-    assert current_home.get() is None
 
 
 def test_the_expected_length_follows_the_answers():

@@ -8,12 +8,13 @@ own, which is a fork.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
@@ -24,8 +25,10 @@ from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
-from megarl.rollout.server_choice import Home, at_home, current_home
+from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -105,7 +108,9 @@ class Session:
         self._asked: dict[tuple[int, ...], int] = {}
         self._errors: dict[str, str] = {}
         self._generating: set[asyncio.Task[Any]] = set()
-        self._home = Home(near=current_home.get())
+        # of the episode; requests arrive in the context of the gateway, which serves all of them
+        self._context = contextvars.copy_context()
+        self._context.run(current_home.set, Home(near=current_home.get()))
 
     @property
     def failures(self) -> list[str]:
@@ -136,9 +141,8 @@ class Session:
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
         gconfig = gconfig.new(stop_token_ids=list(stops))
-        asked_for = [ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)]
-        with at_home(self._home):
-            work = asyncio.ensure_future(self._engine.agenerate_many(asked_for))
+        asking = ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)
+        work = self._started(self._engine.agenerate_many([asking]))
         self._generating.add(work)
         try:
             (response,) = await work
@@ -206,12 +210,13 @@ class Session:
                 same = call.waiting == 0 and fresh
             if same and not _failed(call):
                 return call
-        call = _Call(
-            answers=asyncio.ensure_future(self._generate(parent, request)), key=request.key
-        )
+        call = _Call(answers=self._started(self._generate(parent, request)), key=request.key)
         call.answers.add_done_callback(lambda _: setattr(call, "ended", time.monotonic()))
         calls.append(call)
         return call
+
+    def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return asyncio.get_running_loop().create_task(work, context=self._context)
 
     async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
         prompt = self._prompt(parent, request)
@@ -221,8 +226,7 @@ class Session:
             for seed in self._seeds(prompt, request.n)
         ]
         try:
-            with at_home(self._home):
-                responses = await self._engine.agenerate_many(requests)
+            responses = await self._engine.agenerate_many(requests)
         except Exception as e:
             self._errors[request.asked] = f"{type(e).__name__}: {e}"
             raise
