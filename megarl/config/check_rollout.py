@@ -138,10 +138,10 @@ def _adapter_problems(cfg: GRPOConfig, key: str) -> Iterator[str]:
     if cfg.actor.lora is None:
         yield f"{key}: sends LoRA adapters alone; set actor.lora, or weight_sync.type=distributed"
         return
-    if cfg.weight_sync.pause_mode != "abort":
+    if cfg.weight_sync.pause_mode in ("retract", "in_place"):
         yield (
             f"{key}: requests kept by weight_sync.pause_mode={cfg.weight_sync.pause_mode} would go "
-            "on with an adapter that is unloaded; use pause_mode=abort"
+            "on with an adapter that is unloaded; use pause_mode=abort or drain"
         )
     if cfg.rollout.kv_after_sync == "keep":
         yield (

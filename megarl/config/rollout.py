@@ -183,6 +183,13 @@ class RolloutConfig:
     request_retries: int = arg(
         3, bounds=POSITIVE, help="tries of one request before its error is raised"
     )
+    affinity: float = arg(
+        2.0,
+        bounds=NOT_NEGATIVE,
+        help="an episode stays with its server, and the prefix cache there, until it is lost or "
+        "overloaded: until its outstanding tokens exceed this many times those that the least "
+        "loaded server would have with the request; 0 always takes the least loaded",
+    )
     setup_timeout: float = arg(
         120.0, bounds=TIMEOUT, help="seconds to wait for servers to answer /health"
     )

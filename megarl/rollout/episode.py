@@ -32,6 +32,7 @@ from megarl.rollout.retries import (
     count_rollouts,
     numbered_through,
 )
+from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -100,6 +101,7 @@ async def run_episode(
     retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
+    current_home.set(Home())
     clock = asyncio.timeout(timeout)
     try:
         async with clock:

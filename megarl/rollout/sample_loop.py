@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from megarl.api.records import ModelResponse
 from megarl.rollout.cache_keys import CacheKeys
+from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.generation import Sample, batch_body
-from megarl.rollout.server_pool import ServerPool
+from megarl.rollout.server_choice import current_home
 from megarl.utils.http import HttpError
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -20,16 +21,16 @@ POLL_INTERVAL = 0.01
 
 
 class SampleLoop:
-    """Sends samples to the servers of `pool` until none is unfinished, but none while it is held.
-    Its methods run in the pool's event loop.
+    """Sends samples by `dispatcher` until none is unfinished, but none while it is held. Its
+    methods run in the event loop of the dispatcher.
 
     keys: of the servers' prefix caches, which requests name.
     patience: seconds that a request waits while it is held.
     adapter: the name of the adapter that requests ask for, None for none.
     """
 
-    def __init__(self, pool: ServerPool, *, keys: CacheKeys, patience: float) -> None:
-        self._pool, self._keys, self._patience = pool, keys, patience
+    def __init__(self, dispatcher: Dispatcher, *, keys: CacheKeys, patience: float) -> None:
+        self._dispatcher, self._keys, self._patience = dispatcher, keys, patience
         self.adapter: str | None = None
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -50,9 +51,10 @@ class SampleLoop:
         """Sends requests again."""
         self._admitted.set()
 
-    async def settled(self) -> bool:
-        """Waits, while it is held, for the answers under way; returns whether all came in time."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT
+    async def settled(self, timeout: float = SETTLE_TIMEOUT) -> bool:
+        """Waits, while it is held, for the answers under way; returns whether all came in `timeout`
+        seconds."""
+        deadline = time.monotonic() + timeout
         while self._under_way and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
         return not self._under_way
@@ -89,13 +91,18 @@ class SampleLoop:
         named = self._keys.version_for(begun)
         body = batch_body(samples, self._keys.key(named), self.adapter)
         try:
-            items, server = await self._pool.generate(body, len(samples))
+            items, server = await self._dispatcher.generate(body, len(samples), current_home.get())
             until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)
-                return sum(s.absorb(item, initial_version=0, until=until) for s, item in pairs)
+                gained = sum(s.absorb(item, initial_version=0, until=until) for s, item in pairs)
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
+            for s in samples:
+                if s.done:
+                    most = s.request.gconfig.max_new_tokens
+                    self._dispatcher.choice.learn(s.response.output_len, most)
+            return gained
         finally:
             self._under_way -= 1
 

@@ -25,6 +25,7 @@ from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
+from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class Session:
         self._generating: set[asyncio.Task[Any]] = set()
         # of the episode; requests arrive in the context of the gateway, which serves all of them
         self._context = contextvars.copy_context()
+        self._context.run(current_home.set, Home(near=current_home.get()))
 
     @property
     def failures(self) -> list[str]:
