@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.api.records import ModelResponse
-from megarl.rollout.generation import Sample, batch_body
+from megarl.rollout.generation import Sample, batch_body, routes_from
 from megarl.rollout.server_pool import ServerPool
 from megarl.utils.http import HttpError
 
@@ -83,13 +83,16 @@ class SampleLoop:
     async def _ask(self, samples: Sequence[Sample]) -> int:
         """Sends one request for all and takes the answers in; returns how many tokens came."""
         self._under_way += 1
+        asked = routes_from(samples) or 0
         try:
             items, server = await self._pool.generate(
                 batch_body(samples, self.adapter), len(samples)
             )
             try:
                 pairs = zip(samples, items, strict=True)
-                return sum(s.absorb(item, initial_version=0) for s, item in pairs)
+                return sum(
+                    s.absorb(item, initial_version=0, routes_from=asked) for s, item in pairs
+                )
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
         finally:

@@ -35,7 +35,6 @@ _UNSUPPORTED = (
     "return_hidden_states",
     "custom_logit_processor",
     "token_ids_logprob",
-    "return_routed_experts",
     "return_prompt_token_ids",
     "return_text_in_logprobs",
     "bootstrap_host",
@@ -73,9 +72,10 @@ class RequestParser:
         params = _all_params(body.get("sampling_params"), count, batched)
         logprobs = _per_item(body.get("return_logprob"), count, "return_logprob", batched)
         rids = _rids(body.get("rid"), count, batched)
+        start = _routes_from(body, min(map(len, prompts)))
         call = GenerateCall()
         call.sequences = [
-            self._sequence(*parts, call) for parts in zip(rids, prompts, params, logprobs)
+            self._sequence(*parts, start, call) for parts in zip(rids, prompts, params, logprobs)
         ]
         call.pending = count
         return call, batched
@@ -121,6 +121,7 @@ class RequestParser:
         prompt: list[int],
         params: SamplingParams,
         wants_logprobs: Any,
+        routes_from: int | None,
         call: GenerateCall,
     ) -> ServedSequence:
         for token in params.stop_token_ids:
@@ -139,6 +140,7 @@ class RequestParser:
             stop_ids=frozenset() if params.ignore_eos else stops,
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
             wants_logprobs=bool(wants_logprobs),
+            routes_from=routes_from,
             call=call,
         )
 
@@ -171,6 +173,19 @@ def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:
     if not batched or len(value) != count:
         raise ServerError(f"{name} has {len(value)} entries for {count} prompt(s)")
     return value
+
+
+def _routes_from(body: dict[str, Any], shortest: int) -> int | None:
+    """Returns the first position whose routes are asked for, None for none; as in SGLang one for
+    all prompts, and within the `shortest`."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= shortest:
+        raise ServerError(
+            f"routed_experts_start_len={start!r}: use a position of the prompt, 0 to {shortest}"
+        )
+    return start
 
 
 def _rids(given: Any, count: int, batched: bool) -> list[str]:

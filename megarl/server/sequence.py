@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megarl.server.sampling_params import SamplingParams
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -36,7 +38,9 @@ class ServedSequence:
     """Holds a prompt and what was written to it so far.
 
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
-    answer has them where `wants_logprobs`. Times are those of time.monotonic().
+    answer has them where `wants_logprobs`. routes: what routers chose for its tokens but the last,
+    in parts [n,L,k], where the server records it; an answer has those from position `routes_from`
+    on, None for none. Times are those of time.monotonic().
     """
 
     rid: str
@@ -47,6 +51,8 @@ class ServedSequence:
     seed: int
     wants_logprobs: bool
     call: GenerateCall
+    routes_from: int | None = None
+    routes: list[Tensor] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
