@@ -77,13 +77,22 @@ class Actor(Role):
 
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
-        with moe.router_replay also the routing behind them, which the update will repeat. Without
-        it, gives a Batch's tokens to this actor's ranks (`place`), which else comes of the pass.
+        with moe.router_replay also the routing behind them, which the update will repeat: of
+        router_replay=rollout the batch's routes, with what was unknown filled in. Without
+        recompute_logprob it gives a Batch's tokens to this actor's ranks (`place`), which else
+        comes of the pass. Raises ValueError where the batch lacks the routes to replay.
         """
-        if self.config.recompute_logprob and self.config.moe.router_replay:
+        replay = self.config.moe.router_replay
+        of_rollout = ["routed_experts"] if replay == "rollout" else []
+        if of_rollout and of_rollout[0] not in batch:
+            raise ValueError(
+                "moe.router_replay=rollout: the batch has no 'routed_experts'; have the client ask "
+                "for them (client.record_routes), and the workflow return what to_batch makes"
+            )
+        if self.config.recompute_logprob and replay != "off":
             self._plan(batch)
             names = ("logprobs", "routed_experts")
-            found = self.forward(batch, names, self.temperature)
+            found = self.forward(batch, names, self.temperature, also=of_rollout)
             batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
@@ -245,7 +254,7 @@ class Actor(Role):
         was skipped. Raises ValueError for a missing field, or a batch without a trained token."""
         spec = self.loss
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
-        keys += ["routed_experts"] if self.config.moe.router_replay else []
+        keys += ["routed_experts"] if self.config.moe.replays else []
         keys = list(dict.fromkeys([*keys, *spec.needs]))
         _need(batch, [key for key in keys if key != "rollout_tokens"])
         keys += [name for name in spec.uses if name in batch and name not in keys]

@@ -43,13 +43,21 @@ class Role:
         dict."""
         return self.forward(data, ("logprobs",), temperature)
 
-    def forward(self, data: Data, outputs: Sequence[str], temperature: float = 1.0) -> Any:
-        """Returns engine.forward's outputs. It is given the tokens alone: routes that the batch
-        holds are those of an update to repeat, not of another pass.
+    def forward(
+        self,
+        data: Data,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        *,
+        also: Sequence[str] = (),
+    ) -> Any:
+        """Returns engine.forward's outputs. It is given the tokens, and the fields `also`: routes
+        that the batch holds are for the actor's passes, not for another model's.
         """
         if isinstance(data, Batch):
             self.engine.place(data)
-        data = only(data, [name for name in ("input_ids", "attention_mask") if name in data])
+        names = ("input_ids", "attention_mask", *also)
+        data = only(data, [name for name in names if name in data])
         return self.engine.forward(data, outputs=outputs, temperature=temperature)
 
     def forward_values(self, data: Data) -> tuple[Tokens, Tensor]:

@@ -264,7 +264,8 @@ class SaveLoadMeta:
 class ModelRequest:
     """Asks for one sample, from token ids or, with a client that has a tokenizer, from text.
 
-    `rid` is unique per attempt; `seed` overrides gconfig.seed.
+    `rid` is unique per attempt; `seed` overrides gconfig.seed. `routes_from`: the first position
+    whose routes the answer is to have, where the client asks servers for them.
     """
 
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -272,6 +273,7 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     seed: int | None = None
     text: str = ""
+    routes_from: int = 0
 
 
 @dataclass(kw_only=True)
@@ -279,8 +281,9 @@ class ModelResponse:
     """Holds tokens with the logprob and the weight version that produced each of them.
 
     `latency` is in seconds; `completion` is the output as text where the client has a tokenizer,
-    else empty. `routed_experts` [input and output, L, k] are the experts that the server's routers
-    chose for each token, -1 where unknown; None where the server does not say.
+    else empty. `routed_experts` [n, L, k] are the experts that the server's routers chose for the
+    tokens of input and output from position `routes_from` on, -1 where unknown. Those of the last
+    token come with a later answer, that the server reads it for. None where nobody asked for them.
     """
 
     input_tokens: list[int]
@@ -291,6 +294,7 @@ class ModelResponse:
     latency: float = math.nan
     completion: str = ""
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    routes_from: int = 0
 
     @property
     def input_len(self) -> int:

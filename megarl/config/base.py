@@ -20,18 +20,21 @@ def arg(
     help: str,
     choices: Sequence[Any] | None = None,
     or_path: bool = False,
+    true: str | None = None,
     bounds: Bounds | None = None,
     factory: Callable[[], Any] | None = None,
 ) -> Any:
     """Returns a keyword-only dataclass field with help text.
 
     factory: makes the default where it is mutable or a section. or_path: allows an import path
-    (package.module:name or file.py:name) beside the choices.
+    (package.module:name or file.py:name) beside the choices. true: the choice that the boolean
+    stands for, of a key that was one before it had choices.
     """
     meta = {
         "help": help,
         "choices": tuple(choices) if choices else None,
         "or_path": or_path,
+        "true": true,
         "bounds": bounds,
     }
     if factory is not None:

@@ -131,10 +131,10 @@ def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) 
         )
     if cfg.head == "value" and not isinstance(cfg, ValueModelConfig):
         yield f"{name}.head=value: only a critic or a reward model has one; leave it lm"
-    if cfg.moe.router_replay and name != "actor":
+    if cfg.moe.replays and name != "actor":
         yield (
-            f"{name}.moe.router_replay=true: nothing records the routing of {name}; only the "
-            "actor's is (actor.recompute_logprob). Leave it false"
+            f"{name}.moe.router_replay={cfg.moe.router_replay}: nothing records the routing of "
+            f"{name}; only the actor's is. Leave it off"
         )
     if name in FROZEN:
         if cfg.optimizer is not None:

@@ -24,10 +24,11 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
             f"{key}behav_imp_weight_cap={cfg.behav_imp_weight_cap}: acts on the decoupled loss "
             f"only; set {key}use_decoupled_loss=true, or leave it null"
         )
-    if cfg.moe.router_replay and not cfg.recompute_logprob:
+    if cfg.moe.router_replay == "trainer" and not cfg.recompute_logprob:
         yield (
-            f"{key}moe.router_replay=true: needs a pass to replay from; set "
-            f"{key}recompute_logprob=true"
+            f"{key}moe.router_replay=trainer: needs a pass to replay from; set "
+            f"{key}recompute_logprob=true, or replay the rollout's routes ({key}moe.router_replay="
+            "rollout)"
         )
 
 

@@ -136,8 +136,13 @@ class MoEConfig:
     z_loss_coef: float = arg(
         0.0, bounds=OFF_AT_ZERO, help="loss on the router's squared logsumexp; 0 is off"
     )
-    router_replay: bool = arg(
-        False, help="updates send tokens to the experts that recompute_logprob's pass chose"
+    router_replay: str = arg(
+        "off",
+        help="sends the tokens of an update to the experts that recompute_logprob's pass chose "
+        "(trainer, or true), or that pass and the update to those that the server's routers chose "
+        "(rollout, R3)",
+        choices=("off", "trainer", "rollout"),
+        true="trainer",
     )
     expert_bias_update_rate: float = arg(
         0.0,
@@ -150,6 +155,15 @@ class MoEConfig:
         help="how tokens reach their experts; flex (DeepEP) needs a GPU and deep_ep",
         choices=("alltoall", "flex"),
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.router_replay, bool):  # as it was before there was `rollout`
+            self.router_replay = "trainer" if self.router_replay else "off"
+
+    @property
+    def replays(self) -> bool:
+        """Returns whether updates repeat routes that their batch brings."""
+        return self.router_replay != "off"
 
 
 ALL_LINEAR = "all-linear"

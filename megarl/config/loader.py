@@ -297,7 +297,7 @@ def _set(node: DictConfig, name: str, key: Key, value: Any, problems: list[str])
         return
     if isinstance(value, bool) and key.base_type is str:
         # YAML 1.1 reads off, on, no, yes as booleans: take them back where the word is a choice
-        words = ("on", "yes", "true") if value else ("off", "no", "false")
+        words = ("on", "yes", "true", key.true) if value else ("off", "no", "false")
         word = next((w for w in words if w in (key.choices or ())), None)
         if word is None:
             problems.append(f"{key.name}={show(value)}: YAML reads a boolean; quote the text")

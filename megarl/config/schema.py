@@ -30,6 +30,7 @@ class Key:
     section: type | None
     bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
     or_path: bool = False  # beside the choices, an import path is a value
+    true: str | None = None  # the choice that the boolean stands for
 
     def allows(self, value: Any) -> bool:
         """Returns whether `value` is one of the choices, or an import path where those are."""
@@ -99,6 +100,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             section=base if dataclasses.is_dataclass(base) and isinstance(base, type) else None,
             bounds=field.metadata.get("bounds"),
             or_path=field.metadata.get("or_path", False),
+            true=field.metadata.get("true"),
         )
 
 

@@ -3,8 +3,9 @@ chose, and replays that choice.
 
 Rounding, or another implementation of the same model, can send a token to other experts and change
 its logprob by far more than rounding should. An update that replays the routing of the logp pass
-compares like with like (Ma et al., Stabilizing MoE RL by aligning training and inference routers,
-2025, replay the inference engine's in the same way).
+compares like with like, and so does a logp pass that replays the server's (Ma et al., Stabilizing
+MoE RL by aligning training and inference routers, 2025, arXiv 2510.11370). A token whose routes are
+unknown, -1, goes where its router sends it.
 
 B sequences of the batch, b of a micro-batch, S positions, T packed tokens of this rank, L
 layers, E experts, k experts per token.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +41,11 @@ class RouterTape:
     (which keeps the routers of all engines in one list, and has to be told when a recomputation
     begins).
 
-    given:    what to choose in the micro-batch that comes next [T,k]; None lets the router choose.
+    given:    what to choose in the micro-batch that comes next [T,k], -1 for a token that its
+              router sends; None lets the router send all.
     recorded: what was chosen, one tensor a micro-batch, if a list.
     load:     tokens by expert [E].
+    replayed: choices that were given, and those of them that the router would not have made, [2].
     """
 
     def __init__(self, router: TopKRouter) -> None:
@@ -51,17 +55,19 @@ class RouterTape:
         self.layer: int = router.layer_number - 1  # megatron counts from 1
         self.router = router
         self.load = torch.zeros(router.num_experts, dtype=torch.long, device=mcore.device())
+        self.replayed = torch.zeros(2, dtype=torch.long, device=mcore.device())
         self.recorded: list[Tensor] | None = None
         self.given: Tensor | None = None
         self._recomputed_later: deque[Tensor] = deque()
 
     def start(self, *, record: bool) -> None:
-        """Begins a pass: sets the load to zero, and with `record` keeps every choice."""
+        """Begins a pass: sets the counts to zero, and with `record` keeps every choice."""
         self.load.zero_()
+        self.replayed.zero_()
         self.recorded = [] if record else None
 
     def stop(self) -> None:
-        """Ends a pass: forgets what was given and recorded, but not the load."""
+        """Ends a pass: forgets what was given and recorded, but not the counts."""
         self.given = self.recorded = None
         self._recomputed_later.clear()
 
@@ -74,20 +80,28 @@ class RouterTape:
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, their numbers), [T,k]; the router calls it."""
-        if self.given is None and self._model_choice is not None:
-            values, chosen = self._model_choice.get_replay_topk(
-                scores, topk, num_groups, group_topk, compute_topk
-            )
-        elif self.given is None:
-            values, chosen = compute_topk(scores, topk, num_groups, group_topk)
+        choose = compute_topk
+        if self._model_choice is not None:
+            choose = partial(self._model_choice.get_replay_topk, compute_topk=compute_topk)
+        if self.given is None:
+            values, chosen = choose(scores, topk, num_groups, group_topk)
         else:
-            chosen = self._replayed(self.given)
+            _, own = choose(scores.detach(), topk, num_groups, group_topk)
+            chosen = self._or_own(self._replayed(self.given), own)
             values = scores.gather(1, chosen)
         flat = chosen.flatten()
         self.load.scatter_add_(0, flat, torch.ones_like(flat))
         if self.recorded is not None:
             self.recorded.append(chosen)
         return values, chosen
+
+    def _or_own(self, given: Tensor, own: Tensor) -> Tensor:
+        """Returns the choices [T,k] that were given, and the router's own where none was. Counts
+        how the two differ, in whatever order they name a token's experts."""
+        known = given >= 0
+        differs = known & (given[:, :, None] != own[:, None]).all(2)
+        self.replayed += torch.stack([known.sum(), differs.sum()])
+        return torch.where(known, given, own)
 
     def _replayed(self, given: Tensor) -> Tensor:
         """Returns the choice of the micro-batch at hand. Under recomputation a micro-batch comes
@@ -143,9 +157,9 @@ class Routing:
 
     def prepare(self, chunk: torch.nn.Module, mb: MicroBatch) -> None:
         """Gives the tapes the choices for `mb` before `chunk` meets it: with router_replay, the
-        batch says who is routed where. Raises ValueError for a batch of other layers or experts
-        than the model's."""
-        if not self.config.router_replay or ROUTED not in mb.source:
+        batch says who is routed where, as far as it knows. Raises ValueError for a batch of other
+        layers or experts than the model's."""
+        if not self.config.replays or ROUTED not in mb.source:
             return
         given = mb.padded([ROUTED])[ROUTED].flatten(0, 1)  # [b*S,L,k]
         if given.shape[1:] != (self.model.num_layers, self.shape.top_k):
@@ -153,12 +167,12 @@ class Routing:
                 f"batch[{ROUTED!r}] has {given.shape[1]} layers of {given.shape[2]} experts, the "
                 f"model {self.model.num_layers} of {self.shape.top_k}"
             )
-        # the filling between sequences, token -1, goes to the first k experts
-        filling = torch.arange(self.shape.top_k, dtype=given.dtype).expand(1, *given.shape[1:])
-        given = torch.cat([given, filling]).to(mcore.device(), non_blocking=True)
+        given = torch.cat([given, given.new_zeros(1, *given.shape[1:])])  # filling's, token -1
+        given = given.to(mcore.device(), non_blocking=True)
         token = self._tokens(mb)
+        filling = (token < 0)[:, None]  # it goes where its router sends it
         for tape in self._tapes[chunk]:
-            tape.given = given[token, tape.layer].long()
+            tape.given = given[token, tape.layer].long().masked_fill(filling, -1)
 
     def _tokens(self, mb: MicroBatch) -> Tensor:
         """Returns [T]: the token of mb's batch that each of this rank's packed tokens is, or -1."""
@@ -215,7 +229,20 @@ class Routing:
             out["moe/aux_loss"] = float(losses[0]) / layout.dp
         if self.config.z_loss_coef:
             out["moe/z_loss"] = float(losses[1]) / (layout.world_size // layout.pp)
-        return out
+        return out | self._flips()
+
+    def _flips(self) -> dict[str, float]:
+        """Returns the share of the replayed choices that the routers would not have made, if there
+        were any. Collective."""
+        if not self.config.replays:
+            return {}
+        counts = torch.zeros(2, dtype=torch.long, device=mcore.device())
+        for tape in self.tapes:
+            counts += tape.replayed
+        if self.groups.layout.world_size > 1:
+            dist.all_reduce(counts)
+        replayed, flipped = counts.tolist()
+        return {"moe/replay_flips": flipped / replayed} if replayed else {}
 
     def _aux(self, like: Tensor, name: str) -> Tensor:
         """Returns this rank's sums over micro-batches, by layer; megatron-core divides by

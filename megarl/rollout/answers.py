@@ -18,7 +18,8 @@ import torch
 from megarl.api.records import ModelRequest
 from megarl.rollout.generation import Sample
 
-Answer = dict[str, Any]  # request (a digest), tokens, logprobs, versions (tensors), stop_reason
+# request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor)
+Answer = dict[str, Any]
 Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
 
 
@@ -43,6 +44,9 @@ class AnswerLog:
                 response.output_logprobs = answer["logprobs"].tolist()
                 response.output_versions = answer["versions"].tolist()
                 response.stop_reason = answer["stop_reason"]
+                if sample.routes is not None:
+                    sample.routes.begin_with(answer.get("routes"), response.output_len)
+                    response.routed_experts = sample.routes.known
                 break
         self._requests.append(request)
 
@@ -89,7 +93,7 @@ class _Request:
         return response.output_len, response.stop_reason
 
     def compact(self) -> None:
-        """Keeps the answer in 12 bytes per token from now on."""
+        """Keeps the answer in 12 bytes per token, routes apart, from now on."""
         if self._ended is None:
             self._ended = self.upto(*self.progress())
             del self._sample
@@ -98,15 +102,22 @@ class _Request:
         """Returns the first `n` tokens of the answer."""
         if self._ended is not None:
             part = {m: self._ended[m][:n].clone() for m in ("tokens", "logprobs", "versions")}
+            part |= self._routes(self._ended.get("routes"), len(self._ended["tokens"]) - n)
             return self._ended | part | {"stop_reason": stop_reason}
         response = self._sample.response
-        return {
+        routes = self._routes(response.routed_experts, response.output_len - n)
+        return routes | {
             "request": self.key,
             "tokens": torch.tensor(response.output_tokens[:n], dtype=torch.int32),
             "logprobs": torch.tensor(response.output_logprobs[:n], dtype=torch.float32),
             "versions": torch.tensor(response.output_versions[:n], dtype=torch.int32),
             "stop_reason": stop_reason,
         }
+
+    @staticmethod
+    def _routes(known: torch.Tensor | None, later: int) -> Answer:
+        """Returns the routes of an answer without those of its `later` tokens, if it has any."""
+        return {} if known is None else {"routes": known[: max(0, len(known) - later)].clone()}
 
 
 class KeptAnswers:

@@ -87,6 +87,7 @@ class ChatWorkflow(RolloutWorkflow):
                 input_ids=sample.tokens,
                 gconfig=self.gconfig,
                 seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
+                routes_from=sample.head.routed(),
             )
             for sample in samples
         ]

@@ -27,10 +27,17 @@ from megarl.rollout.generation import Sample, attempt_key, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
+from megarl.rollout.routes import wanted
 from megarl.rollout.sample_loop import SampleLoop
 from megarl.rollout.server_choice import ServerChoice
 from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
-from megarl.rollout.server_waits import context_length, wait_for_version, wait_healthy
+from megarl.rollout.server_waits import (
+    check_routes,
+    context_length,
+    wait_for_version,
+    wait_healthy,
+)
+from megarl.wire.routes import RouteShape
 
 T = TypeVar("T")
 
@@ -74,6 +81,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._loader: object = None  # the dataloader that all ranks were found to share
         self._pauses: Pauses | None = None
         self._gateway: Gateway | None = None  # from the first session
+        self._routes: RouteShape | None = None  # where answers are to have them
 
     # life
 
@@ -200,6 +208,15 @@ class RemoteSGLangEngine(InferenceEngine):
             raise RuntimeError("the rollout client is not open: call initialize() first")
         return self._loop, self._pool, self._samples
 
+    def record_routes(self, shape: RouteShape) -> None:
+        """Has answers carry the experts that the servers' routers choose, see ModelResponse.
+
+        shape: the model's. On the driver only. Raises RuntimeError naming the servers that do not
+        return them."""
+        loop, pool, _ = self._open()
+        loop.run(check_routes(pool), timeout=2 * PROBE_TIMEOUT)
+        self._routes = shape
+
     # generation
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -254,7 +271,7 @@ class RemoteSGLangEngine(InferenceEngine):
         if seed is None and req.gconfig.seed is not None:
             key = (self._seed, req.gconfig.seed, self._version, tuple(req.input_ids), index)
             seed = stable_seed(*key, *attempt_key())
-        return Sample(req, seed=seed)
+        return Sample(req, seed=seed, routes=self._routes if wanted.get() else None)
 
     # weights
 

@@ -32,6 +32,7 @@ from megarl.rollout.retries import (
     count_rollouts,
     numbered_through,
 )
+from megarl.rollout.routes import wanted as routes_wanted
 from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.batch import select
 
@@ -55,6 +56,7 @@ class Episode:
     answers: of its requests, where they are kept for a resume.
     wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
+    routes: whether its answers carry routes, where the client asks servers for them.
     """
 
     number: int
@@ -72,6 +74,7 @@ class Episode:
     wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0
+    routes: bool = True
     answers: AnswerLog | None = None
 
     @property
@@ -102,6 +105,7 @@ async def run_episode(
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     current_home.set(Home())
+    routes_wanted.set(episode.routes)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:

@@ -125,15 +125,17 @@ class RolloutExecutor:
         workflow: RolloutWorkflow | None = None,
         workflow_builder: WorkflowBuilder | None = None,
         should_accept: ShouldAccept | None = None,
+        *,
+        routes: bool = True,
     ) -> Padded:
         """Returns the samples of all rows, whatever the staleness bound (evaluation); group_ids is
         the index into `data`. Rejected rows are left out; an episode that fails cancels the rest
-        and raises its error."""
+        and raises its error. routes: False for samples that are not trained on."""
         if not data:
             raise ValueError("rollout_batch: no rows")
         flow = _workflow(workflow, workflow_builder)
         episodes = [
-            Episode(number=i, row=row, workflow=flow, should_accept=should_accept)
+            Episode(number=i, row=row, workflow=flow, should_accept=should_accept, routes=routes)
             for i, row in enumerate(data)
         ]
         width = self.config.max_concurrent_rollouts or DEFAULT_CONCURRENCY

@@ -17,7 +17,9 @@ from typing import Any
 
 from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.routes import Routes
 from megarl.utils.http import shown
+from megarl.wire.routes import RouteShape
 
 _FIX = "start a server that speaks SGLang's protocol, or correct rollout.addresses"
 
@@ -39,13 +41,20 @@ def stable_seed(*key: object) -> int:
 
 class Sample:
     """Collects the tokens of one ModelRequest over as many requests as it takes. Raises ValueError
-    for a request without tokens."""
+    for a request without tokens. routes: the model's, where the answer is to have them."""
 
-    def __init__(self, request: ModelRequest, *, seed: int | None) -> None:
+    def __init__(
+        self, request: ModelRequest, *, seed: int | None, routes: RouteShape | None = None
+    ) -> None:
         if not request.input_ids:
             raise ValueError(f"request {request.rid}: input_ids is empty")
         self.request, self.seed = request, seed
         self.response = ModelResponse(input_tokens=list(request.input_ids), stop_reason="")
+        self.routes: Routes | None = None
+        if routes is not None:
+            start, n = min(request.routes_from, len(request.input_ids)), len(request.input_ids)
+            self.routes = Routes(routes, start=start, prompt_len=n)
+            self.response.routes_from = start
         self._begun = time.monotonic()
 
     @property
@@ -69,10 +78,16 @@ class Sample:
         return params
 
     def absorb(
-        self, item: dict[str, Any], *, initial_version: int, until: int | None = None
+        self,
+        item: dict[str, Any],
+        *,
+        initial_version: int,
+        until: int | None = None,
+        routes_from: int = 0,
     ) -> int:
-        """Takes one answer in; returns how many tokens it brought. Raises ValueError for an answer
-        that breaks the protocol and RuntimeError for a request that the server gave up on.
+        """Takes one answer in, whose routes begin at position `routes_from`; returns how many
+        tokens it brought. Raises ValueError for an answer that breaks the protocol and RuntimeError
+        for a request that the server gave up on.
 
         until: an answer that was begun by later weights than this version, on KV that was cached,
         is left out.
@@ -90,6 +105,10 @@ class Sample:
         versions = _versions(meta, len(tokens), initial_version)
         if until is not None and versions and versions[0] > until and meta.get("cached_tokens"):
             return 0
+        if self.routes is not None:
+            sent = len(self.tokens)
+            self.routes.absorb(meta, sent=sent, got=len(tokens), asked=routes_from)
+            response.routed_experts = self.routes.known
         response.output_tokens += tokens
         response.output_logprobs += logprobs
         response.output_versions += versions
@@ -123,14 +142,22 @@ def batch_body(
     """Returns the body of ONE /generate request for all samples, each with its own parameters and
     seed. extra_key: of the prefix cache (see `CacheKeys`); adapter: the name of the adapter that
     the servers compute with."""
-    lora = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
-    return lora | {
+    more: dict[str, Any] = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
+    if (start := routes_from(samples)) is not None:  # one for all samples of a request
+        more |= {"return_routed_experts": True, "routed_experts_start_len": start}
+    return more | {
         "rid": [f"{s.request.rid}-{uuid.uuid4().hex[:8]}" for s in samples],
         "input_ids": [s.tokens for s in samples],
         "sampling_params": [s.sampling_params() for s in samples],
         "return_logprob": True,
         "extra_key": extra_key,
     }
+
+
+def routes_from(samples: Sequence[Sample]) -> int | None:
+    """Returns the first position whose routes one of the samples lacks; None where they are to have
+    none."""
+    return min((s.routes.end for s in samples if s.routes is not None), default=None)
 
 
 def _sampling_params(config: GenerationHyperparameters) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megarl.api.records import ModelResponse
 from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.dispatch import Dispatcher
-from megarl.rollout.generation import Sample, batch_body
+from megarl.rollout.generation import Sample, batch_body, routes_from
 from megarl.rollout.server_choice import current_home
 from megarl.utils.http import HttpError
 
@@ -88,14 +88,17 @@ class SampleLoop:
         """Sends one request for all, whose episode began at version `begun`, and takes the answers
         in; returns how many tokens came."""
         self._under_way += 1
-        named = self._keys.version_for(begun)
+        named, asked = self._keys.version_for(begun), routes_from(samples) or 0
         body = batch_body(samples, self._keys.key(named), self.adapter)
         try:
             items, server = await self._dispatcher.generate(body, len(samples), current_home.get())
             until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)
-                gained = sum(s.absorb(item, initial_version=0, until=until) for s, item in pairs)
+                gained = sum(
+                    s.absorb(item, initial_version=0, until=until, routes_from=asked)
+                    for s, item in pairs
+                )
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
             for s in samples:

@@ -177,8 +177,10 @@ def server_command(
     port: int | str,
     with_key: bool = False,
     python: str = "",
+    routes: bool = False,
 ) -> list[str]:
     """Returns the server's command line; both servers share the flags they share with SGLang.
+    routes: answers can tell which experts the routers chose.
     with_key: SGLang takes the environment's token for its key, as the embedded server does by
     itself. python: the interpreter where the configuration names none (empty: this one)."""
     sglang = server.type == "sglang"
@@ -201,6 +203,8 @@ def server_command(
     ]
     if override_config:
         command += ["--json-model-override-args", json.dumps(override_config)]
+    if routes:
+        command += ["--enable-return-routed-experts"]
     if sglang:
         command += ["--tp-size", str(server.tp)]
         if server.dp > 1:

@@ -72,6 +72,15 @@ class Turn:
             at = at.parent
         return turns[::-1]
 
+    def routed(self) -> int:
+        """Returns how many tokens, from the beginning on, have routes in an answer on the path:
+        an answer that follows need not bring them again."""
+        end = 0
+        for response in (turn.response for turn in self.path()):
+            if response and response.routed_experts is not None and response.routes_from <= end:
+                end = max(end, response.routes_from + len(response.routed_experts))
+        return end
+
     def path_tokens(self) -> list[int]:
         """Returns the tokens from the beginning to this turn's end."""
         return [token for turn in self.path() for token in turn.tokens]
@@ -325,16 +334,19 @@ def _fill(out: Padded, row: Sequence[tuple[Turn, bool]], rollout: Trajectory) ->
 def _routes(rows: Sequence[Sequence[tuple[Turn, bool]]], width: int) -> Tensor | None:
     """Returns routed_experts [n,S,L,k] of rows; None where no response has any. A position's routes
     are those of the first response that knows them."""
-    found = [[t.response.routed_experts for t, _ in row if t.response] for row in rows]
-    some = next((r for routes in found for r in routes if r is not None), None)
-    if some is None:
+    found = [
+        (k, t.response.routes_from, t.response.routed_experts)
+        for k, row in enumerate(rows)
+        for t, _ in row
+        if t.response and t.response.routed_experts is not None
+    ]
+    if not found:
         return None
+    some = found[0][2]
     out = torch.full((len(rows), width, *some.shape[1:]), -1, dtype=some.dtype)
-    for k, routes in enumerate(found):
-        for known in routes:
-            if known is not None:
-                part = out[k, : len(known)]
-                part.copy_(torch.where(part < 0, known, part))
+    for k, start, known in found:
+        part = out[k, start : start + len(known)]
+        part.copy_(torch.where(part < 0, known, part))
     return out
 
 

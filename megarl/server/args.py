@@ -38,6 +38,9 @@ class ServerArgs:
     deterministic: bool = arg(
         False, help="batch-invariant: a request's bits do not depend on what else runs"
     )
+    enable_return_routed_experts: bool = arg(
+        False, help="answers to requests with return_routed_experts say what the routers chose"
+    )
     threads: int = arg(0, help="CPU threads; 0 leaves torch's default")
     random_seed: int | None = arg(None, help="seeds requests that bring no sampling_seed")
     dist_timeout: float = arg(

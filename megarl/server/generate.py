@@ -35,7 +35,6 @@ _UNSUPPORTED = (
     "return_hidden_states",
     "custom_logit_processor",
     "token_ids_logprob",
-    "return_routed_experts",
     "return_prompt_token_ids",
     "return_text_in_logprobs",
     "bootstrap_host",
@@ -74,9 +73,11 @@ class RequestParser:
         logprobs = _per_item(body.get("return_logprob"), count, "return_logprob", batched)
         rids = _rids(body.get("rid"), count, batched)
         keys = _extra_keys(body.get("extra_key"), count, batched)
+        start = _routes_from(body, min(map(len, prompts)))
         call = GenerateCall()
         call.sequences = [
-            self._sequence(*parts, call) for parts in zip(rids, prompts, params, logprobs, keys)
+            self._sequence(*parts, start, call)
+            for parts in zip(rids, prompts, params, logprobs, keys)
         ]
         call.pending = count
         return call, batched
@@ -123,6 +124,7 @@ class RequestParser:
         params: SamplingParams,
         wants_logprobs: Any,
         extra_key: str | None,
+        routes_from: int | None,
         call: GenerateCall,
     ) -> ServedSequence:
         for token in params.stop_token_ids:
@@ -141,6 +143,7 @@ class RequestParser:
             stop_ids=frozenset() if params.ignore_eos else stops,
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
             wants_logprobs=bool(wants_logprobs),
+            routes_from=routes_from,
             call=call,
             extra_key=extra_key,
         )
@@ -182,6 +185,19 @@ def _extra_keys(given: Any, count: int, batched: bool) -> list[str | None]:
     if not all(key is None or isinstance(key, str) for key in keys):
         raise ServerError("extra_key must be a string or a list of strings")
     return [key or None for key in keys]
+
+
+def _routes_from(body: dict[str, Any], shortest: int) -> int | None:
+    """Returns the first position whose routes are asked for, None for none; as in SGLang one for
+    all prompts, and within the `shortest`."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= shortest:
+        raise ServerError(
+            f"routed_experts_start_len={start!r}: use a position of the prompt, 0 to {shortest}"
+        )
+    return start
 
 
 def _rids(given: Any, count: int, batched: bool) -> list[str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
+from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
 from megarl.utils.transformers_config import transformers_config
 
@@ -60,6 +61,7 @@ class ModelRunner:
             rows=self.max_rows, positions=self.context_length, tokens=self.max_total_tokens
         )
         self._self_check()
+        self._routes = RouteRecorder(self.model) if args.enable_return_routed_experts else None
 
     def _new_cache(self, *, rows: int, positions: int, tokens: int) -> KVCache:
         return KVCache(
@@ -139,6 +141,11 @@ class ModelRunner:
         logits, row = [], first_row
         for chunk in self._chunks(prompts):
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
+            if self._routes is not None:
+                served = groups[row - first_row : row - first_row + len(chunk)]
+                for group, routes in zip(served, self._routes.take(len(chunk)), strict=True):
+                    for s in group:
+                        s.routes = [routes[: s.length]]
             last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
             row += len(chunk)
@@ -203,7 +210,11 @@ class ModelRunner:
         lengths = [s.length - 1 for s in seqs]
         plan = Decode(self.cache, first_row, lengths, exact=self.deterministic)
         ids = torch.tensor([s.output[-1] for s in seqs], device=self.device)[:, None]
-        return self._head(self._forward(ids, plan.positions[:, None], plan)[:, -1])
+        hidden = self._forward(ids, plan.positions[:, None], plan)
+        if self._routes is not None:
+            for s, routes in zip(seqs, self._routes.take(len(seqs)), strict=True):
+                s.routes.append(routes)
+        return self._head(hidden[:, -1])
 
 
 def _use_torch_norms(model: torch.nn.Module) -> None:

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megarl.server.sampling_params import SamplingParams
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -37,7 +39,9 @@ class ServedSequence:
 
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
     answer has them where `wants_logprobs`. Sequences share KV where their `extra_key` is the same.
-    Times are those of time.monotonic().
+    routes: what routers chose for its tokens but the last, in parts [n,L,k], where the server
+    records it; an answer has those from position `routes_from` on, None for none. Times are those
+    of time.monotonic().
     """
 
     rid: str
@@ -49,6 +53,8 @@ class ServedSequence:
     wants_logprobs: bool
     call: GenerateCall
     extra_key: str | None = None
+    routes_from: int | None = None
+    routes: list[Tensor] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0

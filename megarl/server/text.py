@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from megarl.server.sequence import ABORTED_IN_QUEUE, ServedSequence
+from megarl.wire.routes import encode
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -75,6 +77,8 @@ def render(seq: ServedSequence, text: TextTools) -> dict[str, Any]:
     if seq.wants_logprobs:  # entries [logprob, token id, null]; SGLang may have text in the last
         pairs = zip(seq.logprobs, seq.output, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if seq.routes_from is not None and seq.routes:  # a server that does not record has none
+        meta["routed_experts"] = encode(torch.cat(seq.routes)[seq.routes_from : seq.length - 1])
     return {"text": text.answer(seq.output, reason), "output_ids": seq.output, "meta_info": meta}
 
 

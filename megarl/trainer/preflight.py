@@ -95,6 +95,11 @@ def check_models(cfg: BaseConfig) -> None:
                 "the tokenizer that belongs to the model in tokenizer_path, take its added tokens "
                 "out, or enlarge the model's embedding (resize_token_embeddings)"
             )
+        if engine.moe.router_replay == "rollout" and model.moe is None:
+            problems.append(
+                f"{name}.moe.router_replay=rollout: the model in {path} has no experts to route "
+                "to; leave it off"
+            )
         if name == "reward_model" and model.new_head:
             problems.append(
                 f"reward_model.path={engine.path}: a language model without a score; name a "

@@ -54,7 +54,20 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
         _, mean, _ = moments(batch, lambda part: version - part["versions"], ["versions"])
         oldest = reduce_rows(batch, age, ["versions", "loss_mask"], "max")
         metrics |= {"staleness/mean": mean, "staleness/max": oldest.max().item()}
+    if "routed_experts" in batch and trained.any():
+        metrics["moe/routes_known"] = _routes_known(batch, trained)
     return metrics
+
+
+def _routes_known(batch: Batch, trained: torch.Tensor) -> float:
+    """Returns the share of the trained tokens times layers whose routes the servers told. A token's
+    are those of the position before it, where it was predicted. Collective."""
+
+    def known(part: Padded) -> list[torch.Tensor]:
+        at = (part["routed_experts"][..., 0] >= 0).double().mean(1)
+        return [at.roll(1).where(part["loss_mask"].bool(), 0.0)]
+
+    return total(reduce_rows(batch, known, ["routed_experts", "loss_mask"])[:, 0]) / total(trained)
 
 
 def batch_metrics(data: Data) -> dict[str, float]:

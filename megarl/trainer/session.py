@@ -30,6 +30,7 @@ from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
+from megarl.wire.routes import RouteShape
 
 log = get_logger(__name__)
 
@@ -138,6 +139,7 @@ class RolloutDriver:
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
         self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
         self.model, self.override = model_path(cfg, "actor"), cfg.actor.override_config
+        self.replays_rollout = cfg.actor.moe.router_replay == "rollout"
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
         check_context(self.data, cfg.gconfig, cfg.server.context_length)
         self.loader = build_dataloader(self.data, cfg.train_dataset, seed=cfg.seed)
@@ -176,11 +178,20 @@ class RolloutDriver:
         )
 
     def opened(self) -> None:
-        """Has answers checked against the model's vocabulary and kept for a resume from now on, as
-        the client is open."""
+        """Has answers checked against the model's vocabulary, kept for a resume and, to be
+        replayed, carry routes from now on, as the client is open."""
         pipeline = self.client.executor.pipeline
-        pipeline.vocab_size = read_hf_config(self.model, override=self.override).vocab_size
+        model = read_hf_config(self.model, override=self.override)
+        pipeline.vocab_size = model.vocab_size
         pipeline.keeps_answers = self.answers is not None
+        if self.replays_rollout and model.moe is not None:
+            self.client.record_routes(
+                RouteShape(
+                    layers=model.num_layers,
+                    experts=model.moe.num_experts,
+                    top_k=model.moe.top_k,
+                )
+            )
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
@@ -198,7 +209,7 @@ class RolloutDriver:
 
     def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
         """Returns the samples of held-out rows, which stay on this rank."""
-        return self.client.executor.rollout_batch(rows, workflow)
+        return self.client.executor.rollout_batch(rows, workflow, routes=False)
 
     def get_version(self) -> int:
         """Returns the version of the servers' weights."""

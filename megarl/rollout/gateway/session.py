@@ -141,8 +141,15 @@ class Session:
         stops = dict.fromkeys([*gconfig.stop_token_ids, *request.stop_token_ids])
         (seed,) = self._seeds(ids, 1)
         gconfig = gconfig.new(stop_token_ids=list(stops))
-        asking = ModelRequest(input_ids=ids, gconfig=gconfig, seed=seed)
-        work = self._started(self._engine.agenerate_many([asking]))
+        trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
+        known = trace.find(ids).routed()
+        asked_for = ModelRequest(
+            input_ids=ids,
+            gconfig=gconfig,
+            seed=seed,
+            routes_from=known if request.session else min(known, request.routes_from),
+        )
+        work = self._started(self._engine.agenerate_many([asked_for]))
         self._generating.add(work)
         try:
             (response,) = await work
@@ -153,7 +160,6 @@ class Session:
             work.cancel()
             self._generating.discard(work)
         self._errors.pop(asked, None)
-        trace = self.traces.setdefault(request.trace, Trajectory(index=self.trajectory.index))
         before = trace.find(ids)
         trace.wrote(response, after=trace.read(ids[before.end :], after=before))
         return response
@@ -221,8 +227,9 @@ class Session:
     async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
         prompt = self._prompt(parent, request)
         gconfig = self._bounds(len(prompt), request.max_tokens, request.stop)
+        known = parent.turn.routed() if parent is not None else 0
         requests = [
-            ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed)
+            ModelRequest(input_ids=prompt, gconfig=gconfig, seed=seed, routes_from=known)
             for seed in self._seeds(prompt, request.n)
         ]
         try:

@@ -75,9 +75,9 @@ def write(asked: TokenRequest, answer_id: str, response: ModelResponse) -> dict[
 def _routes(response: ModelResponse, start: int) -> dict[str, Any] | None:
     """Returns the experts that routers chose [rows,L,k] from position `start`; None where some are
     not known. Clients look for `data` as the first field."""
-    if response.routed_experts is None:
+    if response.routed_experts is None or response.routes_from > start:
         return None
-    known = response.routed_experts[start:]
+    known = response.routed_experts[start - response.routes_from :]
     if (known < 0).any():
         return None
     dtype = torch.uint8 if int(known.max()) < 256 else torch.uint16

@@ -2,7 +2,8 @@
 
 SGLang has a plain torch path beside each kernel that serving text on a CPU comes by, but imports
 the kernels' names all the same: they are there, and raise where they are called. One has no other
-path and is written out here. Its LoRA layers want pinned memory, which torch only has with a GPU.
+path and is written out here. Its LoRA layers want pinned memory, which torch only has with a GPU,
+and so does its store of routes, which asks CUDA's runtime for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,16 @@ def _unpinned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return call
 
 
+class _Cudart:
+    """Takes ordinary memory for pinned."""
+
+    @staticmethod
+    def cudaHostRegister(*_: int) -> int:
+        return 0
+
+
 if not torch.cuda.is_available():
+    torch.cuda.cudart = _Cudart
     torch.Tensor.pin_memory = lambda self, *_: self
     for _name in ("tensor", "empty", "zeros"):
         setattr(torch, _name, _unpinned(getattr(torch, _name)))

@@ -1,0 +1,76 @@
+"""Collects the experts that a server's routers chose for the tokens of one sample.
+
+A position's routes are those of the pass that read it and predicted the next token. So a token that
+a server wrote keeps the routes that were behind it, whatever a later request recomputes: where they
+did not come with it, they stay unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.wire.routes import UNKNOWN, RouteShape, decode
+
+# whether the samples of the episode that runs are to have routes, where the client asks for any
+wanted: ContextVar[bool] = ContextVar("wanted", default=True)
+
+
+class Routes:
+    """Holds the routes of a sample from position `start` on.
+
+    prompt_len: tokens of the request that began it; their routes may be of any pass.
+    known: the routes [n,L,k] of the positions that a pass has read, -1 where they are unknown.
+    """
+
+    def __init__(self, shape: RouteShape, *, start: int, prompt_len: int) -> None:
+        self.shape, self.start, self.prompt_len = shape, start, prompt_len
+        self.known = shape.unknown(0)
+
+    @property
+    def end(self) -> int:
+        """Returns the first position whose routes are not decided yet."""
+        return self.start + len(self.known)
+
+    def begin_with(self, kept: Tensor | None, written: int) -> None:
+        """Takes the routes of prompt and `written` tokens that an earlier run has kept; None, or
+        those of another model, leave them unknown."""
+        self.known = self.shape.unknown(max(0, self.prompt_len + written - 1 - self.start))
+        if kept is not None and (kept.shape, kept.dtype) == (self.known.shape, self.known.dtype):
+            self.known = kept
+
+    def absorb(self, meta: Mapping[str, Any], *, sent: int, got: int, asked: int) -> None:
+        """Takes the meta_info of an answer of `got` tokens to `sent`, which was asked for routes
+        from position `asked` on. Raises ValueError for another number of routes than of tokens."""
+        text = meta.get("routed_experts")
+        if not got and text is None:  # of a request that never ran
+            return
+        end = max(sent + got - 1, self.end)
+        known = self.shape.unknown(end - self.end)
+        if text is not None:
+            said = decode(text, self.shape)
+            if len(said) != max(0, sent + got - 1 - asked):
+                raise ValueError(
+                    f"routed_experts has {len(said)} positions, not the {sent + got - 1 - asked} "
+                    f"from {asked} to the last token but one"
+                )
+            known = said[self.end - asked :]
+            self._forget(known, self.prompt_len, sent)
+            self._forget(known, sent, sent + _recomputed(meta))
+        self.known = torch.cat([self.known, known])
+
+    def _forget(self, known: Tensor, first: int, stop: int) -> None:
+        """Makes those of `known` unknown that belong to tokens `first` to `stop`, which an earlier
+        pass has written: token t was predicted at position t - 1."""
+        known[max(0, first - 1 - self.end) : max(0, stop - 1 - self.end)] = UNKNOWN
+
+
+def _recomputed(meta: Mapping[str, Any]) -> int:
+    """Returns how many tokens of an answer were read again under newer weights than wrote them:
+    after a retraction the server computes all before it anew."""
+    spans = meta.get("weight_versions") or []
+    return int(spans[-1]["start"]) if meta.get("num_retractions") and len(spans) > 1 else 0
