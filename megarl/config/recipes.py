@@ -20,6 +20,7 @@ from megarl.config.bounds import (
 from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
@@ -129,6 +130,7 @@ class GRPOConfig(BaseConfig):
         factory=lambda: GenerationHyperparameters(greedy=True), help="sampling during evaluation"
     )
     rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
+    episodes: EpisodesConfig = arg(factory=EpisodesConfig, help="record for megarl view")
     server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
     weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
 

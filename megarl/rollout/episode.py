@@ -48,6 +48,7 @@ class Episode:
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
     failed: kind and length of rollouts that are not in `batch` because something failed.
+    lost: their samples, as far as the workflow returned them; but for the ids, of any content.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
@@ -67,6 +68,7 @@ class Episode:
     drops: int = 0
     batch: Padded | None = None
     failed: Sequence[Failed] = ()
+    lost: Sequence[Padded] = ()
     good: int = 0
     retried: int = 0
     began: int | None = None
@@ -179,6 +181,7 @@ async def _with_retries(
             batch, failed = _checked(made, episode, engine, vocab_size)
             found.add(batch, failed)
             if failed:
+                episode.lost = [*episode.lost, {k: v[~made["valid"]] for k, v in made.items()}]
                 log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
         except RolloutFailed as e:
             log.warning("%s: all rollouts failed: %s", episode.name, e)
