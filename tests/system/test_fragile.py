@@ -30,9 +30,8 @@ TOOL, SANDBOX, GAME = "tool", "sandbox", "environment"
 KINDS = (SERVER, REWARD, TOOL, SANDBOX, GAME)
 PAUSE = (0.1, 0.6)  # seconds between two kills
 SETTLE = 3  # steps with both servers there before one is killed again
-QUIET = (
-    4.0  # seconds that a reward worker has, to start: the third killed amid a reward is an error
-)
+# seconds that a reward worker has, to start: three that are killed amid one reward are an error
+QUIET = 10.0
 COMMON = [
     "experiment_name=e", "trial_name=t", "total_train_epochs=1", "actor.parallel.tp=2",
     f"train_dataset.batch_size={BATCH}", "train_dataset.options.level=2", "valid_dataset=null",
