@@ -108,8 +108,7 @@ class PPOActorConfig(TrainEngineConfig):
     )
     kl_estimator: str = arg(
         "k3",
-        help="KL estimator of the loss; k1+, k3+: its value with k2's gradient, which is unbiased; "
-        "k3-weighted: times the importance ratio, unbiased off policy",
+        help="KL estimator of the loss; + is its value with k2's gradient",
         choices=("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"),
     )
     entropy_coef: float = arg(
