@@ -22,6 +22,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
+from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
@@ -108,6 +109,12 @@ class SFTConfig(BaseConfig):
 class GRPOConfig(BaseConfig):
     """Configures RL without a critic: a policy, its rollouts and the servers that generate."""
 
+    algorithm: str = arg(
+        "",
+        help="a published algorithm, which stands for some keys of `actor` (docs/algorithms.md); "
+        "keys that are set win over it; empty is none",
+        choices=ALGORITHMS,
+    )
     actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
     ref: TrainEngineConfig | None = arg(
         None,
