@@ -203,7 +203,6 @@ class Actor(Role):
                 earned -= kl_ctl * kl.where(part["loss_mask"].bool(), 0.0)
             estimate = partial(
                 gae,
-                length_lambda,
                 earned,
                 part["values"],
                 part["loss_mask"],
