@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.algos.advantages import (
     discounted_sums,
     gae,
+    length_lambda,
     place_rewards,
     shape_rewards,
     spread_over_tokens,
@@ -175,7 +176,15 @@ class Actor(Role):
         return reduce_rows(batch, column, [old, "ref_logp", "loss_mask"])[:, 0]
 
     def compute_gae(
-        self, batch: Data, *, discount: float, gae_lambda: float, kl_ctl: float, bootstrap: bool
+        self,
+        batch: Data,
+        *,
+        discount: float,
+        gae_lambda: float,
+        kl_ctl: float,
+        bootstrap: bool,
+        length_alpha: float | None = None,
+        critic_lambda: float | None = None,
     ) -> None:
         """Adds batch["advantages"], ["returns"] and ["earned"] [B,S] for PPO with a critic, from
         rewards [B], values [B,S] and last_value [B]. `earned` is token_rewards [B,S], if any, and
@@ -184,6 +193,8 @@ class Actor(Role):
 
         kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
         bootstrap: an answer that was cut (`truncated`) ends with the value of going on.
+        length_alpha: the advantages' lambda is length_lambda's instead. critic_lambda: that of the
+        returns (decoupled GAE, arXiv 2503.01491); None is the advantages' own.
         """
         keys = ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
@@ -199,14 +210,19 @@ class Actor(Role):
             if kl_ctl:
                 kl = kl_estimate(part[self.config.old_logp], part["ref_logp"], "k1")
                 earned -= kl_ctl * kl.where(part["loss_mask"].bool(), 0.0)
-            advantages, returns = gae(
+            estimate = partial(
+                gae,
                 earned,
                 part["values"],
                 part["loss_mask"],
                 last_value=(part["last_value"] * cut[rows]),
                 discount=discount,
-                gae_lambda=gae_lambda,
             )
+            mask = part["loss_mask"]
+            own = gae_lambda if length_alpha is None else length_lambda(mask, length_alpha)
+            advantages, returns = estimate(gae_lambda=own)
+            if critic_lambda is not None:
+                returns = estimate(gae_lambda=critic_lambda)[1]
             return earned, returns, advantages
 
         whole, names = as_batch(batch), ("earned", "returns", "advantages")

@@ -94,13 +94,14 @@ def gae(
     *,
     last_value: Tensor,
     discount: float = 1.0,
-    gae_lambda: float = 1.0,
+    gae_lambda: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the generalized advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), and
     the returns A_t + v_t that the critic learns; both [b,S] float32, 0 where no token is trained.
 
     token_rewards [b,S]: what writing x_t earned. values [b,S]: v(state before x_t). last_value [b]:
-    v(state after the last token) of episodes that were cut, 0 of those that ended.
+    v(state after the last token) of episodes that were cut, 0 of those that ended. gae_lambda: one
+    for all, or [b,1].
 
     An episode's steps are its trained tokens t_1 < t_2 < ...; what stands between them (a tool's
     answer, the user's next turn) is the environment's transition and takes no time:
@@ -122,9 +123,17 @@ def gae(
     return advantages.float(), (advantages + values).where(mask, 0.0).float()
 
 
-def discounted_sums(x: Tensor, factor: float) -> Tensor:
+def length_lambda(loss_mask: Tensor, alpha: float) -> Tensor:
+    """Returns lambda = 1 - 1 / (alpha l) for each episode of l trained tokens, at least 0: [b,S] ->
+    [b,1] float64. The weights of GAE's terms then reach as far as a fixed share of the answer
+    (length-adaptive GAE; VAPO, arXiv 2504.05118, eq. 9)."""
+    steps = loss_mask.bool().sum(1, keepdim=True).clamp(min=1)
+    return (1.0 - 1.0 / (alpha * steps.double())).clamp(min=0.0)
+
+
+def discounted_sums(x: Tensor, factor: float | Tensor) -> Tensor:
     """Returns y_t = x_t + factor * y_{t+1} along dim 1 of [b,S], in log2(S) steps instead of S:
-    after each step, y_t holds the terms up to twice as far ahead."""
+    after each step, y_t holds the terms up to twice as far ahead. factor: a number, or [b,1]."""
     reach = 1
     while reach < x.shape[1]:
         x = x + factor**reach * F.pad(x[:, reach:], (0, reach))

@@ -34,7 +34,12 @@ class Critic(Role):
         check_critic(config)
         self.config, self.seed = config, seed
         self._weight = LOSS_WEIGHTS[config.loss_agg]
-        self._loss = partial(critic_loss, value_clip=config.value_clip, loss_agg=config.loss_agg)
+        self._loss = partial(
+            critic_loss,
+            value_clip=config.value_clip,
+            huber=config.value_huber,
+            loss_agg=config.loss_agg,
+        )
 
     def compute_values(self, batch: Data) -> None:
         """Adds batch["values"] [B,S], v(state before x_t), and batch["last_value"] [B]. Raises

@@ -34,7 +34,12 @@ def sft_loss(outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
 
 
 def critic_loss(
-    outputs: Padded, batch: Padded, *, value_clip: float | None = 0.2, loss_agg: str = "token-mean"
+    outputs: Padded,
+    batch: Padded,
+    *,
+    value_clip: float | None = 0.2,
+    huber: float | None = None,
+    loss_agg: str = "token-mean",
 ) -> tuple[Tensor, Stats]:
     """Returns half the summed squared error of values [b,S] against batch["returns"], and stats;
     weight: `LOSS_WEIGHTS[loss_agg]`.
@@ -42,14 +47,16 @@ def critic_loss(
     value_clip: with v_old = batch["values"], a token's error is the larger one of v and of v kept
     within value_clip of v_old, so that no step gains by moving farther (the value clipping of
     OpenAI baselines' PPO2; arXiv 2005.12729, sec. 3).
+    huber: with e the error, e^2 becomes huber (2 |e| - huber) where |e| > huber (Huber 1964), so
+    that a few wild returns do not rule the gradient.
     """
     mask = batch["loss_mask"].bool()
     values, old, returns = outputs["values"], batch["values"], batch["returns"]
-    error = (values - returns).square()
+    error = _cost(values - returns, huber)
     clipped = torch.zeros_like(mask)
     if value_clip is not None:
         near = old + (values - old).clamp(-value_clip, value_clip)
-        near_error = (near - returns).square()
+        near_error = _cost(near - returns, huber)
         clipped = mask & (near_error > error)
         error = torch.maximum(error, near_error)
     loss = 0.5 * aggregate(error, batch, loss_agg)
@@ -60,3 +67,11 @@ def critic_loss(
         "value_clip_frac": clipped,
     }
     return loss, token_means(metrics, mask)
+
+
+def _cost(error: Tensor, huber: float | None) -> Tensor:
+    """Returns the square of an error, or what is linear beyond `huber`, any shape."""
+    if huber is None:
+        return error.square()
+    size = error.abs()
+    return torch.where(size > huber, huber * (2.0 * size - huber), error.square())

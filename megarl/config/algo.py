@@ -168,6 +168,11 @@ class PPOCriticConfig(ValueModelConfig):
         bounds=POSITIVE,
         help="values count as moved by at most this in a step (PPO2); null is off",
     )
+    value_huber: float | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="errors of values beyond this cost linearly, not squared (Huber); null is off",
+    )
     loss_agg: str = arg(
         "token-mean",
         help="mean over trained tokens, or over sequences of their token means",

@@ -223,7 +223,7 @@ def _shared_ref_problems(cfg: GRPOConfig) -> Iterator[str]:
 
 def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
     yield from _minibatch_problems(cfg, "critic", cfg.critic.ppo_n_minibatches)
-    if cfg.actor.adv_norm in ("group", "group_mean"):
+    if cfg.actor.adv_norm.startswith("group"):
         yield (
             f"actor.adv_norm={cfg.actor.adv_norm}: with a critic, samples are not compared by "
             "prompt; take batch or none"

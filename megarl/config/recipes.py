@@ -157,6 +157,15 @@ class PPOConfig(GRPOConfig):
     gae_lambda: float = arg(
         1.0, bounds=FRACTION, help="GAE: 1 is the whole return, 0 one step ahead"
     )
+    gae_length_alpha: float | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="GAE: lambda of an answer of l trained tokens is 1 - 1 / (this * l), instead of "
+        "gae_lambda (VAPO: 0.05); null is off",
+    )
+    gae_lambda_critic: float | None = arg(
+        None, bounds=FRACTION, help="GAE: lambda of the critic's returns; null is the advantages'"
+    )
     bootstrap_truncated: bool = arg(
         False,
         help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",

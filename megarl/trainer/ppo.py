@@ -32,6 +32,8 @@ class PPOTrainer(rl.RLTrainer):
         self.gae: dict[str, Any] = dict(
             discount=cfg.discount,
             gae_lambda=cfg.gae_lambda,
+            length_alpha=cfg.gae_length_alpha,
+            critic_lambda=cfg.gae_lambda_critic,
             kl_ctl=cfg.kl_ctl,
             bootstrap=cfg.bootstrap_truncated,
         )

@@ -92,6 +92,7 @@ CASES = {
         "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
         "actor.use_decoupled_loss=true", "weight_sync.flattened=false", "actor.lora.r=4",
         "actor.kl_coef=0.01",
+        "trainer=examples.custom_trainer:Annealed", "kl_start=0.1",
     ],
     "dp2-disk-kl": [
         "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",
@@ -132,6 +133,8 @@ def test_grpo(name, model, tmp_path):
         assert max(r["train_rollout_logprob_abs_diff/max"] for r in trained) < 1e-4
     assert all(r["update_successful"] == 1 and r["grad_norm"] > 0 for r in trained)
     assert trained[0]["first_ratio_abs_dev"] < 1e-5
+    if "kl_start=0.1" in CASES[name]:  # the loop of examples/custom_trainer.py
+        assert [r["kl_ctl"] for r in trained] == pytest.approx([0.1, 0.2 / 3, 0.1 / 3])
     assert trained[-1]["kl_ref"] > 1e-4  # away from a reference that stays
     for passed in ("the first update starts from ratio 1", "actor and reference, of the same"):
         assert done.stdout.count(f"self check: {passed}") == 1, done.stdout

@@ -142,22 +142,27 @@ def test_explained_variance():
     assert explained(returns, returns, 0 * mask) == 0
 
 
+@pytest.mark.parametrize("huber", [None, 0.7])
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("agg", ["token-mean", "sequence-mean"])
-def test_critic_loss_is_the_loop_over_tokens(clip, agg):
+def test_critic_loss_is_the_loop_over_tokens(clip, agg, huber):
+    def cost(e):
+        linear = huber is not None and abs(e) > huber
+        return huber * (2 * abs(e) - huber) if linear else e * e
+
     b = episodes()
     g = torch.Generator().manual_seed(1)
     b["returns"] = torch.randn(ROWS, WIDTH, generator=g)
     values = (b["values"] + torch.randn(ROWS, WIDTH, generator=g)).requires_grad_()
-    loss, stats = critic_loss({"values": values}, b, value_clip=clip, loss_agg=agg)
+    loss, stats = critic_loss({"values": values}, b, value_clip=clip, huber=huber, loss_agg=agg)
     total, clipped = 0.0, 0
     for i in range(ROWS):
         row = []
         for t in b["loss_mask"][i].nonzero().flatten():
             v, old, goal = (float(x[i, t]) for x in (values, b["values"], b["returns"]))
-            error = (v - goal) ** 2
+            error = cost(v - goal)
             if clip is not None:
-                near = (min(max(v, old - clip), old + clip) - goal) ** 2
+                near = cost(min(max(v, old - clip), old + clip) - goal)
                 clipped += near > error
                 error = max(error, near)
             row.append(0.5 * error)
@@ -233,6 +238,21 @@ def test_compute_gae_puts_rewards_kl_and_the_last_value_in_their_places():
         actor = Actor(PPOActorConfig(), BigramEngine(), temperature=1.0)
         b = {k: v for k, v in plain.items() if k != "values"}
         actor.compute_gae(b, discount=1.0, gae_lambda=1.0, kl_ctl=0.0, bootstrap=False)
+
+
+def test_lambda_by_length_and_one_for_the_critic():
+    """VAPO's 1 - 1 / (alpha l) for the advantages, a lambda of their own for the returns."""
+    alpha = 0.4
+    b = ready(length_alpha=alpha, critic_lambda=1.0)
+    own = naive_gae(b | {"last_value": torch.zeros(ROWS)}, 1.0, 1.0)
+    for i in range(ROWS):
+        n = int(b["loss_mask"][i].sum())
+        lam = max(0.0, 1 - 1 / (alpha * n)) if n else 0.0
+        alone = naive_gae(b | {"last_value": torch.zeros(ROWS)}, 1.0, lam)
+        torch.testing.assert_close(b["advantages"][i].double(), alone[i], rtol=0, atol=1e-5)
+    want = (own + b["values"]) * b["loss_mask"]
+    torch.testing.assert_close(b["returns"].double(), want, rtol=0, atol=1e-5)
+    assert torch.equal(ready()["advantages"], ready(critic_lambda=0.5)["advantages"])
 
 
 def test_rewards_of_turns_are_earned_early_and_the_rest_at_the_end():

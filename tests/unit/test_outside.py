@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gspo import gspo_loss
 from megarl.algos import Actor
-from megarl.config.base import SeamConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
@@ -23,6 +20,7 @@ from tests.hf_stub import write_stub
 from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.bigram import BigramEngine, rollout
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FILE = '''
 import torch
 from dataclasses import dataclass
@@ -201,62 +199,59 @@ def test_a_loss_and_an_advantage_train(home: Path) -> None:
     assert "ratio" not in stats and stats["n_updates"] == 1
 
 
-# GSPO, an algorithm in a file of its own
+# the examples, each in a file of its own
 
 
-def gspo_by_hand(logp: list[list[float]], batch: dict[str, Any], low: float, high: float) -> float:
-    """Eq. 5 of arXiv 2507.18071, token by token in plain Python: the sum over sequences."""
-    total = 0.0
-    for i, row in enumerate(logp):
-        marked = [t for t in range(len(row)) if batch["loss_mask"][i][t]]
-        if not marked:
-            continue
-        s = math.exp(sum(row[t] - float(batch["prox_logp"][i][t]) for t in marked) / len(marked))
-        a = float(batch["advantages"][i][marked[0]])
-        total -= min(s * a, min(max(s, 1 - low), 1 + high) * a)
-    return total
-
-
-def test_gspo_is_its_formula_and_so_is_its_gradient() -> None:
-    generator = torch.Generator().manual_seed(3)
-    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
-    numbers = torch.tensor([1.5, -0.7, 1.0, -2.0], dtype=torch.float64)
-    batch = {
-        "loss_mask": mask,
-        "prox_logp": -torch.rand(4, 5, generator=generator, dtype=torch.float64),
-        "advantages": numbers[:, None] * mask,
-    }
-    logp = (batch["prox_logp"] + 0.2 * torch.randn(4, 5, generator=generator)).requires_grad_()
-    eps = dict(eps_low=0.03, eps_high=0.05)
-    loss, stats = gspo_loss({"logprobs": logp}, batch, old_logp="prox_logp", **eps)
-    by_hand = gspo_by_hand(logp.tolist(), batch, 0.03, 0.05)
-    assert float(loss.detach()) == pytest.approx(by_hand, abs=1e-12)
-    clipped, n = stats["seq_clip_frac"]
-    assert n == 3 and 0 < clipped < 3  # both branches are here
-    loss.backward()
-    assert logp.grad is not None
-    for i in range(4):
-        for t in range(5):
-            up, down = logp.detach().clone(), logp.detach().clone()
-            up[i, t] += 1e-6
-            down[i, t] -= 1e-6
-            both = [gspo_by_hand(x.tolist(), batch, 0.03, 0.05) for x in (up, down)]
-            slope = (both[0] - both[1]) / 2e-6  # central differences: error of the order of 1e-9
-            assert float(logp.grad[i, t]) == pytest.approx(slope, abs=1e-7)
-
-
-def test_gspo_is_chosen_by_the_configuration_alone() -> None:
-    cfg = load_config(None, ["actor.loss=examples.gspo:gspo", "actor.loss.options.eps_high=0.1"])
+def updated(*words: str) -> tuple[dict[str, float], torch.Tensor, dict[str, Any]]:
+    """The figures of an update as the configuration names it, how much likelier the tokens became,
+    and the batch."""
+    cfg = load_config(None, ["actor.path=nowhere", *words])
     assert isinstance(cfg, GRPOConfig)
-    assert cfg.actor.loss == SeamConfig(type="examples.gspo:gspo", options={"eps_high": 0.1})
-    cfg.actor.ppo_n_minibatches = 2
     actor = Actor(cfg.actor, BigramEngine(), temperature=1.0)
     batch = rollout(BigramEngine())
     actor.compute_prox_logp(batch)
     actor.compute_advantages(batch)
     before = actor.compute_logp(batch)
     stats = actor.ppo_update(batch)
-    gain = ((actor.compute_logp(batch) - before) * batch["advantages"]).sum()
-    assert gain > 0 and stats["n_updates"] == 2
-    # in the second step the policy has moved
-    assert 0 < stats["seq_ratio"] != 1.0 and 0 < stats["seq_clip_frac"] <= 0.5
+    return stats, actor.compute_logp(batch) - before, batch
+
+
+def test_a_loss_that_learns_from_good_answers_alone() -> None:
+    name = "actor.loss=examples.custom_loss:raft"
+    stats, gain, batch = updated(name, "actor.loss.options.floor=0.5")
+    good = batch["loss_mask"].bool() & (batch["advantages"] > 0.5)
+    assert stats["good_tokens"] == pytest.approx(float(good.sum() / batch["loss_mask"].sum()))
+    assert 0 < stats["good_tokens"] < 1
+    logp = batch["prox_logp"]
+    assert stats["loss"] == pytest.approx(float(-logp[good].mean()), rel=1e-5)
+    assert gain[good].sum() > 0
+
+
+def test_a_surrogate_keeps_what_stands_around_it() -> None:
+    name = "actor.surrogate=examples.custom_loss:square_root"
+    stats, gain, batch = updated(name, "actor.use_decoupled_loss=true")
+    assert (gain * batch["advantages"]).sum() > 0
+    assert {"approx_kl", "behav_ess", "entropy"} <= set(stats)
+    # on policy u^p / p has the slope of u, whatever p is
+    plain, plain_gain, _ = updated("actor.surrogate=unclipped")
+    torch.testing.assert_close(gain, plain_gain, rtol=0, atol=1e-5)
+    assert stats["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+
+
+def test_advantages_by_difficulty() -> None:
+    name = "actor.advantages=examples.custom_advantage:by_difficulty"
+    _, gain, batch = updated(name, "actor.advantages.options.decay=0.5")
+    rewards, mask = batch["rewards"].view(4, 4), batch["loss_mask"]
+    passed = (rewards > 0).float().mean(1, keepdim=True)
+    numbers = ((rewards - rewards.mean(1, keepdim=True)) * 4 * passed * (1 - passed)).flatten()
+    for i in range(16):
+        at = mask[i].nonzero().flatten()
+        left = torch.arange(len(at) - 1, -1, -1)
+        torch.testing.assert_close(batch["advantages"][i, at], numbers[i] * 0.5**left)
+    assert (gain * batch["advantages"]).sum() > 0
+
+
+def test_examples_are_short() -> None:
+    for name in ("loss", "advantage", "trainer"):
+        text = (EXAMPLES / f"custom_{name}.py").read_text()
+        assert len(text.splitlines()) < 80, name

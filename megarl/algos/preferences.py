@@ -1,0 +1,164 @@
+"""Losses over pairs of a chosen and a rejected answer: DPO and its relatives, and reward models.
+
+Each is called as `loss(outputs, batch) -> (loss_sum, stats)`, see losses.py, with b rows of whole
+pairs (`whole_groups` of the engine): group_ids [b] says which two rows are a pair, chosen [b] bool
+which of them is preferred. The weight of all is `pair_weight`. S positions, p pairs. Below,
+logp(y) is the sum over the trained tokens of y, h the difference of logp(y) - logref(y) between the
+chosen and the rejected answer, s the sigmoid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.algos.aggregation import Stats
+from megarl.api.batch import Padded
+
+DPO_LOSSES = ("sigmoid", "ipo", "robust", "hinge")
+
+
+def pair_weight(batch: Padded) -> float:
+    """Counts pairs: half a pair a row, so that it adds up when the engine asks row by row."""
+    return len(batch["chosen"]) / 2
+
+
+def in_pairs(values: Tensor, batch: Padded) -> tuple[Tensor, Tensor]:
+    """Returns the `values` [b] of the chosen and of the rejected rows, [p] each, pair by pair.
+    Raises ValueError where a group is not one chosen and one rejected row."""
+    chosen, ids = batch["chosen"].bool(), batch["group_ids"]
+    best, rest = chosen.nonzero().flatten(), (~chosen).nonzero().flatten()
+    best, rest = best[ids[best].argsort()], rest[ids[rest].argsort()]
+    if not torch.equal(ids[best], ids[rest]) or len(ids[best].unique()) < len(best):
+        raise ValueError(
+            f"pairs: group_ids {ids.tolist()} with chosen {chosen.int().tolist()}: every group "
+            "must be one chosen and one rejected row"
+        )
+    return values[best], values[rest]
+
+
+def sums(per_token: Tensor, batch: Padded) -> Tensor:
+    """Returns the sum of [b,S] over each row's trained tokens, [b]."""
+    return torch.where(batch["loss_mask"].bool(), per_token, 0.0).sum(1)
+
+
+def means(per_token: Tensor, batch: Padded) -> Tensor:
+    """Returns the mean of [b,S] over each row's trained tokens, [b]; 0 without one."""
+    return sums(per_token, batch) / batch["loss_mask"].sum(1).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO:
+    """Fits the implicit reward beta (logp - logref) to preferences; batch: ref_logp [b,S].
+
+    sigmoid  -(1 - e) log s(beta h) - e log s(-beta h)      (DPO, arXiv 2305.18290, eq. 7; with
+             e = label_smoothing, conservative DPO)
+    robust   (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)   (arXiv 2403.00409, eq. 8)
+    ipo      (h - 1 / (2 beta))^2                            (IPO, arXiv 2310.12036, eq. 17)
+    hinge    max(0, 1 - beta h)                              (arXiv 2309.06657, eq. 9)
+    length_normalized: h of means over tokens instead of sums (TRL's convention for ipo).
+    sft_coef: adds sft_coef times the mean cross entropy of the chosen answer (arXiv 2404.19733).
+    """
+
+    beta: float = 0.1
+    kind: str = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalized: bool = False
+    sft_coef: float = 0.0
+
+    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
+        """Returns the summed loss of the pairs, and their figures."""
+        reduce = means if self.length_normalized else sums
+        log_ratio = outputs["logprobs"] - batch["ref_logp"]
+        chosen, rejected = in_pairs(reduce(log_ratio, batch), batch)
+        loss = self._of(chosen - rejected)
+        if self.sft_coef:
+            loss = loss - self.sft_coef * in_pairs(means(outputs["logprobs"], batch), batch)[0]
+        rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
+        return loss.sum(), _margins(*rewards)
+
+    def _of(self, h: Tensor) -> Tensor:
+        """Returns the loss [p] of the differences h [p]."""
+        good, bad, e = (
+            F.logsigmoid(self.beta * h),
+            F.logsigmoid(-self.beta * h),
+            self.label_smoothing,
+        )
+        if self.kind == "ipo":
+            return (h - 1.0 / (2.0 * self.beta)).square()
+        if self.kind == "hinge":
+            return (1.0 - self.beta * h).clamp(min=0.0)
+        if self.kind == "robust":
+            return (-(1.0 - e) * good + e * bad) / (1.0 - 2.0 * e)
+        if self.kind == "sigmoid":
+            return -(1.0 - e) * good - e * bad
+        raise ValueError(f"kind={self.kind!r}: use one of {', '.join(DPO_LOSSES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO:
+    """Is -log s(beta (m(chosen) - m(rejected)) - gamma), m the mean logp of an answer's tokens; no
+    reference (SimPO, arXiv 2405.14734, eq. 6)."""
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
+        """Returns the summed loss of the pairs, and their figures."""
+        chosen, rejected = in_pairs(self.beta * means(outputs["logprobs"], batch), batch)
+        loss = -F.logsigmoid(chosen - rejected - self.gamma)
+        return loss.sum(), _margins(chosen.detach(), rejected.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO:
+    """Is -m(chosen) - lam log s(log odds(chosen) - log odds(rejected)), m the mean logp of an
+    answer's tokens and odds = e^m / (1 - e^m); no reference (ORPO, arXiv 2403.07691, eq. 6 and 7).
+    """
+
+    lam: float = 0.1
+
+    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
+        """Returns the summed loss of the pairs, and their figures."""
+        mean = means(outputs["logprobs"], batch)
+        chosen, rejected = in_pairs(mean, batch)
+        # log(e^m / (1 - e^m)); log(1 - e^m) without loss of digits near m = 0
+        odds = [m - torch.log(-torch.expm1(m.clamp(max=-1e-7))) for m in (chosen, rejected)]
+        loss = -chosen - self.lam * F.logsigmoid(odds[0] - odds[1])
+        return loss.sum(), _margins(*(self.lam * o.detach() for o in odds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerry:
+    """Is -log s(r(chosen) - r(rejected) - margin), r the value of a row's last token (InstructGPT,
+    arXiv 2203.02155, eq. 1; with batch["margin"] [b], Llama 2, arXiv 2307.09288, eq. 2).
+
+    center: adds center (r(chosen) + r(rejected))^2, which keeps scores near 0 (arXiv 2312.09244,
+    eq. 2). outputs: values [b,S].
+    """
+
+    center: float = 0.0
+
+    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
+        """Returns the summed loss of the pairs, and their figures."""
+        last = batch["attention_mask"].long().sum(1, keepdim=True) - 1
+        chosen, rejected = in_pairs(outputs["values"].gather(1, last)[:, 0], batch)
+        gap = chosen - rejected
+        if "margin" in batch:
+            gap = gap - in_pairs(batch["margin"].to(gap.dtype), batch)[0]
+        loss = -F.logsigmoid(gap) + self.center * (chosen + rejected).square()
+        return loss.sum(), _margins(chosen.detach(), rejected.detach())
+
+
+def _margins(chosen: Tensor, rejected: Tensor) -> Stats:
+    """Returns figures of pairs by their (implicit) rewards, [p] each."""
+    n = torch.tensor(float(len(chosen)))
+    return {
+        "accuracy": ((chosen > rejected).sum(), n),
+        "margin": ((chosen - rejected).sum(), n),
+        "reward_chosen": (chosen.sum(), n),
+        "reward_rejected": (rejected.sum(), n),
+    }
