@@ -24,8 +24,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-order bench-async bench-gpu constraints \
-	clean
+	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
+	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -172,6 +172,9 @@ bench-load: install  ## the engine's load beside from_pretrained, of SmolLM2-135
 
 bench-delta: install  ## what changes in a GRPO step, and what is sent of it
 	$(CPU) $(BIN)/python benchmarks/delta.py
+
+bench-kv: install  ## what reading KV of older weights does to logprobs
+	$(CPU) $(BIN)/python benchmarks/kv_after_sync.py
 
 bench-resume: install  ## what a start takes by phase, and what each kind of kill costs a run
 	$(CPU) $(BIN)/python benchmarks/resume.py

@@ -14,11 +14,11 @@ began: ContextVar[int | None] = ContextVar("began", default=None)
 
 
 class CacheKeys:
-    """Gives requests their keys: `version` is that of the weights now, `mode` is
+    """Gives requests their keys. `version` is that of the weights now; `mode` is
     rollout.kv_after_sync.
 
-    With keep, all requests of an episode have the version at which it began, so they go on with its
-    KV; no KV is older than the episode that reads it. Else requests have the version of now.
+    With keep, all requests of an episode name the version at which it began: they go on with its
+    KV, and no KV is older than the episode that reads it. Else requests name the version of now.
     """
 
     def __init__(self, mode: str) -> None:
@@ -45,8 +45,8 @@ class CacheKeys:
         return f"megarl-{self._run}-v{version}"
 
     def crossed(self, version: int) -> bool:
-        """Tells whether a request that named `version` may have read KV of other weights than
-        wrote its answer, against the mode: an update has come since it was sent."""
+        """Tells whether an update has come since a request named `version`, so that the answer may
+        rest on KV of older weights although the mode forbids it."""
         return self.mode == "recompute" and version != self.version
 
 
