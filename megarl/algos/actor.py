@@ -67,6 +67,7 @@ class Actor(Role):
         check_actor(config, temperature)
         self.config, self.temperature, self.seed = config, temperature, seed
         self.decode = decode
+        self.also: tuple[str, ...] = ()  # further outputs of compute_prox_logp, such as entropy
         self.loss, self.advantages = loss_of(config), advantages_of(config)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
@@ -77,14 +78,17 @@ class Actor(Role):
 
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
-        with moe.router_replay also the routing behind them, which the update will repeat. Without
-        it, gives a Batch's tokens to this actor's ranks (`place`), which else comes of the pass.
+        with moe.router_replay also the routing behind them, which the update will repeat, and the
+        outputs `also` names. Without it, gives a Batch's tokens to this actor's ranks (`place`),
+        which else comes of the pass.
         """
-        if self.config.recompute_logprob and self.config.moe.router_replay:
+        replay = ("routed_experts",) if self.config.moe.router_replay else ()
+        if self.config.recompute_logprob and (names := (*replay, *self.also)):
             self._plan(batch)
-            names = ("logprobs", "routed_experts")
-            found = self.forward(batch, names, self.temperature)
-            batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
+            found = self.forward(batch, ("logprobs", *names), self.temperature)
+            batch["prox_logp"] = found["logprobs"]
+            for name in names:
+                batch[name] = found[name]
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
         elif isinstance(batch, Batch):
