@@ -71,6 +71,7 @@ class Actor(Role):
         check_actor(config, temperature)
         self.config, self.temperature, self.seed = config, temperature, seed
         self.decode = decode
+        self.also: tuple[str, ...] = ()  # further outputs of compute_prox_logp, such as entropy
         self.loss, self.advantages = loss_of(config), advantages_of(config)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
@@ -82,9 +83,10 @@ class Actor(Role):
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
         with moe.router_replay also the routing behind them, which the update will repeat: of
-        router_replay=rollout the batch's routes, with what was unknown filled in. Without
-        recompute_logprob it gives a Batch's tokens to this actor's ranks (`place`), which else
-        comes of the pass. Raises ValueError where the batch lacks the routes to replay.
+        router_replay=rollout the batch's routes, with what was unknown filled in; and the outputs
+        that `also` names. Without recompute_logprob it gives a Batch's tokens to this actor's ranks
+        (`place`), which else comes of the pass. Raises ValueError where the batch lacks the routes
+        to replay.
         """
         replay = self.config.moe.router_replay
         of_rollout = ["routed_experts"] if replay == "rollout" else []
@@ -93,11 +95,13 @@ class Actor(Role):
                 "moe.router_replay=rollout: the batch has no 'routed_experts'; have the client ask "
                 "for them (client.record_routes), and the workflow return what to_batch makes"
             )
-        if self.config.recompute_logprob and replay != "off":
+        names = (*(("routed_experts",) if replay != "off" else ()), *self.also)
+        if self.config.recompute_logprob and names:
             self._plan(batch)
-            names = ("logprobs", "routed_experts")
-            found = self.forward(batch, names, self.temperature, also=of_rollout)
-            batch["prox_logp"], batch["routed_experts"] = (found[name] for name in names)
+            found = self.forward(batch, ("logprobs", *names), self.temperature, also=of_rollout)
+            batch["prox_logp"] = found["logprobs"]
+            for name in names:
+                batch[name] = found[name]
         elif self.config.recompute_logprob:
             batch["prox_logp"] = self.compute_logp(batch)
         elif isinstance(batch, Batch):

@@ -5,8 +5,8 @@
     RUN        the run's directory, <fileroot>/<experiment_name>/<trial_name>
     --out      the file to write (RUN/episodes.html)
     --steps    only these steps, such as 10-12 or 7
-    --groups   details of so many groups of a step: those with failures, then those whose rewards
-               differ most (all that are recorded)
+    --groups   details of so many groups of a step: those with most failures, then those whose
+               rewards differ most (all that are recorded)
     --mib      the most MiB of details in the file (32); those of the newest steps come first
 
 The file needs no network and no server. Lists cover all groups that were recorded (episodes.keep),

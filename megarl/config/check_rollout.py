@@ -48,6 +48,11 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if cfg.gconfig.greedy:  # else the temperature has been judged already
         yield from temperature_problems(cfg.gconfig.temperature, "gconfig.temperature")
+    if cfg.episodes.entropy and not cfg.actor.recompute_logprob:
+        yield (
+            "episodes.entropy=true: comes of the pass that recomputes logprobs; set "
+            "actor.recompute_logprob=true"
+        )
     for key in ("addresses", "reward_addresses"):
         for address in getattr(r, key):
             if not is_address(address):

@@ -18,3 +18,7 @@ class EpisodesConfig:
         help="record the first n groups of every step, token by token, and as many that were "
         "rejected because something failed; 0 is off, null all",
     )
+    entropy: bool = arg(
+        False,
+        help="record the entropy of every token, too: actor.recompute_logprob's pass computes it",
+    )

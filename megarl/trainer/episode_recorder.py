@@ -78,6 +78,8 @@ class EpisodeRecorder:
 
     def dropped(self, mask: Tensor, kind: str) -> None:
         """Takes note that the rows of the batch under `mask` [B] left it, and why."""
+        if not self._has_all(len(mask)):
+            return
         out = mask.tolist()
         self._left |= {row: kind for row, gone in zip(self._rows, out, strict=True) if gone}
         self._rows = [row for row, gone in zip(self._rows, out, strict=True) if not gone]
@@ -89,10 +91,7 @@ class EpisodeRecorder:
         and of all rows of the batch the rewards [B] and whether their update was skipped [B]."""
         step, rows, left = self._step, self._rows, dict(self._left)
         recorded = self._recorded
-        if len(rewards) != len(rows):
-            log.warning(
-                "the trainer's batch is not the one it was given: nothing more of it recorded"
-            )
+        if not self._has_all(len(rewards)):
             return
 
         def write(stream: EpisodeStream) -> None:
@@ -123,6 +122,17 @@ class EpisodeRecorder:
         thread.join(PATIENCE)
         if thread.is_alive():
             log.warning("the last episodes are not recorded: the disk did not answer")
+
+    def _has_all(self, count: int) -> bool:
+        """Returns whether a batch of `count` rows is the one that was handed out, as far as it did
+        not leave; a trainer of a user's own may change it."""
+        if count != len(self._rows):
+            log.warning(
+                "the batch has %d rows, of %d handed out: what is computed of it is not recorded",
+                count,
+                len(self._rows),
+            )
+        return count == len(self._rows)
 
     def _do(self, work: Callable[[EpisodeStream], None]) -> None:
         """Has the thread do a piece of work, unless it is far behind."""

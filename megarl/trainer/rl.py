@@ -80,6 +80,8 @@ class RLTrainer:
             seed=cfg.seed,
             decode=ctx.tokenizer.decode,
         )
+        if cfg.episodes.entropy and cfg.episodes.keep != 0:
+            self.actor.also = ("entropy",)
         self.actor.initialize(None, self.spec)
         self.publisher = WeightPublisher(
             self.actor, self.session.client, cfg.weight_sync, path=ctx.run_dir / "weights"

@@ -243,9 +243,11 @@ class RolloutDriver:
 
     def close(self) -> None:
         """Ends the reward workers, and waits until the episodes are on disk."""
-        self.pool.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        try:
+            self.pool.close()
+        finally:
+            if self.recorder is not None:
+                self.recorder.close()
 
     def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
         """Books the samples of `episode_ids` [B] as trained, but for those `skipped` [B] (None:

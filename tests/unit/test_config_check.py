@@ -178,6 +178,10 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["actor.behav_imp_weight_cap=2"], ["behav_imp_weight_cap=2.0", "use_decoupled_loss=true"]),
         (
+            ["episodes.entropy=true", "actor.recompute_logprob=false"],
+            ["episodes.entropy=true", "actor.recompute_logprob=true"],
+        ),
+        (
             [
                 "gconfig.greedy=true",
                 "gconfig.n_samples=1",

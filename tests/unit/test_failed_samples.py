@@ -15,6 +15,7 @@ from megarl.algos import Actor
 from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig
+from megarl.config.episodes import EpisodesConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError
 from megarl.rollout.episode import Episode, batch_parts, without_failed
@@ -178,6 +179,7 @@ def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
     client: Any = SimpleNamespace(executor=ex, on_driver=lambda fn, *args: fn(*args))
     trainer, session = RLTrainer.__new__(RLTrainer), RolloutSession.__new__(RolloutSession)
     trainer.session, session.client, session.driver = session, client, cast(Any, Driver(client))
+    session._episodes = EpisodesConfig(keep=0)
     trainer.reward_model = cast(Any, SimpleNamespace(compute_rewards=lambda batch: scores.clone()))
     trainer.actor = cast(Any, Actor(PPOActorConfig(), BigramEngine(), temperature=1.0))
     return trainer
@@ -185,7 +187,7 @@ def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
 
 class Driver(RolloutDriver):
     def __init__(self, client: Any) -> None:
-        self.client = client
+        self.client, self.recorder = client, None
 
 
 def all_are_numbers(batch: dict[str, torch.Tensor]) -> bool:

@@ -21,6 +21,7 @@ from megarl.observability.report.templates import fill
 from megarl.utils.staging import write_whole
 
 LISTED = 20_000  # groups in lists, the newest
+_SCRIPTS = ("records.js", "viewer.js")
 Line = dict[str, Any]
 _STATS = {  # what the list of steps takes from stats.jsonl, which knows every group
     "reward": "reward/mean",
@@ -70,34 +71,19 @@ def write_viewer(
     """Writes the page about the episodes of a run to `out`; None where none are recorded.
 
     steps: only steps from the first to the second, counted from 1. groups: details of so many
-    groups of a step at most: those with failures first, then those whose rewards differ most.
+    groups of a step at most: those with most failures first, then those whose rewards differ most.
     max_bytes: of details; those of the newest steps come first."""
     found = _groups(read_index(run_dir), steps)[-LISTED:]
     if not found:
         return None
     run = _run(run_dir)
     details = dict(_details(run_dir, _chosen(found, groups, max_bytes)))
-    shown = [_listed(group) | {"details": _name(group) in details} for group in found]
-    about = {
-        "run": run.label,
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-        "steps": list(_steps(shown, run)),
-        "groups": shown,
-    }
-    script = (Path(__file__).parent / "viewer.js").read_text(encoding="utf-8")
-    page = fill(
-        "viewer.html.jinja",
-        title=f"{run.label}: episodes",
-        script=Markup(script),
-        script_hash=_hash(script),
-        about=_inert(about),
-        details=[(name, [Markup(part) for part in parts]) for name, parts in details.items()],
-    )
+    page = _page(found, run, details)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
     lines = [line for group in found for line in (group.line, group.figures) if line]
     recorded = {group.line["step"] for group in found}
-    times = (row["timing/step_s"] for row in run.rows if row["step"] in recorded)
+    times = (row.get("timing/step_s") or 0.0 for row in run.rows if row["step"] in recorded)
     return Written(
         size=len(page.encode()),
         detailed=len(details),
@@ -107,6 +93,26 @@ def write_viewer(
         recorded_tokens=sum(group.line["tokens"] for group in found),
         seconds=sum(line["seconds"] for line in lines),
         step_seconds=sum(times),
+    )
+
+
+def _page(found: Sequence[Group], run: Run, details: Mapping[str, Sequence[str]]) -> str:
+    shown = [_listed(group) | {"details": _name(group) in details} for group in found]
+    about = {
+        "run": run.label,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "steps": list(_steps(shown, run)),
+        "groups": shown,
+    }
+    here = Path(__file__).parent
+    script = "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    return fill(
+        "viewer.html.jinja",
+        title=f"{run.label}: episodes",
+        script=Markup(script),
+        script_hash=_hash(script),
+        about=_inert(about),
+        details=[(name, [Markup(part) for part in parts]) for name, parts in details.items()],
     )
 
 
@@ -139,8 +145,8 @@ def _chosen(found: Sequence[Group], per_step: int | None, max_bytes: int) -> Ite
             yield group
 
 
-def _interest(group: Group) -> tuple[bool, float]:
-    return bool(group.line["failures"]), _spread(group.line["rewards"]) or 0.0
+def _interest(group: Group) -> tuple[int, float]:
+    return sum(group.line["failures"].values()), _spread(group.line["rewards"]) or 0.0
 
 
 def _details(run_dir: Path, chosen: Iterable[Group]) -> Iterator[tuple[str, list[str]]]:
