@@ -34,29 +34,28 @@ from tiny_model import make_model  # noqa: E402
 from benchmarks.async_plot import Panel, Series, draw  # noqa: E402
 
 BOUNDS = (1, 2, 4, 8)
-STEPS, TURN = 28, 8  # of a whole run, and of a synchronous one in between
+STEPS, TURN = 30, 10  # of a whole run, and of a synchronous one in between
 WARM = 2  # the first steps, which are not measured
 LONGEST = 124  # tokens of an answer
 TASK, REWARD = "benchmarks.long_tail:sums", "benchmarks.long_tail:result_is_right"
-COMMON = [
-    f"train_dataset.type={TASK}", f"valid_dataset.type={TASK}", "recover.mode=disabled",
-    "stats_logger.report=false",
-]  # fmt: skip
-GRPO = [
-    f"train_dataset.reward={REWARD}", f"valid_dataset.reward={REWARD}", "actor.parallel.tp=1",
-    "train_dataset.batch_size=16", f"gconfig.max_new_tokens={LONGEST}", "saver.final=false",
-    f"eval_gconfig.max_new_tokens={LONGEST}", "eval_gconfig.greedy=false", "server.threads=1",
-    "server.context_length=140", "actor.loss_agg=sequence-mean", "actor.optimizer.lr=2e-4",
-    "rollout.order=completion", "ref=null",
-]  # fmt: skip
+COMMON = f"""
+    train_dataset.type={TASK} valid_dataset.type={TASK}
+    recover.mode=disabled stats_logger.report=false
+""".split()
+GRPO = f"""
+    train_dataset.reward={REWARD} train_dataset.batch_size=32 valid_dataset.reward={REWARD}
+    gconfig.max_new_tokens={LONGEST} eval_gconfig.max_new_tokens={LONGEST} eval_gconfig.greedy=false
+    server.context_length=140 server.threads=1 actor.parallel.tp=1 ref=null saver.final=false
+    actor.loss_agg=sequence-mean actor.optimizer.warmup_steps_proportion=0.1
+    rollout.order=completion rollout.workflow=benchmarks.long_tail:ResultWorkflow
+""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """Describes a run, and what came of it. seconds: of a step; waiting: the part of it in which
-    the trainer waits for samples; before, after: accuracy on held-out sums; length, longest: mean
-    tokens of an answer, and of the longest one of a step; others: cores that other programs used
-    meanwhile."""
+    the trainer waits for samples; before, after: accuracy on held-out sums; tokens: of a sample,
+    with its prompt; others: cores that other programs used meanwhile."""
 
     bound: int
     decoupled: bool
@@ -66,8 +65,7 @@ class Turn:
     before: float
     after: float
     staleness: float
-    length: float
-    longest: float
+    tokens: float
     others: float
 
 
@@ -108,8 +106,7 @@ def run(root: Path, seed: int, name: str, bound: int, decoupled: bool, steps: in
         before=accuracy[0],
         after=accuracy[-1],
         staleness=mean("staleness/mean"),
-        length=mean("response_len/mean"),
-        longest=mean("response_len/max"),
+        tokens=mean("tokens/total") / mean("tokens/sequences"),
         others=others,
     )
     result.write_text(json.dumps(asdict(turn)))
@@ -153,7 +150,7 @@ def table(pairs: list[tuple[Turn, Turn]]) -> Iterator[str]:
     """Yields the lines of a table, of one for each bound and loss: means over the seeds, and in
     brackets their range."""
     head = ["staleness bound", "loss", "mean staleness", "s/step", "synchronous", "speed-up"]
-    head += ["waiting", "accuracy before", "after", "mean length", "longest", "cores of others"]
+    head += ["waiting", "accuracy before", "after", "tokens", "cores of others"]
     yield "| " + " | ".join(head) + " |"
     yield "|" + " --- |" * len(head)
     for key in sorted({(t.bound, t.decoupled) for t, _ in pairs}):
@@ -167,8 +164,7 @@ def table(pairs: list[tuple[Turn, Turn]]) -> Iterator[str]:
             f"{100 * statistics.fmean(t.waiting for t, _ in found):.0f} %",
             _cell([100 * t.before for t, _ in found], "{:.1f}"),
             _cell([100 * t.after for t, _ in found], "{:.1f}"),
-            f"{statistics.fmean(t.length for t, _ in found):.1f}",
-            f"{statistics.fmean(t.longest for t, _ in found):.0f}",
+            f"{statistics.fmean(t.tokens for t, _ in found):.1f}",
             _cell([t.others for t, _ in found], "{:.1f}"),
         ]
         yield "| " + " | ".join(cells) + " |"

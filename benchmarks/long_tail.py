@@ -1,8 +1,8 @@
 """Makes the quickstart's sums with answers of long-tailed lengths.
 
 The demonstrations begin with filler before the result, "37+45" -> "...82": mostly a few dots, in
-one of ten many commas. So the model learns to write filler of a random length, too, which is cut
-off before the result is compared: lengths have a long tail, and no length earns more than another.
+one of ten many commas. So the model learns to write filler of a random length, too. The reward
+looks at the result, and the result alone is trained in RL: lengths have a long tail, which stays.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from megarl.api.batch import Padded
+from megarl.api.inference import InferenceEngine
 from megarl.config.dataset import DatasetConfig
 from megarl.data.arithmetic import arithmetic
 from megarl.data.problem import Problem
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 
+SIGNS = ".,"  # of few and of many
 LONG = 0.1  # share of demonstrations with much filler
 FEW, MANY = 2, 40  # mean lengths of filler, in characters, which are tokens
 MOST = 112
@@ -41,9 +47,20 @@ def result_is_right(
     **row: Any,
 ) -> float:
     """Returns 1 if the answer, and nothing else, stands behind the filler, else 0."""
-    return float(completion.lstrip(".,") == answer)
+    return float(completion.lstrip(SIGNS) == answer)
+
+
+class ResultWorkflow(RLVRWorkflow):
+    """Trains what the policy writes but for its filler."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
+        """Returns a padded batch [n,S], n = gconfig.n_samples."""
+        batch = await super().arun_episode(engine, data)
+        filler = torch.tensor(self.tokenizer.convert_tokens_to_ids([*SIGNS]))
+        batch["loss_mask"] &= ~torch.isin(batch["input_ids"], filler)
+        return batch
 
 
 def _filler(rng: random.Random) -> str:
-    sign, mean = (",", MANY) if rng.random() < LONG else (".", FEW)
+    sign, mean = (SIGNS[1], MANY) if rng.random() < LONG else (SIGNS[0], FEW)
     return sign * min(MOST, int(rng.expovariate(1 / mean)))
