@@ -1,8 +1,8 @@
 """Makes the quickstart's sums with answers of long-tailed lengths.
 
 The demonstrations begin with filler before the result, "37+45" -> "...82": mostly a few dots, in
-one of ten many commas. So the model learns to write filler of a random length, too. The reward
-looks at the result, and the result alone is trained in RL: lengths have a long tail, which stays.
+one of ten many commas. So the model learns to write filler of a random length, too; the reward
+looks at the result alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from megarl.api.batch import Padded
-from megarl.api.inference import InferenceEngine
 from megarl.config.dataset import DatasetConfig
 from megarl.data.arithmetic import arithmetic
 from megarl.data.problem import Problem
-from megarl.rollout.workflows.rlvr import RLVRWorkflow
 
 SIGNS = ".,"  # of few and of many
 LONG = 0.1  # share of demonstrations with much filler
@@ -48,17 +43,6 @@ def result_is_right(
 ) -> float:
     """Returns 1 if the answer, and nothing else, stands behind the filler, else 0."""
     return float(completion.lstrip(SIGNS) == answer)
-
-
-class ResultWorkflow(RLVRWorkflow):
-    """Trains what the policy writes but for its filler."""
-
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Padded:
-        """Returns a padded batch [n,S], n = gconfig.n_samples."""
-        batch = await super().arun_episode(engine, data)
-        filler = torch.tensor(self.tokenizer.convert_tokens_to_ids([*SIGNS]))
-        batch["loss_mask"] &= ~torch.isin(batch["input_ids"], filler)
-        return batch
 
 
 def _filler(rng: random.Random) -> str:
