@@ -33,41 +33,37 @@ from tiny_model import make_model  # noqa: E402
 
 from benchmarks.async_plot import Panel, Series, draw  # noqa: E402
 
-BOUNDS = (1, 2, 4, 8)
-STEPS, TURN = 28, 8  # of a whole run, and of a synchronous one in between
+BOUNDS = [1, 2, 4, 8]
+STEPS, TURN = 24, 8  # of a whole run, and of a synchronous one in between
 WARM = 2  # the first steps, which are not measured
 LONGEST = 124  # tokens of an answer
 TASK, REWARD = "benchmarks.long_tail:sums", "benchmarks.long_tail:result_is_right"
-COMMON = [
-    f"train_dataset.type={TASK}", f"valid_dataset.type={TASK}", "recover.mode=disabled",
-    "stats_logger.report=false",
-]  # fmt: skip
-GRPO = [
-    f"train_dataset.reward={REWARD}", f"valid_dataset.reward={REWARD}", "actor.parallel.tp=1",
-    "train_dataset.batch_size=16", f"gconfig.max_new_tokens={LONGEST}", "saver.final=false",
-    f"eval_gconfig.max_new_tokens={LONGEST}", "eval_gconfig.greedy=false", "server.threads=1",
-    "server.context_length=140", "actor.loss_agg=sequence-mean", "actor.optimizer.lr=2e-4",
-    "rollout.order=completion", "ref=null",
-]  # fmt: skip
+COMMON = f"""
+    train_dataset.type={TASK} valid_dataset.type={TASK}
+    recover.mode=disabled stats_logger.report=false
+""".split()
+GRPO = f"""
+    train_dataset.reward={REWARD} train_dataset.batch_size=32 valid_dataset.reward={REWARD}
+    gconfig.max_new_tokens={LONGEST} eval_gconfig.max_new_tokens={LONGEST} eval_gconfig.greedy=false
+    server.context_length=140 server.threads=1 actor.parallel.tp=1 ref=null saver.final=false
+    actor.loss_agg=sequence-mean rollout.order=completion evaluator.at_start=false
+""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """Describes a run, and what came of it. seconds: of a step; waiting: the part of it in which
-    the trainer waits for samples; before, after: accuracy on held-out sums; length, longest: mean
-    tokens of an answer, and of the longest one of a step; others: cores that other programs used
-    meanwhile."""
+    the trainer waits for samples; accuracy: on held-out sums at the end; tokens: of a sample,
+    with its prompt; others: cores that other programs used meanwhile."""
 
     bound: int
     decoupled: bool
     steps: int
     seconds: float
     waiting: float
-    before: float
-    after: float
+    accuracy: float
     staleness: float
-    length: float
-    longest: float
+    tokens: float
     others: float
 
 
@@ -98,18 +94,15 @@ def run(root: Path, seed: int, name: str, bound: int, decoupled: bool, steps: in
     def mean(key: str) -> float:
         return statistics.fmean(row.get(key, 0.0) for row in stats)
 
-    accuracy = [row["eval/accuracy"] for row in evaluations(out)]
     turn = Turn(
         bound=bound,
         decoupled=decoupled,
         steps=steps,
         seconds=mean("timing/step_s"),
         waiting=mean("timing/rollout_s") / mean("timing/step_s"),
-        before=accuracy[0],
-        after=accuracy[-1],
+        accuracy=evaluations(out)[-1]["eval/accuracy"],
         staleness=mean("staleness/mean"),
-        length=mean("response_len/mean"),
-        longest=mean("response_len/max"),
+        tokens=mean("tokens/total") / mean("tokens/sequences"),
         others=others,
     )
     result.write_text(json.dumps(asdict(turn)))
@@ -138,12 +131,12 @@ def warm_up(root: Path) -> None:
     launch("quickstart_sft.yaml", f"model.path={out / 'model'}", *in_root(out, 1), *COMMON)
 
 
-def study(root: Path, seed: int) -> Iterator[tuple[Turn, Turn]]:
+def study(root: Path, seed: int, bounds: list[int]) -> Iterator[tuple[Turn, Turn]]:
     """Yields the runs of a seed, each with the synchronous one beside it."""
     whole = run(root, seed, "bound0", 0, False, STEPS)
     yield whole, whole
-    for bound in BOUNDS:
-        sync = whole if bound == BOUNDS[0] else run(root, seed, f"beside{bound}", 0, False, TURN)
+    for bound in bounds:
+        sync = whole if bound == bounds[0] else run(root, seed, f"beside{bound}", 0, False, TURN)
         for decoupled in (False, True):
             name = f"bound{bound}{'_decoupled' * decoupled}"
             yield run(root, seed, name, bound, decoupled, STEPS), sync
@@ -153,7 +146,7 @@ def table(pairs: list[tuple[Turn, Turn]]) -> Iterator[str]:
     """Yields the lines of a table, of one for each bound and loss: means over the seeds, and in
     brackets their range."""
     head = ["staleness bound", "loss", "mean staleness", "s/step", "synchronous", "speed-up"]
-    head += ["waiting", "accuracy before", "after", "mean length", "longest", "cores of others"]
+    head += ["waiting", "accuracy, %", "tokens", "cores of others"]
     yield "| " + " | ".join(head) + " |"
     yield "|" + " --- |" * len(head)
     for key in sorted({(t.bound, t.decoupled) for t, _ in pairs}):
@@ -165,10 +158,8 @@ def table(pairs: list[tuple[Turn, Turn]]) -> Iterator[str]:
             f"{statistics.fmean(sync.seconds for _, sync in found):.2f}",
             _cell([sync.seconds / t.seconds for t, sync in found], "{:.2f}"),
             f"{100 * statistics.fmean(t.waiting for t, _ in found):.0f} %",
-            _cell([100 * t.before for t, _ in found], "{:.1f}"),
-            _cell([100 * t.after for t, _ in found], "{:.1f}"),
-            f"{statistics.fmean(t.length for t, _ in found):.1f}",
-            f"{statistics.fmean(t.longest for t, _ in found):.0f}",
+            _cell([100 * t.accuracy for t, _ in found], "{:.1f}"),
+            f"{statistics.fmean(t.tokens for t, _ in found):.1f}",
             _cell([t.others for t, _ in found], "{:.1f}"),
         ]
         yield "| " + " | ".join(cells) + " |"
@@ -193,11 +184,11 @@ def plot(path: Path, pairs: list[tuple[Turn, Turn]]) -> None:
             out.append(Series(label=label, points=points))
         return out
 
-    after = lines(lambda t, _: 100 * t.after)
+    accuracy = lines(lambda t, _: 100 * t.accuracy)
     speed = lines(lambda t, sync: sync.seconds / t.seconds)
     bound = "rollout.max_head_offpolicyness"
     panels = [
-        Panel(title="held-out accuracy at the end, %", x_label=bound, series=after),
+        Panel(title="held-out accuracy at the end, %", x_label=bound, series=accuracy),
         Panel(title="steps per second over synchronous", x_label=bound, series=speed, y_from=0.0),
     ]
     draw(path, panels)
@@ -206,12 +197,13 @@ def plot(path: Path, pairs: list[tuple[Turn, Turn]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS)
     parser.add_argument("--root", type=Path, default=Path("runs/async"))
     parser.add_argument("--plot", type=Path, default=Path("runs/async/async.svg"))
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     warm_up(args.root)
-    pairs = [pair for seed in args.seeds for pair in study(args.root, seed)]
+    pairs = [pair for seed in args.seeds for pair in study(args.root, seed, args.bounds)]
     print("\n".join(table(pairs)))
     plot(args.plot, pairs)
 

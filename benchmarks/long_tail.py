@@ -1,8 +1,8 @@
 """Makes the quickstart's sums with answers of long-tailed lengths.
 
 The demonstrations begin with filler before the result, "37+45" -> "...82": mostly a few dots, in
-one of ten many commas. So the model learns to write filler of a random length, too, which is cut
-off before the result is compared: lengths have a long tail, and no length earns more than another.
+one of ten many commas. So the model learns to write filler of a random length, too; the reward
+looks at the result alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megarl.config.dataset import DatasetConfig
 from megarl.data.arithmetic import arithmetic
 from megarl.data.problem import Problem
 
+SIGNS = ".,"  # of few and of many
 LONG = 0.1  # share of demonstrations with much filler
 FEW, MANY = 2, 40  # mean lengths of filler, in characters, which are tokens
 MOST = 112
@@ -41,9 +42,9 @@ def result_is_right(
     **row: Any,
 ) -> float:
     """Returns 1 if the answer, and nothing else, stands behind the filler, else 0."""
-    return float(completion.lstrip(".,") == answer)
+    return float(completion.lstrip(SIGNS) == answer)
 
 
 def _filler(rng: random.Random) -> str:
-    sign, mean = (",", MANY) if rng.random() < LONG else (".", FEW)
+    sign, mean = (SIGNS[1], MANY) if rng.random() < LONG else (SIGNS[0], FEW)
     return sign * min(MOST, int(rng.expovariate(1 / mean)))

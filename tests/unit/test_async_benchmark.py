@@ -36,9 +36,14 @@ def study(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_the_table_pairs_runs_and_the_plot_shows_every_seed(study: object, tmp_path: Path) -> None:
-    def turn(bound: int, decoupled: bool, seconds: float, after: float) -> object:
+    def turn(bound: int, decoupled: bool, seconds: float, accuracy: float) -> object:
         numbers = dict.fromkeys(study.Turn.__dataclass_fields__, 0.0)  # type: ignore[attr-defined]
-        numbers |= {"bound": bound, "decoupled": decoupled, "seconds": seconds, "after": after}
+        numbers |= {
+            "bound": bound,
+            "decoupled": decoupled,
+            "seconds": seconds,
+            "accuracy": accuracy,
+        }
         return study.Turn(**numbers)  # type: ignore[attr-defined]
 
     pairs = []
