@@ -124,6 +124,7 @@ class Actor(Role):
         _need(batch, ["rewards", *keys, *names], what="compute_advantages")
         rollouts = rollouts_of(whole)
         samples = self._of_rollouts(whole, rollouts, 0.0 if to_go else kl_ctl)
+        self._mask_truncated(batch, whole)
         named = f"actor.advantages={self.config.advantages.type}"
 
         def of_held_rows() -> tuple[Tokens, ...]:
@@ -205,6 +206,7 @@ class Actor(Role):
         keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
         _need(batch, keys, what="compute_gae")
         refuse_branches(batch, "compute_gae")
+        self._mask_truncated(batch, as_batch(batch))
         keys += ["token_rewards"] if "token_rewards" in batch else []
         rewards = self._shaped_rewards(batch["rewards"])
         cut = batch["truncated"] if bootstrap else torch.zeros_like(batch["last_value"])
@@ -235,6 +237,24 @@ class Actor(Role):
             if name == "advantages" and self.config.adv_norm == "batch":
                 made = whiten(whole, name)
             put(batch, name, made)
+
+    def _mask_truncated(self, batch: Data, whole: Batch) -> None:
+        """With mask_truncated takes rollouts that were cut out of loss_mask [B,S] of the data and
+        of `whole`, the same as a Batch, unless nothing would be left."""
+        if not self.config.mask_truncated:
+            return
+        _need(batch, ["truncated"], what="actor.mask_truncated=true")
+        rollouts = rollouts_of(whole)
+        cut = rollouts.spread(rollouts.any(whole["truncated"].bool()))
+        if not (trained_tokens(whole)[~cut] > 0).any():
+            log.warning("every answer of the batch was cut, so mask_truncated masks none of them")
+            return
+
+        def kept(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
+            return (part["loss_mask"].bool() & ~cut[rows][:, None],)
+
+        whole["loss_mask"] = map_rows(whole, kept, ["loss_mask"])[0]
+        put(batch, "loss_mask", whole["loss_mask"])
 
     def _kl_to_go(self, part: Padded) -> Tensor:
         """Returns the KL to the reference from each trained token on, [b,S]; 0 at others."""

@@ -139,6 +139,11 @@ class PPOActorConfig(TrainEngineConfig):
     dynamic_sampling: bool = arg(
         False, help="reject groups whose rewards are all equal (DAPO), prompts are replaced"
     )
+    mask_truncated: bool = arg(
+        False,
+        help="answers that were cut at max_new_tokens are compared with the others, but not "
+        "trained on (DAPO's overlong filtering)",
+    )
     logp_gap_warn: float = arg(
         0.1,
         bounds=POSITIVE,

@@ -8,6 +8,7 @@ import torch
 from megarl.algos import Actor
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.algos.surrogates import CISPO, GMPO, Clip
+from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import config_yaml, load_config
 from megarl.config.presets import PRESETS
@@ -124,6 +125,24 @@ def test_reinforce_pp_takes_the_kl_that_follows_a_token():
             raw[i, t] = float(batch["rewards"][i]) - 0.5 * to_go
     want = (raw - raw[mask].mean()) / (raw[mask].std() + 1e-6)
     torch.testing.assert_close(batch["advantages"][mask], want[mask], rtol=0, atol=1e-5)
+
+
+def test_answers_that_were_cut_are_compared_and_not_trained_on():
+    words = ["actor.path=nowhere", "actor.mask_truncated=true", "actor.adv_norm=group_mean"]
+    actor, batch = prepared(PPOActorConfig())
+    actor = Actor(load_config(None, words).actor, BigramEngine(), temperature=1.0)
+    with pytest.raises(ValueError, match=r"mask_truncated=true: the batch has no 'truncated'"):
+        actor.compute_advantages(batch)
+    batch["truncated"] = torch.arange(16) % 4 == 0
+    rewards = batch["rewards"].view(4, 4)
+    numbers = (rewards - rewards.mean(1, keepdim=True)).flatten()  # of all, the cut ones too
+    mask = batch["loss_mask"].clone()
+    actor.compute_advantages(batch)
+    assert torch.equal(batch["loss_mask"].bool(), mask & ~batch["truncated"][:, None])
+    torch.testing.assert_close(batch["advantages"], numbers[:, None] * batch["loss_mask"])
+    batch |= {"truncated": torch.ones(16, dtype=torch.bool), "loss_mask": mask}
+    actor.compute_advantages(batch)  # nothing would be left
+    assert torch.equal(batch["loss_mask"], mask)
 
 
 def test_a_group_too_small_for_k_is_refused():
