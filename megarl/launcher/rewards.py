@@ -7,10 +7,10 @@
     --timeout S    seconds one reward may take (15)
 
 It answers GET /health, and POST /score with the job's token: {"reward": "module:name",
-"options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number}}, or
-by {"error": text, "late": whether it took too long}. Rewards are imported from this process's
-working directory and PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its
-choice here.
+"options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number},
+"notes": {name: text}}, or by {"error": text, "late": whether it took too long}. Rewards are
+imported from this process's working directory and PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who
+can call it runs code of its choice here.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def uvicorn_config(pool: RewardPool, access: Access, host: str, port: int) -> uv
             value = await pool.score(fn, args, kw, row_id=task.get("row_id", "?"))
         except RewardError as e:
             return answer({"error": str(e), "late": isinstance(e, RewardTimeout)})
-        parts = value.parts if isinstance(value, Scored) else {}
-        return answer({"reward": float(value), "parts": parts})
+        scored = value if isinstance(value, Scored) else Scored(value)
+        return answer({"reward": float(value), "parts": scored.parts, "notes": scored.notes})
 
     anybody = functools.partial(access.check, control=False)
     own_job = functools.partial(access.check, control=True)

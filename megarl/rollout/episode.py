@@ -31,6 +31,7 @@ from megarl.rollout.retries import (
     count_rollouts,
     numbered_through,
 )
+from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -93,16 +94,19 @@ async def run_episode(
     vocab_size: int | None = None,
     retries: int = 0,
     min_rollouts: int = 1,
+    on_reward_error: str = "raise",
 ) -> None:
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
     `episode`; only our own cancellation of its task propagates. vocab_size: the model's, if known;
-    retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
+    retries: how often failed rollouts are made anew; min_rollouts, on_reward_error: see
+    config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
-            batch = await _with_retries(episode, engine, vocab_size, retries, min_rollouts)
+            found = await _gathered(episode, engine, vocab_size, retries, on_reward_error)
+        batch = None if found is None else found.joined(min_rollouts)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
             episode.batch = batch
@@ -151,15 +155,15 @@ def _outcome(episode: Episode) -> dict[str, Any]:
     return {"outcome": "accepted", "samples": len(episode.batch["input_ids"]), "tokens": tokens}
 
 
-async def _with_retries(
+async def _gathered(
     episode: Episode,
     engine: InferenceEngine,
     vocab_size: int | None,
     retries: int,
-    min_rollouts: int,
-) -> Padded | None:
+    on_reward_error: str,
+) -> Gathered | None:
     """Returns the episode's rollouts, for which the workflow runs again where some failed; None
-    where it rejects the row, or too few are left."""
+    where it rejects the row."""
     found = Gathered()
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
@@ -172,9 +176,11 @@ async def _with_retries(
             found.add(batch, failed)
             if failed:
                 log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
-        except RolloutFailed as e:
+        except (RolloutFailed, RewardError) as e:
+            if isinstance(e, RewardError) and not fails_sample(e, on_reward_error):
+                raise
             log.warning("%s: all rollouts failed: %s", episode.name, e)
-            found.add_failure(e.kind)
+            found.add_failure(e.kind if isinstance(e, RolloutFailed) else "reward")
         finally:
             episode.failed = found.failed
             episode.good, episode.retried = found.good, found.retried
@@ -182,7 +188,7 @@ async def _with_retries(
             break
         if found.missing is not None:
             data[SAMPLES_MISSING] = found.missing
-    return found.joined(min_rollouts)
+    return found
 
 
 def _checked(

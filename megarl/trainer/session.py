@@ -146,6 +146,7 @@ class RolloutDriver:
             cfg.rollout.reward_workers,
             timeout=cfg.rollout.reward_timeout,
             addresses=cfg.rollout.reward_addresses,
+            on_error=cfg.rollout.on_reward_error,
         )
         self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
         self.answers: AnswersFile | None = None

@@ -125,7 +125,10 @@ def test_the_jobs_token_is_asked_for(pool: RewardPool, worker: ServerProcess) ->
     assert done.returncode == 2 and "MEGARL_JOB_TOKEN is not set" in done.stderr
 
 
-def test_a_worker_that_is_gone_is_an_error_that_names_it(pool: RewardPool) -> None:
+def test_a_worker_that_is_gone_is_an_error_that_names_it(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.rollout.rewards.pool.LOST_PATIENCE", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as s:
         address = f"127.0.0.1:{s.getsockname()[1]}"
     lost = RewardPool(1, timeout=1.0, addresses=[address])

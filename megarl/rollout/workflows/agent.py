@@ -112,6 +112,8 @@ class AgentWorkflow(ChatWorkflow):
         reward = session.reward if returned is None else returned
         if reward is None:
             reward = (await self.score([rollout], data))[0]
+            if rollout.failure is not None:
+                return rollout
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TypeError(f"the agent returned {reward!r}: return a reward as a number, or None")
         if not math.isfinite(reward):
