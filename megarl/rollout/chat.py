@@ -6,7 +6,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
@@ -27,14 +27,24 @@ _NOT_FOR_REWARD = (
 )
 
 
+class ChatOptions(TypedDict, total=False):
+    """Declares the options of every ChatWorkflow, which a subclass takes as **common and hands on.
+
+    reward_pool: where rewards are computed; by default one that all workflows of the process share.
+    chat_template_kwargs: what the chat template gets (enable_thinking, ...).
+    """
+
+    reward_pool: RewardPool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 class ChatWorkflow(RolloutWorkflow):
     """Gives a workflow of one or more turns its parts: `begin`, `generate`, `tell`, `score`. A
     subclass writes `arun_episode` with them, and ends with `return to_batch(samples, rewards)`.
 
     reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
-    with named parameters of its own, see rewards.reward_arguments; it runs in reward_pool, by
-    default one that all workflows of the process share. Rows hold `prompt_ids` (and `prompt`), or
-    `messages` for the chat template, which gets chat_template_kwargs (enable_thinking, ...).
+    with named parameters of its own, see rewards.reward_arguments. Rows hold `prompt_ids` (and
+    `prompt`), or `messages` for the chat template. The others: see ChatOptions.
     """
 
     def __init__(
