@@ -116,6 +116,7 @@ def test_prompt_scale_and_form_of_the_verdict_are_the_users(judge, pool) -> None
     check_rows(fn, [ROW])
     with pytest.raises(ValueError, match=r"row 7: .* has \{solution\}, .* no such column; it has"):
         check_rows(made(judge, prompt="{completion} {solution}"), [ROW])
+    assert JudgeReward(parse=r"(\d)|none").verdict("none") is None
     downwards = JudgeReward(scale=[5, 1], parse=r"\d+")
     assert [downwards.verdict(text) for text in ("5", "a 2 b 1", "", "9")] == [0, 1, None, None]
 

@@ -154,7 +154,7 @@ class JudgeReward:
         matches = list(self._parse.finditer(text.rpartition("</think>")[2]))
         if not matches:
             return None
-        said = matches[-1][1 if self._parse.groups else 0].strip()
+        said = (matches[-1][1 if self._parse.groups else 0] or "").strip()
         if isinstance(self.scale, dict):
             return self.scale.get(said)
         low, high = self.scale
@@ -208,7 +208,8 @@ async def _answer(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
         seconds = min(float(wait), MAX_BACKOFF) if wait.isdigit() else 0.0
         raise _TryAgain(f"{status}: {error_message(answer)}", seconds)
     if status >= 300:
-        kind = RewardError if status in _CONFIGURED_WRONG else RewardUnavailable
+        wrong = status < 400 or status in _CONFIGURED_WRONG
+        kind = RewardError if wrong else RewardUnavailable
         raise kind(f"judge {url} answered {status}: {error_message(answer)}")
     try:
         text = answer["choices"][0]["message"]["content"]

@@ -26,7 +26,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.rewards.errors import RewardError, RewardTimeout, WorkerLost, finite, titled
+from megarl.rollout.rewards.errors import (
+    RewardError,
+    RewardTimeout,
+    RewardUnavailable,
+    WorkerLost,
+    finite,
+    titled,
+)
 from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
 from megarl.rollout.rewards.remote import RemoteWorker
 from megarl.utils.stacks import dump_on_signal
@@ -48,8 +55,8 @@ _END = {
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error",
-    value)."""
+    """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error" |
+    "unavailable", value)."""
     _end_with_parent()
     dump_on_signal()
     while True:
@@ -62,7 +69,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(("begun", None))
             answer: tuple[str, Any] = ("ok", finite(fn(*args, **kw)))
         except Exception as e:
-            answer = ("error", _described(e))
+            answer = ("unavailable" if isinstance(e, RewardUnavailable) else "error", _described(e))
         pipe.send(answer)
 
 
@@ -153,8 +160,8 @@ class _Worker:
                 log.warning("a reward worker was killed: %s goes to a new one", what)
                 return self._drive(payload, what, timeout)
             raise RewardError(what + _END[kind]) from e
-        if kind == "error":
-            raise RewardError(f"{what} raised {value}")
+        if kind in ("error", "unavailable"):
+            raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
         return value
 
     @staticmethod

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-from megarl.rollout.rewards.errors import RewardError, RewardTimeout, WorkerLost, finite, titled
+from megarl.rollout.rewards.errors import (
+    RewardError,
+    RewardTimeout,
+    RewardUnavailable,
+    WorkerLost,
+    finite,
+    titled,
+)
 from megarl.rollout.rewards.parts import Scored
 from megarl.utils.http import (
     HttpError,
@@ -93,7 +100,8 @@ class RemoteWorker:
             raise (WorkerLost if e.status is None else RewardError)(f"{what}: {e}") from e
         except (TypeError, ValueError) as e:
             raise RewardError(f"{what}: {e}") from e
-        kind = RewardTimeout if answer.get("late") else RewardError
+        kind = RewardUnavailable if answer.get("unavailable") else RewardError
+        kind = RewardTimeout if answer.get("late") else kind
         raise kind(f"{answer.get('error')} (at reward worker {self.address})")
 
     def discard(self) -> None:
