@@ -27,6 +27,7 @@ from megarl.config.check_engine import lora_problems, optimizer_problems, precis
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
 from megarl.config.check_rollout import (
     generation_problems,
+    judge_problems,
     rollout_problems,
     sender_problems,
     server_problems,
@@ -205,6 +206,7 @@ def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from generation_problems("eval_gconfig", cfg.eval_gconfig)
     yield from rollout_problems(cfg)
     yield from server_problems(cfg)
+    yield from judge_problems(cfg)
     if ref_is_below_adapters(cfg):
         yield from _shared_ref_problems(cfg)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
@@ -199,9 +200,7 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
             "server.count=0: then rollout.addresses or rollout.addresses_file must name running "
             "servers, or let the launcher start one (server.count=1)"
         )
-    if s.tp > 1 and s.type == "embedded":
-        yield f"server.tp={s.tp}: the embedded server is one process; use server.type=sglang"
-    yield from _replica_problems(s)
+    yield from _process_problems(s, "server")
     if s.restarts and s.count < 2:
         yield (
             f"server.restarts={s.restarts}: the run goes on with the other servers meanwhile, and "
@@ -209,24 +208,56 @@ def server_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if s.path:
         yield from model_path_problems("server.path", s.path, weights=True)
-    if s.python and not Path(s.python).is_file():
-        yield f"server.python={s.python}: no such interpreter"
     yield from _context_problems(cfg)
 
 
-def _replica_problems(s: ServerConfig) -> Iterator[str]:
+def judge_problems(cfg: GRPOConfig) -> Iterator[str]:
+    """Yields the problems of the judge's servers, and the data sets whose judge is nowhere."""
+    s = cfg.judge
+    if s is not None:
+        if not s.path:
+            yield "judge.path is empty: name the model that judges"
+        else:
+            yield from model_path_problems("judge.path", s.path, weights=True)
+        if s.count == 0:
+            yield "judge.count=0: then leave judge null, and name servers in the reward's base_url"
+        yield from _process_problems(s, "judge")
+        return
+    for key, data in (("train_dataset", cfg.train_dataset), ("valid_dataset", cfg.valid_dataset)):
+        if data is None:
+            continue
+        rewards: dict[str, dict[str, Any]]
+        rewards = {f"{key}.reward": {"type": data.reward.type, "options": data.reward.options}}
+        for name, part in dict(data.reward.options.get("parts") or {}).items():
+            part = part if isinstance(part, dict) else {"type": part}
+            rewards[f"{key}.reward.options.parts.{name}"] = part
+        for where, reward in rewards.items():
+            options = reward.get("options") or {}
+            if reward.get("type") == "judge" and not options.get("base_url"):
+                yield (
+                    f"{where}=judge: nothing says which server judges; set its option base_url, or "
+                    "have the launcher start one by judge.path"
+                )
+
+
+def _process_problems(s: ServerConfig, key: str) -> Iterator[str]:
+    """Yields the problems of how servers run; `key` is their section."""
     attention = _named(s, "--enable-dp-attention", "--attn-dp-size")
-    if s.dp > 1 and s.type == "embedded":
-        yield f"server.dp={s.dp}: the embedded server is one process; use server.type=sglang"
+    if s.python and not Path(s.python).is_file():
+        yield f"{key}.python={s.python}: no such interpreter"
+    for degree in ("tp", "dp"):
+        if (value := getattr(s, degree)) > 1 and s.type == "embedded":
+            said = f"{key}.{degree}={value}: the embedded server is one process"
+            yield f"{said}; use {key}.type=sglang"
     if s.dp > 1 and attention:
         yield (
-            f"server.dp={s.dp}: replicas do not go with {attention}, whose parts are within "
-            "server.tp; leave server.dp out and set server.options.dp_size"
+            f"{key}.dp={s.dp}: replicas do not go with {attention}, whose parts are within "
+            f"{key}.tp; leave {key}.dp out and set {key}.options.dp_size"
         )
     if s.dp > 1 and s.nnodes not in (None, 1):
-        yield f"server.nnodes={s.nnodes}: SGLang has replicas (server.dp={s.dp}) on one node alone"
+        yield f"{key}.nnodes={s.nnodes}: SGLang has replicas ({key}.dp={s.dp}) on one node alone"
     if not attention and (flag := _named(s, "--dp-size", "--dp", "--data-parallel-size")):
-        yield f"{flag} among server.options and extra_args: set server.dp, by which GPUs are given"
+        yield f"{flag} among {key}.options and extra_args: set {key}.dp, by which GPUs are given"
 
 
 def _named(s: ServerConfig, *flags: str) -> str:

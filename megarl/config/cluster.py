@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import arg
-from megarl.config.bounds import POSITIVE, TIMEOUT
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT
 
 
 @dataclass(kw_only=True)
@@ -26,6 +26,12 @@ class RewardPoolConfig:
     """Describes nodes without GPUs that compute rewards."""
 
     n_nodes: int = arg(1, bounds=POSITIVE, help="nodes, each with rollout.reward_workers processes")
+    restarts: int = arg(
+        3,
+        bounds=NOT_NEGATIVE,
+        help="a reward worker that dies is started again this many times, while others compute its "
+        "rewards; one more death ends the run",
+    )
     sbatch_args: list[str] = arg(
         factory=list, help="arguments of sbatch for these nodes, like --partition=cpu"
     )

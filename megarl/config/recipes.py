@@ -139,6 +139,11 @@ class GRPOConfig(BaseConfig):
     rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
     episodes: EpisodesConfig = arg(factory=EpisodesConfig, help="record for megarl view")
     server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
+    judge: ServerConfig | None = arg(
+        None,
+        help="servers of a judge's model (judge.path) that the launcher starts for the reward "
+        "judge; null is none: the reward's option base_url names others",
+    )
     weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
 
 

@@ -152,6 +152,12 @@ class WandbConfig:
     mode: str = arg("disabled", help="wandb mode", choices=("disabled", "offline", "online"))
     project: str | None = arg(None, help="project; null is experiment_name")
     entity: str | None = arg(None, help="wandb entity")
+    completions: int = arg(
+        0,
+        bounds=NOT_NEGATIVE,
+        help="show so many completions of every training batch and every evaluation, one for a "
+        "prompt, as tables completions/train and completions/eval",
+    )
 
 
 @dataclass(kw_only=True)

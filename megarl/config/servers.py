@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config.rollout import RolloutConfig
 
 ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
+JUDGES_ENV = "MEGARL_JUDGE_ADDRS"
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:
@@ -20,8 +21,16 @@ def server_addresses(config: RolloutConfig) -> list[str]:
 
 def listed_addresses() -> list[str]:
     """Returns the comma-separated host:port of MEGARL_LLM_SERVER_ADDRS."""
-    listed = os.environ.get(ADDRESSES_ENV, "")
-    return [a.strip() for a in listed.split(",") if a.strip()]
+    return _listed(ADDRESSES_ENV)
+
+
+def judge_addresses() -> list[str]:
+    """Returns host:port of the judge's servers that the launcher has started."""
+    return _listed(JUDGES_ENV)
+
+
+def _listed(name: str) -> list[str]:
+    return [a.strip() for a in os.environ.get(name, "").split(",") if a.strip()]
 
 
 def addresses_in(file: str | Path) -> list[str]:

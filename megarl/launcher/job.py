@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SERVER, TRAINER, REWARDS = "server", "trainer", "rewards"
+SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
+SERVERS = (SERVER, JUDGE, REWARDS)  # these answer /health, and trainers wait until they do
 MASTER = "master"  # the endpoint that the ranks meet at
 LOOPBACK = "127.0.0.1"
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
@@ -26,7 +27,8 @@ _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Describes one process. index: a server's number, or a rank. part: which of a server's nodes.
-    ports: endpoints that its node chooses. log: a file, empty for the launcher's own output."""
+    ports: endpoints that its node chooses. log: a file, empty for the launcher's own output.
+    restarts: times it is started again alone, while the run goes on."""
 
     role: str
     index: int
@@ -37,6 +39,7 @@ class Task:
     env: dict[str, str]
     ports: tuple[str, ...]
     log: str = ""
+    restarts: int = 0
 
     @property
     def name(self) -> str:
@@ -45,10 +48,8 @@ class Task:
 
     @property
     def endpoint(self) -> str:
-        """Returns the name of the endpoint of a server or a reward worker."""
-        if self.role == REWARDS:
-            return rewards_endpoint(self.index)
-        return server_endpoint(self.index, self.part)
+        """Returns the name of the endpoint of a server, a judge or a reward worker."""
+        return endpoint(self.role, self.index, self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,6 @@ class Job:
     rendezvous_timeout: float
     grace: float
     restarts: int
-    server_restarts: int = 0  # of each server alone, while the run goes on
 
     def of(self, role: str, node: int | None = None) -> list[Task]:
         """Returns the tasks of a role, on one node or (None) on all."""
@@ -100,14 +100,10 @@ class Job:
         return cls(**read)
 
 
-def server_endpoint(index: int, part: int = 0) -> str:
-    """Returns the name of the endpoint of a server, or of a further node of it."""
-    return f"server.{index}.{part}" if part else f"server.{index}"
-
-
-def rewards_endpoint(index: int) -> str:
-    """Returns the name of the endpoint of a reward worker."""
-    return f"{REWARDS}.{index}"
+def endpoint(role: str, index: int, part: int = 0) -> str:
+    """Returns the name of the endpoint of a server, or of a further node of it; of a judge or a
+    reward worker alike."""
+    return f"{role}.{index}.{part}" if part else f"{role}.{index}"
 
 
 def fill(

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
+from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
-from megarl.config.servers import ADDRESSES_ENV
+from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV
 from megarl.launcher.job import (
+    JUDGE,
     LOOPBACK,
     MASTER,
     REWARDS,
@@ -21,8 +24,7 @@ from megarl.launcher.job import (
     TRAINER,
     Job,
     Task,
-    rewards_endpoint,
-    server_endpoint,
+    endpoint,
 )
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
 from megarl.launcher.plan import PACKAGE, Plan
@@ -53,7 +55,10 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
     nodes have addresses of their own, and every process but rank 0 has a log of its own."""
     cfg, maker = plan.cfg, _Maker(plan, env, cluster)
     read = environment_names(cfg)
-    server = cfg.server if isinstance(cfg, GRPOConfig) else None
+    patience = 0.0
+    if isinstance(cfg, GRPOConfig):
+        servers = [cfg.server] if cfg.judge is None else [cfg.server, cfg.judge]
+        patience = max(s.start_timeout for s in servers)
     return Job(
         name=f"{cfg.experiment_name}/{cfg.trial_name}",
         directory=str(run_dir(cfg)),
@@ -61,17 +66,16 @@ def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Jo
         pools=plan.placement.pools,
         gpus_per_node=tuple(_gpus_of(plan, pool) for pool in plan.placement.pools),
         interface=cfg.cluster.interface if cluster else "",
-        tasks=(*maker.servers(), *maker.rewards(), *maker.trainers()),
+        tasks=(*maker.servers(), *maker.judges(), *maker.rewards(), *maker.trainers()),
         forwarded=tuple(sorted({*forwarded(env, [*cfg.cluster.forward_env, *read]), TOKEN})),
         hidden=tuple(read),
         python=maker.python,
         container=cfg.cluster.container,
         container_mounts=tuple(cfg.cluster.container_mounts),
-        start_timeout=server.start_timeout if server else 0.0,
+        start_timeout=patience,
         rendezvous_timeout=cfg.cluster.rendezvous_timeout,
         grace=cfg.recover.grace,
         restarts=cfg.recover.restarts,
-        server_restarts=cfg.server.restarts if isinstance(cfg, GRPOConfig) else 0,
     )
 
 
@@ -108,7 +112,7 @@ class _Maker:
         cfg, placed = plan.cfg, plan.placement
         self.run = run_dir(cfg)
         asynchronous = isinstance(cfg, GRPOConfig) and cfg.rollout.max_head_offpolicyness > 0
-        seats = [s for server in placed.servers for s in server]
+        seats = [s for server in (*placed.servers, *placed.judges) for s in server]
         of_servers = Counter(s.node for s in seats)
         of_trainers = Counter(s.node for s in placed.trainers)
         # servers and trainers of a synchronous run take turns with the cores
@@ -125,16 +129,26 @@ class _Maker:
             return
         for index, seats in enumerate(self.plan.placement.servers):
             for part, seat in enumerate(seats):
-                yield self._server(cfg, index, part, len(seats), seat)
+                yield self._server(SERVER, cfg.server, index, part, len(seats), seat)
 
-    def _server(self, cfg: GRPOConfig, index: int, part: int, parts: int, seat: Seat) -> Task:
-        own, init = server_endpoint(index, part), f"{server_endpoint(index)}.init"
-        auto = "bfloat16" if seat.gpus is not None else "float32"
+    def judges(self) -> Iterable[Task]:
+        cfg = self.plan.cfg
+        if not isinstance(cfg, GRPOConfig) or cfg.judge is None:
+            return
+        for index, seats in enumerate(self.plan.placement.judges):
+            for part, seat in enumerate(seats):
+                yield self._server(JUDGE, cfg.judge, index, part, len(seats), seat)
+
+    def _server(
+        self, role: str, server: ServerConfig, index: int, part: int, parts: int, seat: Seat
+    ) -> Task:
+        own, init = endpoint(role, index, part), f"{endpoint(role, index)}.init"
+        dtype, actor = "bfloat16" if seat.gpus is not None else "float32", self._actor(role)
         command = server_command(
-            cfg.server,
-            model_path=cfg.actor.path,
-            override_config=cfg.actor.override_config,
-            dtype=auto if cfg.actor.dtype == "auto" else cfg.actor.dtype,
+            server,
+            model_path=actor.path,
+            override_config=actor.override_config,
+            dtype=dtype if actor.dtype == "auto" else actor.dtype,
             host=f"@{{host:{own}}}",
             port=f"@{{port:{own}}}",
             with_key=True,
@@ -145,12 +159,12 @@ class _Maker:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
             command += ["--dist-init-addr", f"@{{address:{init}}}"]
         env = {**self.env, **self._common()}
-        env |= self._threads(SERVER, seat.node, cfg.server.threads)
+        env |= self._threads(SERVER, seat.node, server.threads)
         env |= server_env(seat.gpus, env, here=not self.cluster)
-        if cfg.server.type == "embedded":
+        if server.type == "embedded":
             env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"))
         return Task(
-            role=SERVER,
+            role=role,
             index=index,
             part=part,
             node=seat.node,
@@ -158,8 +172,14 @@ class _Maker:
             command=tuple(command),
             env=_new(env, self.env),
             ports=(own, *((init,) if parts > 1 and part == 0 else ())),
-            log=str(self.run / (f"server_{index}" + (f"_node{part}" if part else "") + ".log")),
+            log=str(self.run / (f"{role}_{index}" + (f"_node{part}" if part else "") + ".log")),
+            restarts=server.restarts,
         )
+
+    def _actor(self, role: str) -> TrainEngineConfig:
+        """Returns the model that servers of a role have for want of one of their own."""
+        cfg = self.plan.cfg
+        return cfg.actor if role == SERVER and isinstance(cfg, GRPOConfig) else TrainEngineConfig()
 
     def rewards(self) -> Iterable[Task]:
         cfg = self.plan.cfg
@@ -167,7 +187,7 @@ class _Maker:
             return
         path = [self._import_path(), *self.plan.import_path, *_folders(cfg)]
         for index, seat in enumerate(self.plan.placement.rewards):
-            own = rewards_endpoint(index)
+            own = endpoint(REWARDS, index)
             command = [
                 *(self.python, "-m", "megarl.launcher.rewards"),
                 *("--host", f"@{{host:{own}}}", "--port", f"@{{port:{own}}}"),
@@ -183,12 +203,13 @@ class _Maker:
                 env={"PYTHONPATH": _path(*path), "CUDA_VISIBLE_DEVICES": ""},
                 ports=(own,),
                 log=str(self.run / f"rewards_{index}.log"),
+                restarts=cfg.cluster.reward_pool.restarts if cfg.cluster.reward_pool else 0,
             )
 
     def trainers(self) -> Iterable[Task]:
         plan = self.plan
         addresses = [
-            f"@{{address:{server_endpoint(i)}}}" for i in range(len(plan.placement.servers))
+            f"@{{address:{endpoint(SERVER, i)}}}" for i in range(len(plan.placement.servers))
         ]
         arguments = list(plan.arguments)
         if addresses:
@@ -226,6 +247,9 @@ class _Maker:
         }
         if addresses:
             env[ADDRESSES_ENV] = ",".join(addresses)
+        if judges := self.plan.placement.judges:
+            found = (f"@{{address:{endpoint(JUDGE, i)}}}" for i in range(len(judges)))
+            env[JUDGES_ENV] = ",".join(found)
         if seat.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = seat.gpus
         known = list(cfg.rollout.addresses) if isinstance(cfg, GRPOConfig) else []

@@ -25,18 +25,35 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Holds the pool of each node, the seat of each rank and those of each server, one per node
-    that it spans, and that of the reward worker on each node without GPUs. `shared` says that
-    servers and trainers have GPUs in common."""
+    that it spans, that of the reward worker on each node without GPUs, and those of the judge's
+    servers. `shared` says that servers and trainers have GPUs in common."""
 
     pools: tuple[str, ...]
     trainers: tuple[Seat, ...]
     servers: tuple[tuple[Seat, ...], ...]
     rewards: tuple[Seat, ...] = ()
+    judges: tuple[tuple[Seat, ...], ...] = ()
     shared: bool = False
 
     def nodes_of(self, pool: str) -> list[int]:
         """Returns the numbers of a pool's nodes, which follow each other."""
         return [node for node, name in enumerate(self.pools) if name == pool]
+
+
+def set_aside(
+    gpus: Sequence[str], *, judges: int, judge_gpus: int
+) -> tuple[Sequence[str], tuple[tuple[Seat, ...], ...]]:
+    """Gives the last GPUs to the judge's servers, `judge_gpus` to each; returns the other GPUs, and
+    the seats. Raises ConfigError where no others are left."""
+    if not gpus or not judges:
+        return gpus, ((Seat(node=0, gpus=None),),) * judges
+    left = len(gpus) - judges * judge_gpus
+    if left < 1:
+        raise ConfigError(
+            [f"judge.count={judges} of judge.tp*dp={judge_gpus}: {len(gpus)} GPUs are visible"]
+        )
+    own = [gpus[left + i * judge_gpus :][:judge_gpus] for i in range(judges)]
+    return gpus[:left], tuple((Seat(node=0, gpus=",".join(names)),) for names in own)
 
 
 def share_out(gpus: Sequence[str], *, trainers: int, servers: int, server_gpus: int) -> Placement:
@@ -112,12 +129,16 @@ def place(
     server_gpus: int = 1,
     server_nnodes: int | None = None,
     reward_nodes: int = 0,
+    judges: int = 0,
+    judge_gpus: int = 1,
+    judge_nnodes: int | None = None,
     colocated: bool = False,
     on_gpus: bool = True,
 ) -> Placement:
     """Fills nodes with the trainers, then with the servers: beside the trainers where one node has
-    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn. A reward
-    worker is alone on each of the last `reward_nodes` nodes.
+    room for both, else on further nodes; with `colocated`, on the trainers' GPUs in turn. The
+    judge's servers follow, on GPUs of their own. A reward worker is alone on each of the last
+    `reward_nodes` nodes.
 
     Raises ConfigError for processes that do not fill nodes evenly, and where cluster.n_nodes is
     another number than they need.
@@ -131,15 +152,18 @@ def place(
     ranks = _trainer_seats(rooms, trainers, size, NODES if pool is None else TRAINER_POOL)
     below = trainers if colocated else 0
     found = _server_seats(rooms, cluster, servers, server_gpus, server_nnodes, below)
+    judging = _server_seats(rooms, cluster, judges, judge_gpus, judge_nnodes, 0, key="judge")
     rewards = [rooms.take(REWARD_POOL, 1, 1, parts=1)[0].node for _ in range(reward_nodes)]
     if cluster.n_nodes not in (None, len(rooms.nodes)):
         others = f" and {servers} server(s) of {server_gpus}" if servers else ""
+        others += f" and {judges} of {judge_gpus} for the judge" if judges else ""
         others += f" and {reward_nodes} reward worker(s)" if reward_nodes else ""
         raise ConfigError([_wrong_number(cluster, trainers, others, len(rooms.nodes))])
     return Placement(
         pools=tuple(n.pool for n in rooms.nodes),
         trainers=ranks,
         servers=found,
+        judges=judging,
         rewards=tuple(Seat(node=node, gpus=None) for node in rewards),
         shared=colocated and on_gpus,
     )
@@ -159,29 +183,35 @@ def _trainer_seats(rooms: _Rooms, trainers: int, size: int, pool: str) -> tuple[
 
 
 def _server_seats(
-    rooms: _Rooms, cluster: ClusterConfig, servers: int, gpus: int, nnodes: int | None, below: int
+    rooms: _Rooms,
+    cluster: ClusterConfig,
+    servers: int,
+    gpus: int,
+    nnodes: int | None,
+    below: int,
+    key: str = "server",
 ) -> tuple[tuple[Seat, ...], ...]:
     """Returns the seats of each server. below: the trainers whose GPUs servers share, 0 for GPUs of
-    their own."""
+    their own. key: the section that configures them."""
     if not servers:
         return ()
     pool = cluster.server_pool
     room = pool.n_gpus_per_node if pool else cluster.n_gpus_per_node
-    parts = _server_parts(gpus, nnodes, room)
+    parts = _server_parts(gpus, nnodes, room, key)
     each, name = gpus // parts, SERVER_POOL if pool else NODES
     if below:
         return tuple(_colocated(rooms, i, each, parts, below) for i in range(servers))
     return tuple(rooms.take(name, room, each, parts=parts) for _ in range(servers))
 
 
-def _server_parts(gpus: int, nnodes: int | None, room: int) -> int:
+def _server_parts(gpus: int, nnodes: int | None, room: int, key: str) -> int:
     """Returns how many nodes one server spans."""
     parts = nnodes or -(-gpus // room)
     if gpus % parts or gpus // parts > room:
         raise ConfigError(
             [
-                f"server.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {room} GPUs; "
-                "set server.tp, server.dp or server.nnodes so that it does"
+                f"{key}.tp*dp={gpus}: does not divide evenly over {parts} node(s) of {room} GPUs; "
+                f"set {key}.tp, {key}.dp or {key}.nnodes so that it does"
             ]
         )
     return parts

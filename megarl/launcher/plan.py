@@ -12,9 +12,10 @@ from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.rollout import ServerConfig
 from megarl.config.transports import Requirements
 from megarl.launcher.devices import check_devices, uses_gpus, visible_gpus
-from megarl.launcher.placement import Placement, place, share_out
+from megarl.launcher.placement import Placement, place, set_aside, share_out
 from megarl.trainer.named import (
     check_code,
     check_data,
@@ -66,10 +67,13 @@ def plan_here(command: CommandLine) -> Plan:
                 "computed beside rank 0; leave it null"
             ]
         )
-    if isinstance(plan.cfg, GRPOConfig) and plan.cfg.server.nnodes not in (None, 1):
-        said = f"server.nnodes={plan.cfg.server.nnodes}"
-        raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
-    gpus = visible_gpus(os.environ)
+    judge = _judge(plan.cfg)
+    if isinstance(plan.cfg, GRPOConfig):
+        for key, server in (("server", plan.cfg.server), ("judge", judge)):
+            if server.nnodes not in (None, 1):
+                said = f"{key}.nnodes={server.nnodes}"
+                raise ConfigError([f"{said}: the local launcher has one node; leave it out"])
+    gpus, judges = set_aside(visible_gpus(os.environ), judges=judge.count, judge_gpus=judge.gpus)
     servers, server_gpus = _servers(plan.cfg)
     placement = share_out(
         gpus[: plan.nproc] if _colocated(plan.cfg, needs) else gpus,
@@ -77,22 +81,25 @@ def plan_here(command: CommandLine) -> Plan:
         servers=servers,
         server_gpus=server_gpus,
     )
-    return _placed(plan, placement, needs)
+    return _placed(plan, replace(placement, judges=judges), needs)
 
 
 def plan_cluster(command: CommandLine) -> Plan:
     """Returns the plan for the nodes that `cluster` describes. Raises ConfigError for what is
     wrong."""
     plan, needs = _read(command)
-    cfg = plan.cfg
+    cfg, judge = plan.cfg, _judge(plan.cfg)
     servers, server_gpus = _servers(cfg)
     placement = place(
         cfg.cluster,
         trainers=plan.nproc,
         servers=servers,
         server_gpus=server_gpus,
-        server_nnodes=_nodes_of_a_server(cfg),
+        server_nnodes=_nodes_of(cfg.server) if isinstance(cfg, GRPOConfig) else None,
         reward_nodes=_reward_nodes(cfg),
+        judges=judge.count,
+        judge_gpus=judge.gpus,
+        judge_nnodes=_nodes_of(judge),
         colocated=_colocated(cfg, needs),
         on_gpus=uses_gpus(os.environ),
     )
@@ -166,12 +173,16 @@ def _reward_nodes(cfg: BaseConfig) -> int:
     return pool.n_nodes
 
 
-def _nodes_of_a_server(cfg: BaseConfig) -> int | None:
+def _judge(cfg: BaseConfig) -> ServerConfig:
+    """Returns the configuration of the judge's servers, of none where there is none."""
+    judge = cfg.judge if isinstance(cfg, GRPOConfig) else None
+    return ServerConfig(count=0) if judge is None else judge
+
+
+def _nodes_of(server: ServerConfig) -> int | None:
     """Returns how many nodes one server spans, None for as few as it needs. SGLang has replicas on
     one node alone."""
-    if not isinstance(cfg, GRPOConfig):
-        return None
-    return cfg.server.nnodes if cfg.server.dp == 1 else 1
+    return server.nnodes if server.dp == 1 else 1
 
 
 def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:

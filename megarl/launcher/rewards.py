@@ -7,10 +7,10 @@
     --timeout S    seconds one reward may take (15)
 
 It answers GET /health, and POST /score with the job's token: {"reward": "module:name",
-"options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number}}, or
-by {"error": text, "late": whether it took too long}. Rewards are imported from this process's
-working directory and PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its
-choice here.
+"options", "args", "kw", "row_id"} is answered by {"reward": number, "parts": {name: number},
+"notes": {name: text}}, or by {"error": text, "late": whether it took too long, "unavailable":
+whether nobody could tell it}. Rewards are imported from this process's working directory and
+PYTHONPATH. It needs MEGARL_JOB_TOKEN, since who can call it runs code of its choice here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from starlette.routing import Route
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout
+from megarl.rollout.rewards.errors import RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.rewards.remote import SCORE, found
 from megarl.server.access import Access
@@ -80,9 +81,10 @@ def uvicorn_config(pool: RewardPool, access: Access, host: str, port: int) -> uv
         try:
             value = await pool.score(fn, args, kw, row_id=task.get("row_id", "?"))
         except RewardError as e:
-            return answer({"error": str(e), "late": isinstance(e, RewardTimeout)})
-        parts = value.parts if isinstance(value, Scored) else {}
-        return answer({"reward": float(value), "parts": parts})
+            kinds = {"late": RewardTimeout, "unavailable": RewardUnavailable}
+            return answer({"error": str(e)} | {k: isinstance(e, kind) for k, kind in kinds.items()})
+        scored = value if isinstance(value, Scored) else Scored(value)
+        return answer({"reward": float(value), "parts": scored.parts, "notes": scored.notes})
 
     anybody = functools.partial(access.check, control=False)
     own_job = functools.partial(access.check, control=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megarl.config.secrets import masked_override
 from megarl.launcher.devices import visible_gpus
-from megarl.launcher.job import MASTER, REWARDS, SERVER, TRAINER, Job, Task, endpoints, fill
+from megarl.launcher.job import MASTER, SERVER, SERVERS, TRAINER, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
 from megarl.launcher.processes import (
     POLL_INTERVAL,
@@ -125,9 +125,8 @@ class _NodeRun:
         self.servers: list[ServerProcess] = []
         self.trainers: list[Child] = []
         self.presence = LauncherPresence(Path(job.directory), node)
-        self.tasks = [*job.of(SERVER, node), *job.of(REWARDS, node)]
-        again = {task.index: job.server_restarts for task in job.of(SERVER, node)}
-        self.restarts = Counter(again)
+        self.tasks = [t for role in SERVERS for t in job.of(role, node)]
+        self.restarts = Counter({task.name: task.restarts for task in self.tasks})
 
     def to_the_end(self) -> int:
         self.start_servers()
@@ -260,17 +259,17 @@ class _NodeRun:
 
     def revive(self) -> None:
         """Starts servers that have died again, at the same endpoint: the trainers, which have gone
-        on with the others, take one back at the weight update at which it answers. Raises
-        ServerFailed where server.restarts are used up. A server of
-        several nodes is not started again: its other nodes wait for the dead one."""
+        on with the others, take one back at the weight update at which it answers, and a judge or a
+        reward worker with the next reward. Raises ServerFailed where its restarts are used up. A
+        server of several nodes is not started again: its other nodes wait for the dead one."""
         for i, (task, server) in enumerate(zip(self.tasks, self.servers, strict=True)):
             if (obituary := _obituary(server)) is None:
                 continue
-            spans = any(t.index == task.index and t != task for t in self.job.of(SERVER))
-            if spans or not self.restarts[task.index]:
+            spans = any(t.index == task.index and t != task for t in self.job.of(task.role))
+            if spans or not self.restarts[task.name]:
                 raise ServerFailed(obituary)
-            self.restarts[task.index] -= 1
-            left = self.restarts[task.index]
+            self.restarts[task.name] -= 1
+            left = self.restarts[task.name]
             log.error("%s", obituary)
             log.warning("%s: starting it again, %d restart(s) of it left", task.name, left)
             server.stop()  # what it left in its group
@@ -288,7 +287,7 @@ class _NodeRun:
         trainers'. Returns False when a signal came first."""
         tasks = self.job.of(TRAINER, self.node)
         servers = [t.endpoint for t in self.job.of(SERVER) if t.part == 0]
-        needed = [*servers, *(t.endpoint for t in self.job.of(REWARDS))]
+        needed = [t.endpoint for role in SERVERS for t in self.job.of(role) if t.part == 0]
         patience = self.job.start_timeout + self.job.rendezvous_timeout
         if not self.await_names([f"ready.{name}" for name in needed], timeout=patience):
             return False

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
 from megarl.config.secrets import MASK, is_secret, masked_override
-from megarl.launcher.job import REWARDS, SERVER, TRAINER, Job, Task
+from megarl.launcher.job import JUDGE, REWARDS, SERVER, SERVERS, TRAINER, Job, Task
 from megarl.launcher.manifest import jobset
 
 TABLE = "table"
@@ -49,10 +49,11 @@ def _value(name: str, value: str) -> str:
 
 
 def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
-    servers = [t for t in job.of(SERVER) if t.part == 0]
+    servers, judges = ([t for t in job.of(role) if t.part == 0] for role in (SERVER, JUDGE))
     yield (
         f"{job.name}: {len(job.pools)} node(s), {len(job.of(TRAINER))} trainer process(es), "
         f"{len(servers)} server(s)"
+        + (f", {len(judges)} for the judge" if judges else "")
         + (f", {len(job.of(REWARDS))} reward worker(s)" if job.of(REWARDS) else "")
     )
     yield f"files go to {job.directory}, processes start in {job.working_directory}"
@@ -60,7 +61,7 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     yield from _columns(
         [("node", "pool", "GPUs", "processes"), *(_node_row(job, n) for n in range(len(job.pools)))]
     )
-    for role in (SERVER, REWARDS, TRAINER):
+    for role in (*SERVERS, TRAINER):
         if tasks := job.of(role):
             yield from ("", *_role(role, tasks))
     yield ""
@@ -77,7 +78,7 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
 
 def _node_row(job: Job, node: int) -> tuple[str, ...]:
     found = []
-    for role in (TRAINER, SERVER, REWARDS):
+    for role in (TRAINER, *SERVERS):
         tasks = job.of(role, node)
         if role == TRAINER and len(tasks) > 1:
             found.append(f"trainers {tasks[0].index} to {tasks[-1].index}")

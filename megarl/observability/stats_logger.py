@@ -60,6 +60,7 @@ class StatsLogger:
         self._committed = False
         self._report = config.report and env_rank() == 0
         self._sinks: list[Sink] = []
+        self._wandb: WandbSink | None = None
         if env_rank() != 0:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -68,16 +69,15 @@ class StatsLogger:
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(self._run_dir / "tensorboard", from_step))
         if config.wandb.mode != "disabled":
-            self._sinks.append(
-                WandbSink(
-                    mode=config.wandb.mode,
-                    project=config.wandb.project or experiment_name,
-                    entity=config.wandb.entity,
-                    name=f"{experiment_name}/{trial_name}",
-                    run_dir=self._run_dir,
-                    run_config=run_config,
-                )
+            self._wandb = WandbSink(
+                mode=config.wandb.mode,
+                project=config.wandb.project or experiment_name,
+                entity=config.wandb.entity,
+                name=f"{experiment_name}/{trial_name}",
+                run_dir=self._run_dir,
+                run_config=run_config,
             )
+            self._sinks.append(self._wandb)
 
     @classmethod
     def for_run(cls, cfg: BaseConfig, *, from_step: int | None = None) -> StatsLogger:
@@ -106,13 +106,23 @@ class StatsLogger:
         merged = {name: value for part in several for name, value in part.items()}
         self.log(global_step + 1, {"epoch": float(epoch)} | merged)
 
-    def log(self, step: int, stats: Mapping[str, float], *, total_steps: int | None = None) -> None:
+    def log(
+        self,
+        step: int,
+        stats: Mapping[str, float],
+        *,
+        total_steps: int | None = None,
+        completions: Mapping[str, Sequence[Mapping[str, Any]]] = {},
+    ) -> None:
         """Logs the metrics of `step` finished steps; step 0 holds those from before the first.
-        Raises DiskFull where there is no room for them."""
+        completions: rows of the tables completions/<name>, for wandb alone. Raises DiskFull where
+        there is no room."""
         self._total_steps, self._committed = total_steps, True
         with full_disk_named(f"writing the metrics of step {step}", self._run_dir):
             for sink in self._sinks:
                 sink.write(step, stats, total_steps)
+            if self._wandb is not None:
+                self._wandb.show(step, completions)
 
     def close(
         self, *, final: Mapping[str, float] | None = None, error: BaseException | None = None
@@ -292,14 +302,23 @@ class WandbSink:
         """Logs the metrics with `step` as their axis."""
         self._run.log({**stats, "step": step})
 
+    def show(self, step: int, completions: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Logs the rows of each name as a table completions/<name>, with `step` as the axis."""
+        tables = {f"completions/{n}": self._of(rows) for n, rows in completions.items() if rows}
+        if tables:
+            self._run.log({**tables, "step": step})
+
     def close(self) -> None:
         """Logs the rows of samples.jsonl as a table and ends wandb's run."""
-        samples = _read_samples(self._run_dir / "samples.jsonl")
-        if samples:
-            columns: list[str | int] = list(dict.fromkeys(name for row in samples for name in row))
-            data = [[_cell(row.get(str(name))) for name in columns] for row in samples]
-            self._run.log({"samples": self._table(columns=columns, data=data)})
+        if samples := _read_samples(self._run_dir / "samples.jsonl"):
+            self._run.log({"samples": self._of(samples)})
         self._run.finish()
+
+    def _of(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Returns a table of rows, with a column for every name."""
+        columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[_cell(row.get(str(name))) for name in columns] for row in rows]
+        return self._table(columns=columns, data=data)
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from megarl.api.inference import SAMPLES_MISSING, InferenceEngine, RolloutWorkflow
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.observability.logging import get_logger
 from megarl.rollout.chat_template import ChatTemplate
 from megarl.rollout.generation import attempt_key, stable_seed
 from megarl.rollout.rewards import RewardPool, reward_arguments, shared_pool
+from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.trajectory import Trajectory
+
+log = get_logger(__name__)
 
 # of a row, what a reward gets as its own arguments, and what is the executor's
 _NOT_FOR_REWARD = (
@@ -22,14 +27,24 @@ _NOT_FOR_REWARD = (
 )
 
 
+class ChatOptions(TypedDict, total=False):
+    """Declares the options of every ChatWorkflow, which a subclass takes as **common and hands on.
+
+    reward_pool: where rewards are computed; by default one that all workflows of the process share.
+    chat_template_kwargs: what the chat template gets (enable_thinking, ...).
+    """
+
+    reward_pool: RewardPool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 class ChatWorkflow(RolloutWorkflow):
     """Gives a workflow of one or more turns its parts: `begin`, `generate`, `tell`, `score`. A
     subclass writes `arun_episode` with them, and ends with `return to_batch(samples, rewards)`.
 
     reward_fn: reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float, or one
-    with named parameters of its own, see rewards.reward_arguments; it runs in reward_pool, by
-    default one that all workflows of the process share. Rows hold `prompt_ids` (and `prompt`), or
-    `messages` for the chat template, which gets chat_template_kwargs (enable_thinking, ...).
+    with named parameters of its own, see rewards.reward_arguments. Rows hold `prompt_ids` (and
+    `prompt`), or `messages` for the chat template. The others: see ChatOptions.
     """
 
     def __init__(
@@ -118,22 +133,27 @@ class ChatWorkflow(RolloutWorkflow):
         sample.messages += [said, *told]
 
     async def score(self, samples: Sequence[Trajectory], data: dict[str, Any]) -> list[float]:
-        """Returns the rewards of the samples' last answers."""
+        """Returns the rewards of the samples' last answers. Where a reward fails and the run goes
+        on (rollout.on_reward_error=reject, or no verdict of a judge), it is NaN and the sample has
+        failed ("reward")."""
         prompt, prompt_ids = self._prompt(data)
         row = {k: v for k, v in data.items() if k not in _NOT_FOR_REWARD}
         row_id = data.get("row_id", "?")
-        return await all_of(
-            self.reward_pool.score(
-                self.reward_fn,
-                *reward_arguments(
-                    self.reward_fn,
-                    (prompt, self.text(s.answers[-1]), prompt_ids, s.answers[-1].output_tokens),
-                    row,
-                ),
-                row_id=row_id,
-            )
-            for s in samples
-        )
+
+        async def reward(sample: Trajectory) -> float:
+            answer = sample.answers[-1]
+            own = prompt, self.text(answer), prompt_ids, answer.output_tokens
+            arguments = reward_arguments(self.reward_fn, own, row)
+            try:
+                return await self.reward_pool.score(self.reward_fn, *arguments, row_id=row_id)
+            except RewardError as e:
+                if not fails_sample(e, self.reward_pool.on_error):
+                    raise
+                log.warning("sample %d failed (reward): %s", sample.index, e)
+                sample.fail("reward")
+                return math.nan
+
+        return await all_of(reward(s) for s in samples)
 
     def text(self, answer: ModelResponse) -> str:
         """Returns an answer's text, without special tokens."""

@@ -395,5 +395,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return self.share(lambda: self.executor.prepare_parts(*given))
 
     def stats(self) -> dict[str, float]:
-        """Returns the executor's counters and timings; see RolloutExecutor.stats."""
-        return self.executor.stats()
+        """Returns the executor's counters and timings, see RolloutExecutor.stats; with a gateway
+        lost_answers, which were written and no agent took."""
+        lost = {} if self._gateway is None else {"lost_answers": float(self._gateway.lost)}
+        return self.executor.stats() | lost

@@ -32,6 +32,7 @@ from megarl.rollout.retries import (
     count_rollouts,
     numbered_through,
 )
+from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.routes import wanted as routes_wanted
 from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.batch import select
@@ -100,10 +101,12 @@ async def run_episode(
     vocab_size: int | None = None,
     retries: int = 0,
     min_rollouts: int = 1,
+    on_reward_error: str = "raise",
 ) -> None:
     """Runs the workflow for at most `timeout` s, checks what it returns, and records the outcome in
     `episode`; only our own cancellation of its task propagates. vocab_size: the model's, if known;
-    retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
+    retries: how often failed rollouts are made anew; min_rollouts, on_reward_error: see
+    config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
     current_home.set(Home())
@@ -111,7 +114,8 @@ async def run_episode(
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
-            batch = await _with_retries(episode, engine, vocab_size, retries, min_rollouts)
+            found = await _gathered(episode, engine, vocab_size, retries, on_reward_error)
+        batch = None if found is None else found.joined(min_rollouts)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
             episode.batch = batch
@@ -160,15 +164,15 @@ def _outcome(episode: Episode) -> dict[str, Any]:
     return {"outcome": "accepted", "samples": len(episode.batch["input_ids"]), "tokens": tokens}
 
 
-async def _with_retries(
+async def _gathered(
     episode: Episode,
     engine: InferenceEngine,
     vocab_size: int | None,
     retries: int,
-    min_rollouts: int,
-) -> Padded | None:
+    on_reward_error: str,
+) -> Gathered | None:
     """Returns the episode's rollouts, for which the workflow runs again where some failed; None
-    where it rejects the row, or too few are left."""
+    where it rejects the row."""
     found = Gathered()
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
@@ -183,9 +187,11 @@ async def _with_retries(
             if failed:
                 episode.lost = [*episode.lost, {k: v[~made["valid"]] for k, v in made.items()}]
                 log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
-        except RolloutFailed as e:
+        except (RolloutFailed, RewardError) as e:
+            if isinstance(e, RewardError) and not fails_sample(e, on_reward_error):
+                raise
             log.warning("%s: all rollouts failed: %s", episode.name, e)
-            found.add_failure(e.kind)
+            found.add_failure(e.kind if isinstance(e, RolloutFailed) else "reward")
         finally:
             episode.failed = found.failed
             episode.good, episode.retried = found.good, found.retried
@@ -193,7 +199,7 @@ async def _with_retries(
             break
         if found.missing is not None:
             data[SAMPLES_MISSING] = found.missing
-    return found.joined(min_rollouts)
+    return found
 
 
 def _checked(

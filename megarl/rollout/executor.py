@@ -163,7 +163,6 @@ class RolloutExecutor:
             counters = pipe.staleness.counters() | {
                 "handed_out": pipe.staleness.handed_out,
                 "pending": len(pipe.pending),
-                "reward_errors": pipe.reward_errors,
             }
         counters |= {
             "trained": self.accounting.episodes,
@@ -258,7 +257,7 @@ class RolloutExecutor:
         async def one(episode: Episode) -> None:
             async with slots:
                 await self.pipeline.run(episode)
-            if episode.error is not None and not self.pipeline.forgiven(episode.error):
+            if episode.error is not None:
                 raise episode.error
 
         tasks = [asyncio.ensure_future(one(e)) for e in episodes]

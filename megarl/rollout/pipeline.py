@@ -24,7 +24,6 @@ from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
-from megarl.rollout.rewards import RewardError
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 
@@ -57,7 +56,6 @@ class Pipeline:
         self.pending: deque[Episode] = deque()
         self.live: dict[int, Episode] = {}  # pending, running, accepted; in submission order
         self.rejected_in_a_row = 0
-        self.reward_errors = 0
         self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
         self.failure_rate = FailureRate(config.max_failure_rate)
         self.last_progress = time.monotonic()
@@ -204,7 +202,6 @@ class Pipeline:
             "numbers": numbers,
             "answers": _answers(again),
             "next_number": again[0].number if again and not numbers else self._next_number,
-            "reward_errors": self.reward_errors,
             "failed_samples": self.failed_samples.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }
@@ -228,7 +225,7 @@ class Pipeline:
         """Restores the counters of `state_dict`; its `rows` are for the caller to submit."""
         with self.changed:
             assert not self.staleness.submitted, "load_state_dict after the first episode"
-            self._next_number, self.reward_errors = state["next_number"], state["reward_errors"]
+            self._next_number = state["next_number"]
             self._numbers = deque(state["numbers"][: len(state["rows"])])  # no rows of other data
             self.failed_samples.load_state_dict(state["failed_samples"])
             self.kept = KeptAnswers(state["answers"])
@@ -275,14 +272,6 @@ class Pipeline:
             )
         if not self.pending:
             raise RuntimeError(f"waiting for {count} episodes, but only {len(self.live)} are left")
-
-    def forgiven(self, error: BaseException) -> bool:
-        """Returns whether `error` only rejects its episode, and then counts it."""
-        if not isinstance(error, RewardError) or self.config.on_reward_error == "raise":
-            return False
-        self.reward_errors += 1
-        log.warning("rejected (rollout.on_reward_error=reject): %s", error)
-        return True
 
     def version_changed(self, version: int) -> None:
         """Takes note of the weights' new `version`, under which more episodes may start. Raises
@@ -345,6 +334,7 @@ class Pipeline:
             vocab_size=self.vocab_size,
             retries=self.config.failure_retries,
             min_rollouts=self.config.min_rollouts if episode.drawn else 1,
+            on_reward_error=self.config.on_reward_error,
         )
 
     def _pump(self) -> None:
@@ -379,7 +369,7 @@ class Pipeline:
             self.rejected_in_a_row = 0
             return
         del self.live[episode.number]
-        if episode.error is None or self.forgiven(episode.error):
+        if episode.error is None:
             self.staleness.reject()
             self.failed_samples.add(episode.failed)
             self._remember(episode)

@@ -93,6 +93,7 @@ class Trajectory:
     messages: the chat as it stands, for workflows that keep one.
     turns: all turns by number. head: the turn that the next one follows on.
     failure: why the rollout is not valid, one of api.inference.FAILURES; None while it is.
+    notes: texts that explain the reward, such as a judge's, by name.
     """
 
     def __init__(self, *, index: int = 0, messages: Sequence[dict[str, Any]] = ()) -> None:
@@ -101,6 +102,7 @@ class Trajectory:
         self.turns = [self.root]
         self.failure: str | None = None
         self.parts: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
         self._outcome: float | None = None
         self._discount = 1.0
 
@@ -189,9 +191,10 @@ class Trajectory:
 
         `reward` is the sum over written turns of discount**depth times what the turn earned; the
         outcome is earned by the turn that was written last. A rewards.parts.Scored brings its
-        parts, which the batch then has."""
+        parts, which the batch then has, and its notes."""
         self._outcome, self._discount = float(outcome), discount
         self.parts = dict(getattr(outcome, "parts", {}))
+        self.notes = dict(getattr(outcome, "notes", {}))
 
     def fail(self, why: str) -> None:
         """Notes that something failed, so that the rollout is never trained on: `why` is one of

@@ -1,17 +1,20 @@
-"""Routes for state, generation and pause: every method is the route of its name."""
+"""Routes for state, generation and pause: every method is the route of its name, see app.py."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from megarl.server.chat import chat_answer, read_chat
 from megarl.server.core import ServerCore
 from megarl.server.errors import ServerError
 from megarl.server.replies import answer, read_json
 from megarl.server.scheduler import PAUSE_MODES
+from megarl.server.sequence import GenerateCall
 from megarl.server.text import render
 
 VERSION = "0.5.23+megarl"  # the SGLang release whose protocol this is
@@ -78,8 +81,29 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """Answers with what was generated: one object, or a list for a list of prompts. A client
         that goes away aborts its sequences."""
-        self.core.check_alive()
+        answered = await self._answered(request, await read_json(request))
+        if answered is None:
+            return Response(status_code=499)  # the client is gone
+        call, batched = answered
+        answers = [render(s, self.core.text) for s in call.sequences]
+        return answer(answers if batched else answers[0])
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answers a chat as OpenAI's API does, with the text of one message."""
         body = await read_json(request)
+        answered = await self._answered(request, read_chat(body, self.core.text))
+        if answered is None:
+            return Response(status_code=499)  # the client is gone
+        (sequence,) = answered[0].sequences
+        name = body.get("model") or self.core.model_path
+        return answer(chat_answer(sequence, self.core.text, name))
+
+    async def _answered(
+        self, request: Request, body: dict[str, Any]
+    ) -> tuple[GenerateCall, bool] | None:
+        """Returns the call of a body of /generate once it has ended, and whether it has a list of
+        prompts; None where the client goes away, which aborts it."""
+        self.core.check_alive()
         call, batched = self.core.parser.parse(body)
         self.core.updates.adapters.check_named(body.get("lora_path"))
         self.core.scheduler.submit(call.sequences)
@@ -88,12 +112,11 @@ class Endpoints:
         gone.cancel()
         if not call.done.done():
             self.core.scheduler.abort_sequences(call.sequences)
-            return Response(status_code=499)  # the client is gone
+            return None
         for s in call.sequences:
             if s.error:
                 raise ServerError(s.error, status=500)
-        answers = [render(s, self.core.text) for s in call.sequences]
-        return answer(answers if batched else answers[0])
+        return call, batched
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts the sequences whose rid begins with `rid`, or all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -125,13 +126,26 @@ class RunContext:
         kept = f"the same command goes on from {saved}" if saved else "no checkpoint was made"
         log.warning("stopped by a signal after step %d: %s", step, kept)
 
-    def log_stats(self, step: int, stats: dict[str, float], *, total_steps: int) -> None:
-        """Logs the metrics of a step, rank 0's. Collective. Raises DiskFull where there is no room
-        for them."""
+    def log_stats(
+        self,
+        step: int,
+        stats: dict[str, float],
+        *,
+        total_steps: int,
+        completions: Mapping[str, Sequence[dict[str, Any]]] = {},
+    ) -> None:
+        """Logs the metrics of a step and its completions, rank 0's. Collective. Raises DiskFull
+        where there is no room for them."""
         if self._presence is not None:
             self._presence.total_steps = total_steps
-        self.on_rank_zero(self._log_stats, step, stats, total_steps)
+        self.on_rank_zero(self._log_stats, step, stats, total_steps, completions)
 
-    def _log_stats(self, step: int, stats: dict[str, float], total_steps: int) -> None:
+    def _log_stats(
+        self,
+        step: int,
+        stats: dict[str, float],
+        total_steps: int,
+        completions: Mapping[str, Sequence[dict[str, Any]]],
+    ) -> None:
         if self._logger is not None:
-            self._logger.log(step, stats, total_steps=total_steps)
+            self._logger.log(step, stats, total_steps=total_steps, completions=completions)

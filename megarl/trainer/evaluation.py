@@ -41,7 +41,7 @@ class Generates(Protocol):
 
 class Evaluator:
     """Generates answers to at most config.max_samples held-out rows and measures their rewards.
-    Rank 0 only."""
+    Rank 0 only. shown: the first completions of the latest evaluation, at most `shows`."""
 
     def __init__(
         self,
@@ -52,11 +52,13 @@ class Evaluator:
         *,
         config: EvaluatorConfig,
         seed: int,
+        shows: int = 0,
     ) -> None:
         n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
         self.rows = [rows[i] for i in range(n)]
         self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
-        self._seed = seed
+        self._seed, self._shows = seed, shows
+        self.shown: list[dict[str, Any]] = []
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
@@ -68,10 +70,12 @@ class Evaluator:
         beside `samples_path`. With `when` ("before" or "after") the first completions go to
         `samples_path`, in place of earlier ones."""
         batch = self._engine.rollout_batch(self.rows, workflow=self._workflow)
+        if when is not None or self._shows:
+            records = completions(batch, self._tokenizer, self.rows)
+            self.shown = records[: self._shows]
         if when is not None:
-            records = completions(batch, self._tokenizer, self.rows)[:N_SAMPLES_SHOWN]
             supersede(samples_path, lambda row: row["when"] != when)
-            _append(samples_path, [{"when": when} | record for record in records])
+            _append(samples_path, [{"when": when} | r for r in records[:N_SAMPLES_SHOWN]])
         rollouts = rollouts_of(batch)
         prompts = rollouts.of_first(batch["group_ids"]).tolist()
         rewards = rollouts.common(batch["rewards"].float(), "rewards")

@@ -146,7 +146,7 @@ class RLTrainer:
         self.publisher.publish(self.actor.get_version())
         stats = self._evaluate("before") if self.cfg.evaluator.at_start and not step else {}
         if stats:
-            self.ctx.log_stats(0, stats, total_steps=total)
+            self.ctx.log_stats(0, stats, total_steps=total, completions=self.session.completions())
         stopping.work_begins()
         while step < total and not self._out_of_time():
             try:
@@ -167,7 +167,10 @@ class RLTrainer:
             elif not stop and self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
                 stats |= self._evaluate(None)
             self.ctx.log_stats(
-                step, stats | stats_tracker.export(over_ranks=False), total_steps=total
+                step,
+                stats | stats_tracker.export(over_ranks=False),
+                total_steps=total,
+                completions=self.session.completions(),
             )
             if stop:
                 return self._stop(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,14 +122,32 @@ def completions(batch: Padded, tokenizer: Any, rows: list[dict[str, Any]]) -> li
     records = []
     for group, k in first.items():
         row = rows[group]
-        ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
+        found = _completion(batch, k, tokenizer)
+        own = {"prompt": row["prompt"], "completion": found.pop("completion")}
+        records.append(own | {"answer": str(row.get("answer", ""))} | found)
+    return records
+
+
+def trained_completions(parts: Sequence[Padded], tokenizer: Any, most: int) -> list[dict[str, Any]]:
+    """Returns one record for each of the first `most` groups of a training batch, whose padded
+    samples [n,S] are `parts`: prompt, completion, reward and its parts of the first sample."""
+    records = []
+    for part in parts[:most]:
+        before = int(part["loss_mask"][0].int().argmax())
+        prompt = tokenizer.decode(part["input_ids"][0][:before].tolist(), skip_special_tokens=True)
+        names = [name for name in part if name.startswith(REWARD_PART)]
         records.append(
-            {
-                "prompt": row["prompt"],
-                "completion": tokenizer.decode(ids, skip_special_tokens=True),
-                "answer": str(row.get("answer", "")),
-                "reward": batch["rewards"][k].item(),
-            }
-            | turns(batch, k, tokenizer)  # where it has several
+            {"prompt": prompt}
+            | _completion(part, 0, tokenizer)
+            | {name: part[name][0].item() for name in names}
         )
     return records
+
+
+def _completion(batch: Padded, k: int, tokenizer: Any) -> dict[str, Any]:
+    """Returns what the model wrote in row k, what it earned, and its turns where it has several."""
+    ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
+    return {
+        "completion": tokenizer.decode(ids, skip_special_tokens=True),
+        "reward": batch["rewards"][k].item(),
+    } | turns(batch, k, tokenizer)

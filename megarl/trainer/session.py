@@ -29,6 +29,7 @@ from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
+from megarl.trainer.rollout_metrics import trained_completions
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
@@ -39,8 +40,9 @@ log = get_logger(__name__)
 
 class RolloutSession:
     """Runs the generation of a run: its data, workflows and rollout client. Every rank makes one;
-    its methods are collective, but for `expect`, `state_dict`, `counters` and `close`. Rank 0 alone
-    reads data and talks to servers (RolloutDriver), and its errors are raised on every rank."""
+    its methods are collective, but for `expect`, `state_dict`, `completions`, `counters` and
+    `close`. Rank 0 alone reads data and talks to servers (RolloutDriver), and its errors are raised
+    on every rank."""
 
     def __init__(
         self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
@@ -128,6 +130,14 @@ class RolloutSession:
         """Continues from what `state_dict` returned."""
         self.client.on_driver(RolloutDriver.load_state_dict, self.driver, state)
 
+    def completions(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns what the tables of completions show since the last call: records of the latest
+        training batch ("train") and evaluation ("eval"). Rank 0's; none elsewhere."""
+        if self.driver is None:
+            return {}
+        shown, self.driver.shown = self.driver.shown, {}
+        return shown
+
     def counters(self) -> dict[str, float]:
         """Returns rank 0's counters, as `account` does; none elsewhere and before `start`."""
         return self.driver.counters() if self.driver is not None else {}
@@ -156,6 +166,7 @@ class RolloutDriver:
             cfg.rollout.reward_workers,
             timeout=cfg.rollout.reward_timeout,
             addresses=cfg.rollout.reward_addresses,
+            on_error=cfg.rollout.on_reward_error,
         )
         self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
         self.answers: AnswersFile | None = None
@@ -166,6 +177,9 @@ class RolloutDriver:
         if cfg.episodes.keep != 0:
             self.recorder = EpisodeRecorder(run_dir(cfg), tokenizer, cfg.episodes.keep)
         self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
+        wandb = cfg.stats_logger.wandb
+        self.shows = wandb.completions if wandb.mode != "disabled" else 0
+        self.shown: dict[str, list[dict[str, Any]]] = {}
         self.evaluator = None
         if cfg.valid_dataset is not None:
             held_out = build_dataset(cfg.valid_dataset, tokenizer, purpose="rl", seed=cfg.seed)
@@ -177,6 +191,7 @@ class RolloutDriver:
                 tokenizer,
                 config=cfg.evaluator,
                 seed=cfg.seed,
+                shows=self.shows,
             )
 
     def _workflow(
@@ -217,6 +232,8 @@ class RolloutDriver:
             should_accept=self.should_accept,
             meanwhile=self.answers.write_if_due if self.answers else None,
         )
+        if self.shows:
+            self.shown["train"] = trained_completions(parts, self._tokenizer, self.shows)
         self.client.executor.received(torch.cat([p["episode_ids"] for p in parts]))
         if self.recorder is not None:
             self.recorder.handed_out(self.client.get_version())
@@ -261,9 +278,12 @@ class RolloutDriver:
         if self.evaluator is None:
             return {}
         try:
-            return self.evaluator.evaluate(samples_path, when)
+            figures = self.evaluator.evaluate(samples_path, when)
         except StopRequested:  # the loop looks for itself, where all ranks agree
             return {}
+        if self.shows:
+            self.shown["eval"] = self.evaluator.shown
+        return figures
 
     def counters(self) -> dict[str, float]:
         """Returns rollout/submitted = running + accepted + rejected + failed + dropped, and others;

@@ -15,12 +15,18 @@ from typing import Any
 
 from megarl.config.check_rollout import transport_problems
 from megarl.config.transports import transport_class
-from megarl.rollout.rewards import get_reward_fn
+from megarl.rollout.rewards import (
+    OWN_ARGUMENTS,
+    get_reward_fn,
+    load_reward,
+    reward_arguments,
+    reward_problems,
+)
+from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
 from megarl.utils.importing import in_one_line, load_object
 from megarl.utils.signatures import call_problem, option_problems
 
-REWARD_ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")
-REWARD = f"reward({', '.join(REWARD_ARGUMENTS)}, **row)"
+REWARD = f"reward({', '.join(OWN_ARGUMENTS)}, **row)"
 EPISODE = "async def arun_episode(self, engine, data)"
 
 
@@ -93,34 +99,39 @@ def _problems(code: Named) -> Iterator[str]:
 
 
 def _of_reward(code: Named) -> Iterator[str]:
-    fn, said = get_reward_fn(code.target), f"{code.key}={code.target}: "
-    if not callable(fn) or inspect.isclass(fn):
+    fn, said = load_reward(code.target), f"{code.key}={code.target}: "
+    if not callable(fn):
         yield f"{said}a {type(fn).__name__}, not a function; expected {REWARD}"
+        return
+    if inspect.isclass(fn) and not is_asynchronous(fn):
+        yield f"{said}a class without async __call__, not a function; expected {REWARD}"
         return
     if code.row is None:
         return
-    if inspect.iscoroutinefunction(fn):
-        yield (
-            f"{said}an async function, and rewards are called in worker processes; expected "
-            f"{REWARD}"
-        )
+    wrong = reward_problems(fn, code.options, key=f"{code.key}.options", row=code.row)
+    yield from wrong
+    if wrong:
         return
-    try:
-        pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    made = get_reward_fn(code.target, code.options)
+    if not (is_asynchronous(made) or isinstance(made, MixedReward) or _can_travel(fn)):
         yield (
             f"{said}cannot be sent to a worker process; write a function at the top level of a "
             "module"
         )
         return
-    problems = option_problems(
-        fn, code.options, key=f"{code.key}.options", positional=4, by_name=code.row
-    )
-    wrong = [p for p in problems if "needs it" not in p]
-    yield from wrong
-    given = f"({', '.join((*REWARD_ARGUMENTS, *(f'{k}=' for k in (*code.row, *code.options))))})"
-    if not wrong and (problem := call_problem(fn, REWARD_ARGUMENTS, (*code.row, *code.options))):
+    called, options = (made, ()) if inspect.isclass(fn) else (fn, code.options)
+    args, by_name = reward_arguments(called, OWN_ARGUMENTS, dict.fromkeys(code.row))
+    given = f"({', '.join((*args, *(f'{k}=' for k in (*by_name, *options))))})"
+    if problem := call_problem(called, args, (*by_name, *options)):
         yield f"{said}{problem}; it is called as {given}; expected {REWARD}"
+
+
+def _can_travel(fn: Any) -> bool:
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _of_algorithm(code: Named) -> Iterator[str]:

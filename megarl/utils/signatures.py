@@ -64,10 +64,28 @@ def option_problems(
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature, with the keys of **options: Unpack[SomeTypedDict] as parameters by
+    name; None where nothing is known of it."""
     try:
-        return inspect.signature(fn)
+        signature = inspect.signature(fn)
     except (ValueError, TypeError):  # one that is not written in Python
         return None
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature
+    if (declared := _unpacked(_written_hints(fn).get(parameters[-1].name))) is None:
+        return signature
+    for name in declared.__annotations__:
+        default = inspect.Parameter.empty if name in declared.__required_keys__ else None
+        parameters.insert(
+            -1, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        )
+    return signature.replace(parameters=parameters[:-1])
+
+
+def _unpacked(hint: Any) -> Any:
+    """Returns the TypedDict of Unpack[TypedDict], None for another hint."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Unpack else None
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -75,6 +93,14 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the types of parameters by name, as far as they can be read."""
+    hints = _written_hints(fn)
+    for declared in filter(None, map(_unpacked, hints.values())):
+        hints = hints | typing.get_type_hints(declared)
+    return hints
+
+
+def _written_hints(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
     except Exception:  # an annotation may name anything; then the value is not judged

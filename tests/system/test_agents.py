@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,25 @@ def rows(batch: Any) -> list[dict[str, torch.Tensor]]:
     return [{k: batch[k][i] for k in ("input_ids", "loss_mask", "logprobs")} for i in range(n)]
 
 
+@contextmanager
+def pauses(engine: Recorded) -> Iterator[None]:
+    """Pauses generation and resumes it, again and again."""
+    ended = threading.Event()
+
+    def pause() -> None:
+        while not ended.wait(0.05):
+            engine.pause()
+            engine.resume()
+
+    pausing = threading.Thread(target=pause)
+    pausing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        pausing.join(60)
+
+
 def check_exact(batch: Any, wrote: Sequence[ModelResponse]) -> None:
     """Every sampled token is trained once, after its own prompt, with its own logprob."""
     assert int(batch["loss_mask"].sum()) == sum(w.output_len for w in wrote)
@@ -157,20 +177,8 @@ def test_a_framework_trains_on_what_was_sampled(engine: Recorded, tokenizer: Any
 
 
 def test_turns_that_a_pause_cuts_short_go_on(engine: Recorded, tokenizer: Any) -> None:
-    ended = threading.Event()
-
-    def pauses() -> None:
-        while not ended.wait(0.05):
-            engine.pause()
-            engine.resume()
-
-    pausing = threading.Thread(target=pauses)
-    pausing.start()
-    try:
+    with pauses(engine):
         batch = episodes(engine, tokenizer, framework_agent("chat"))
-    finally:
-        ended.set()
-        pausing.join(60)
     assert len(batch["input_ids"]) == 9
     check_exact(batch, engine.wrote)
 

@@ -434,7 +434,7 @@ def test_a_reward_that_dies_may_cost_its_samples_only(run: Run, serve: None) -> 
     run.start("", reward, "rollout.on_reward_error=reject")
     status, output = run.end()
     assert status == 0, output
-    assert "rejected (rollout.on_reward_error=reject): reward stuck_once on row" in output
+    assert "failed (reward): reward stuck_once on row" in output
 
 
 @pytest.mark.full

@@ -291,8 +291,8 @@ def test_refusals_name_what_is_wrong(server):
 
 
 def test_unknown_routes_say_what_there_is(server):
-    status, data = server.post("/v1/chat/completions", {})
-    assert status == 404 and "/v1/chat/completions" in data["error"]["message"]
+    status, data = server.post("/v1/completions", {})
+    assert status == 404 and "/v1/completions is not supported" in data["error"]["message"]
     assert "/generate" in data["error"]["message"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.rollout.environments.verifiers import VerifiersWorkflow, tasks
-from tests.system.test_agents import Recorded, check_exact, never
+from tests.system.test_agents import Recorded, check_exact, never, pauses
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -103,20 +102,8 @@ def test_answers_that_a_pause_cuts_short_go_on(
     engine: Recorded, tokenizer: Any, python: str
 ) -> None:
     long = HOT.new(max_new_tokens=60, ignore_eos=True)
-    ended = threading.Event()
-
-    def pauses() -> None:
-        while not ended.wait(0.05):
-            engine.pause()
-            engine.resume()
-
-    pausing = threading.Thread(target=pauses)
-    pausing.start()
-    try:
+    with pauses(engine):
         batch = episodes(engine, tokenizer, n=2, gconfig=long, **chain(python))
-    finally:
-        ended.set()
-        pausing.join(60)
     assert len(engine.wrote) == 12
     check_exact(batch, engine.wrote)
 

@@ -30,7 +30,7 @@ from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, row_id
 SIZE = 23
 FIRST = 10  # version, so that there are older ones
 COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped", "handed_out",
-            "trained", "trained_samples", "reward_errors")  # fmt: skip
+            "trained", "trained_samples", "failed_samples")  # fmt: skip
 
 
 class Boom(Exception):

@@ -16,9 +16,9 @@ from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.launcher import local, plan
-from megarl.launcher.job import REWARDS, SERVER, TRAINER, Job, endpoints, fill
+from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
 from megarl.launcher.make import forwarded, make_job
-from megarl.launcher.placement import Placement, place
+from megarl.launcher.placement import Placement, Seat, place, set_aside
 from megarl.launcher.plan import plan_cluster
 from megarl.launcher.show import show
 from tests.hf_stub import write_stub
@@ -169,6 +169,7 @@ def test_reward_workers_are_on_nodes_without_gpus(tmp_path: Path) -> None:
     assert job.pools == ("nodes", "nodes", "rewards", "rewards")
     assert job.gpus_per_node == (8, 8, 0, 0)
     first, second = job.of(REWARDS)
+    assert (first.restarts, job.of(SERVER)[0].restarts) == (3, 0)
     assert (first.node, first.gpus, second.node, second.ports) == (2, None, 3, ("rewards.1",))
     assert first.command[1:3] == ("-m", "megarl.launcher.rewards")
     assert first.command[-4:] == ("--workers", "32", "--timeout", "15")
@@ -180,6 +181,34 @@ def test_reward_workers_are_on_nodes_without_gpus(tmp_path: Path) -> None:
     assert named.of(REWARDS)[0].env["PYTHONPATH"].endswith(f":{tmp_path}")
     own = make(tmp_path, *ways, "rollout.reward_addresses=['10.0.0.1:7']")
     assert not own.of(REWARDS) and "rewards" not in own.pools
+
+
+def test_a_judge_has_servers_and_gpus_of_its_own(tmp_path: Path) -> None:
+    path = write_stub(tmp_path / "judging")
+    ways = ["allocation_mode=sglang.d1t4+megatron.d1t8"]
+    ways += [f"judge.path={path}", "judge.type=sglang", "judge.tp=2", "judge.count=2"]
+    job = make(tmp_path, *ways, "judge.restarts=1")
+    assert [(t.node, t.gpus) for t in job.of(SERVER)] == [(1, "@{gpus:0,1,2,3}")]
+    judges = job.of(JUDGE)
+    assert [(t.node, t.gpus) for t in judges] == [(1, "@{gpus:4,5}"), (1, "@{gpus:6,7}")]
+    assert all(t.restarts == 1 and t.ports == (t.endpoint,) for t in judges)
+    command = judges[1].command
+    assert command[command.index("--model-path") + 1] == str(path) and "bfloat16" in command
+    addresses = "@{address:judge.0},@{address:judge.1}"
+    assert all(t.env["MEGARL_JUDGE_ADDRS"] == addresses for t in job.of(TRAINER))
+    assert "1 server(s), 2 for the judge" in text(tmp_path, *ways)
+    with pytest.raises(ConfigError, match=r"judge\.path is empty.*"):
+        make(tmp_path, ways[0], "judge.count=1")
+    with pytest.raises(ConfigError, match=r"judge\.tp=2: the embedded server is one process"):
+        make(tmp_path, *ways, "judge.type=embedded")
+
+
+def test_the_judge_has_the_last_gpus_of_one_machine() -> None:
+    left, seats = set_aside(["0", "1", "2", "3"], judges=1, judge_gpus=2)
+    assert list(left) == ["0", "1"] and [[s.gpus for s in seat] for seat in seats] == [["2,3"]]
+    assert set_aside([], judges=1, judge_gpus=2)[1] == ((Seat(node=0, gpus=None),),)
+    with pytest.raises(ConfigError, match=r"judge\.count=2 of judge\.tp\*dp=2: 4 GPUs"):
+        set_aside(["0", "1", "2", "3"], judges=2, judge_gpus=2)
 
 
 @pytest.mark.parametrize("name", CASES)

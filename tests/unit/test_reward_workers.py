@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, get_reward_fn
+from megarl.rollout.rewards.errors import RewardUnavailable
+from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.server_process import ServerProcess, free_port
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV
@@ -26,6 +28,14 @@ TOKEN = "the-tests-secret"
 
 def add(a: float, b: float = 0.0) -> float:
     return a + b
+
+
+def silent() -> float:
+    raise RewardUnavailable("nobody knows")
+
+
+def noted() -> Scored:
+    return Scored(1.0, {"a": 2.0}, {"b": "why"})
 
 
 def parent() -> int:
@@ -125,12 +135,42 @@ def test_the_jobs_token_is_asked_for(pool: RewardPool, worker: ServerProcess) ->
     assert done.returncode == 2 and "MEGARL_JOB_TOKEN is not set" in done.stderr
 
 
-def test_a_worker_that_is_gone_is_an_error_that_names_it(pool: RewardPool) -> None:
+def test_a_worker_that_is_gone_is_an_error_that_names_it(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.rollout.rewards.pool.LOST_PATIENCE", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as s:
         address = f"127.0.0.1:{s.getsockname()[1]}"
     lost = RewardPool(1, timeout=1.0, addresses=[address])
     with lost, pytest.raises(RewardError, match=f"row 1: server {address}: /score failed"):
         run(lost, add, 1.0, row_id=1)
+
+
+def test_a_worker_that_is_gone_costs_nothing_while_another_is_left(
+    worker: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens at the first address."""
+    monkeypatch.setenv(ENV, TOKEN)
+    monkeypatch.setattr("megarl.rollout.rewards.pool.LOST_PAUSE", 0.01)
+
+    async def several(pool: RewardPool) -> list[float]:
+        return await asyncio.gather(*(pool.score(add, (i,), {"b": 0.5}) for i in range(20)))
+
+    gone = f"127.0.0.1:{free_port()}"
+    with RewardPool(1, timeout=1.0, addresses=[gone, worker.address]) as pool:
+        assert asyncio.run(several(pool)) == [i + 0.5 for i in range(20)]
+
+
+def test_notes_and_parts_travel(pool: RewardPool) -> None:
+    scored = run(pool, noted)
+    assert (float(scored), scored.parts, scored.notes) == (1.0, {"a": 2.0}, {"b": "why"})
+
+
+def test_a_reward_that_nobody_can_tell_is_one_here_and_there(pool: RewardPool) -> None:
+    with RewardPool(1, timeout=30.0) as here:
+        for place in (here, pool):
+            with pytest.raises(RewardUnavailable, match=r"on row 0 raised .*nobody knows"):
+                run(place, silent)
 
 
 def test_closing_ends_a_call_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,11 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
     ids = []
     for step in (1, 2):
         logger = open_logger(tmp_path, wandb=WandbConfig(mode="offline"))
-        logger.log(step, {"loss": float(step)})
+        shown = {
+            "train": [{"prompt": "1+1=", "reward": 0.5, "turns": [{"who": "model"}]}],
+            "eval": [],
+        }
+        logger.log(step, {"loss": float(step)}, completions=shown)
         logger.close()
         ids.append((tmp_path / "wandb_id.txt").read_text())
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -151,6 +155,12 @@ def test_wandb_offline_keeps_one_id_over_resume_and_says_one_line(tmp_path, monk
     assert "wandb:" not in said.out + said.err  # as it begins its own lines
     assert said.err.count("wandb, offline: ") == 2  # one for each start
     assert all(f.name == f"run-{ids[0]}.wandb" and f.stat().st_size > 0 for f in files)
+    tables = sorted((tmp_path / "wandb").glob("offline-run-*/files/media/table/**/*.table.json"))
+    assert len(tables) >= 1 and all(t.parent.name == "completions" for t in tables)
+    assert json.loads(tables[0].read_text()) == {
+        "columns": ["prompt", "reward", "turns"],
+        "data": [["1+1=", 0.5, '[{"who": "model"}]']],
+    }
 
 
 @pytest.mark.parametrize(

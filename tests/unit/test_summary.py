@@ -22,7 +22,7 @@ def counters(done: int, *, ahead: int = 0, running: int = 0, failed: int = 0, ha
         "submitted": running + accepted + rejected + failed, "running": running,
         "accepted": accepted, "rejected": rejected, "failed": failed, "dropped": 0,
         "handed_out": done + handed, "trained": done, "trained_samples": 4 * done,
-        "reward_errors": 1,
+        "failed_samples/reward": 1, "failed_samples/len_mean": 3,
     }  # fmt: skip
     return {f"rollout/{k}": float(v) for k, v in figures.items()}
 
@@ -50,7 +50,7 @@ def test_sums_of_an_rl_run():
     assert (s["prompts_trained"], s["samples_trained"], s["tokens_trained"]) == (32, 128, 400)
     assert s["each_sample_trained_once"] and s["handed_out_untrained"] == 0
     assert s["reward"] == pytest.approx([0.15, 0.35]) and s["accuracy"] == [0.25, 0.25]
-    assert s["skipped_updates"] == s["reward_errors"] == 1
+    assert s["skipped_updates"] == 1 and s["failed_rollouts"] == {"reward": 1}
     assert s["weight_syncs"] == {"count": 4, "bytes": 8_000_000}
     assert s["seconds_by_phase"] == {"rollout": 4.0, "train": 2.0, "eval": 1.0, "other": 13.0}
     json.dumps(s)

@@ -361,7 +361,13 @@ def test_an_interaction_that_breaks_is_a_failure(fault: str, tokenizer, pool) ->
             "Shelf has no such option; it takes size",
         ),
         (TOOL, {"tools": [f"{HERE}:times"], "call_format": "xml"}, "call_format='xml': use one of"),
-        (TOOL, {"tools": [f"{HERE}:times"], "turns": 3}, "ToolWorkflow has no such option"),
+        (
+            TOOL,
+            {"tools": [f"{HERE}:times"], "turns": 3},
+            "ToolWorkflow has no such option; it takes "
+            "tools, call_format, tool_timeout, max_result, chat_template_kwargs, max_turns, ",
+        ),
+        (TOOL, {"tools": [f"{HERE}:times"], "max_turns": "3"}, "max_turns='3': not of type int"),
         (MULTI, {"interaction": f"{HERE}:Shelf"}, "no subclass of megarl.rollout.workflows"),
         (ENV, {"env": f"{HERE}:Guess"}, "has no method reset"),
         (ENV, {"env": f"{HERE}:Countdown", "env_options": {"x": 1}}, "Countdown has no such"),

@@ -31,13 +31,19 @@ import asyncio
 TABLE = {}
 async def slow(prompt, completion, prompt_ids, completion_ids, **row): return 1.0
 def good(prompt, completion, prompt_ids, completion_ids, *, answer, **row): return 1.0
-def short(prompt, completion): return 1.0
+def short(completion, answer): return 1.0
+def odd(completion, solution): return 1.0
+class Judge:
+    def __init__(self, *, scale: float = 1.0): pass
+    async def __call__(self, prompt, completion, prompt_ids, completion_ids, **row): return 1.0
 def closed(prompt, completion, prompt_ids, completion_ids, answer): return 1.0
 def scaled(prompt, completion, prompt_ids, completion_ids, *, scale: float, **row): return scale
 def wants(prompt, completion, prompt_ids, completion_ids, *, entry, **row): return 1.0
 other = lambda prompt, completion, prompt_ids, completion_ids, **row: 1.0
 def fails(config): raise KeyError("boom")
 def rows(cfg, *, seed): return [{"messages": "1+1"}, cfg.nothing]
+class Still:
+    def __call__(self, prompt, completion, prompt_ids, completion_ids, **row): return 1.0
 class Client:
     def __init__(self, rollout, *, weight_sync, seed): pass
 class Flow:
@@ -57,13 +63,25 @@ CALLED = (
 )
 CASES = {
     "train_dataset.reward=mine:good": None,
-    "train_dataset.reward=mine:short": rf"short\(prompt, completion\): too many .*{CALLED}",
+    "train_dataset.reward=mine:short": None,
+    "train_dataset.reward=mine:odd": r"odd\(completion, solution\): missing a required.*'solution'",
+    "train_dataset.reward=mine:Judge train_dataset.reward.options.scale=2": None,
+    "train_dataset.reward=mine:Judge train_dataset.reward.options.sale=2": (
+        r"reward\.options\.sale=2: Judge has no such option; it takes scale"
+    ),
+    "train_dataset.reward=judge": r"train_dataset\.reward=judge: nothing says which server judges",
+    "train_dataset.reward=judge train_dataset.reward.options.base_url=http://a/v1": None,
+    (
+        "train_dataset.reward=judge train_dataset.reward.options.base_url=http://a/v1 "
+        "train_dataset.reward.options.scale=[1,1]"
+    ): r"train_dataset\.reward: scale=\[1, 1\]: use two numbers",
     "train_dataset.reward=mine:closed": rf"unexpected keyword argument 'row_id'.*{CALLED}",
     "train_dataset.reward=mine:wants": rf"missing a required.*'entry'; it is {CALLED}",
-    "train_dataset.reward=mine:slow": r"an async function, .*expected reward\(prompt, ",
+    "train_dataset.reward=mine:slow": None,
     "train_dataset.reward=mine:other": r"cannot be sent to a worker process",
     "train_dataset.reward=mine:TABLE": r"a dict, not a function; expected reward\(",
-    "train_dataset.reward=mine:Flow": r"a type, not a function",
+    "train_dataset.reward=mine:Flow": r"a class without async __call__, not a function",
+    "train_dataset.reward=mine:Still": r"without async __call__, not a function; expected reward",
     "train_dataset.reward=mine:goood": r"mine has no goood; did you mean good\?",
     "train_dataset.reward=mine.py:good": None,
     "train_dataset.reward=./mine.py:good": None,

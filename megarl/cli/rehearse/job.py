@@ -135,6 +135,10 @@ def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     sync.timeout = min(sync.timeout, WAIT)
     if sync.senders is not None:
         sync.senders = min(sync.senders, world_size)
+    if cfg.judge is not None:  # a small random model gives no verdicts
+        cfg.judge = None
+        for data in filter(None, (cfg.train_dataset, cfg.valid_dataset)):
+            data.reward = SeamConfig(type=REWARD)
     r = cfg.rollout
     r.addresses_file, r.reward_addresses = "", []
     r.addresses, r.max_concurrent_rollouts, r.reward_workers = [], None, min(2, r.reward_workers)

@@ -28,6 +28,7 @@ Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"
 COUNTERS = ("submitted", "running", "accepted", "rejected", "failed", "dropped")
+_FAILED = "rollout/failed_samples/"  # begins the names of counts by kind
 # what a run may leave behind, by the name the summary gives it
 _PATHS = {
     "report": "report.html",
@@ -102,7 +103,11 @@ def _rollouts(last: Mapping[str, float], samples: int, skipped: int) -> Summary:
         "prompts_skipped": prompts_skipped,
         "handed_out_untrained": handed_out - prompts - prompts_skipped,
         "each_sample_trained_once": (samples, skipped) == booked,
-        "reward_errors": int(last["rollout/reward_errors"]),
+        "failed_rollouts": {
+            name.removeprefix(_FAILED): int(count)
+            for name, count in last.items()
+            if name.startswith(_FAILED) and name != f"{_FAILED}len_mean"
+        },
     }
 
 
@@ -146,8 +151,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     if first in summary:
         lines.append((first, " → ".join(map(plain, summary[first]))))
     lines += _held_out_lines(summary)
-    if summary.get("reward_errors"):
-        lines.append(("reward errors", str(summary["reward_errors"])))
+    if failed := summary.get("failed_rollouts"):
+        lines.append(("failed rollouts", ", ".join(f"{n} {kind}" for kind, n in failed.items())))
     if summary["skipped_updates"]:
         left_out = f", {summary['samples_skipped']} samples not trained"
         lines.append(("skipped updates", f"{summary['skipped_updates']}{left_out}"))

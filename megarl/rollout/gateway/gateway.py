@@ -25,7 +25,10 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class Gateway:
-    """Serves the sessions of agents. Its methods run in the event loop of `engine`."""
+    """Serves the sessions of agents. Its methods run in the event loop of `engine`.
+
+    lost: answers of sessions that have ended which no client took, see Session.
+    """
 
     def __init__(self, engine: InferenceEngine, config: GatewayConfig) -> None:
         self._engine, self._config = engine, config
@@ -37,7 +40,7 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._worker_key = f"sk-{secrets.token_hex(24)}"
-        self.address = ""
+        self.address, self.lost = "", 0
 
     async def start(self, context_length: Callable[[], Awaitable[int | None]]) -> None:
         """Begins to listen, unless it does already. context_length: asks the servers for theirs.
@@ -112,6 +115,7 @@ class Gateway:
         finally:
             del self._sessions[session.id], self._by_key[session.api_key]
             session.close()
+            self.lost += session.lost
 
     def _is_known(self, key: str) -> bool:
         return same_key(self._worker_key, key) or key in self._by_key

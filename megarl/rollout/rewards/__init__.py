@@ -1,24 +1,27 @@
 """Defines rewards: `reward_fn(prompt, completion, prompt_ids, completion_ids, **row) -> float`.
 
 `prompt` and `completion` are text, the ids are tokens, `row` is the rest of the data row (`answer`,
-`task`, ...). A reward runs in a worker process (RewardPool): it must be a module-level function.
+`task`, ...). A reward runs in a worker process (RewardPool): it must be a module-level function. An
+asynchronous one is awaited instead: an `async def` function, or a class whose objects have an async
+`__call__`, made once with the options.
 
 To add one: write the function in a module of its own and name it in `_REWARDS`; or pass
 "package.module:function" to `get_reward_fn`, with options. The module's imports happen before the
 clock starts, so heavy ones belong at its top. A function `check_row(**row)` beside the reward, in
 the same module, is called with every row before the run begins: it raises ValueError for a row
-whose gold answer the reward cannot compare with.
+whose gold answer the reward cannot compare with. Objects may have it as a method.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
-from typing import Any
+from typing import Any, cast
 
 from megarl.config.dataset import DatasetConfig
 from megarl.rollout.rewards.errors import RewardError, RewardTimeout
+from megarl.rollout.rewards.parts import MixedReward, weighted_reward
 from megarl.rollout.rewards.pool import RewardPool
 from megarl.utils.importing import is_import_path, load_object
 from megarl.utils.signatures import option_problems
@@ -29,6 +32,7 @@ CHECK = "check_row"
 CHECK_OPTIONS = "check_options"
 
 RewardFn = Callable[..., float]
+OWN_ARGUMENTS = ("prompt", "completion", "prompt_ids", "completion_ids")  # in their order
 
 _REWARDS = {
     "none": "megarl.rollout.rewards:no_reward",
@@ -40,6 +44,7 @@ _REWARDS = {
     "format": "megarl.rollout.rewards.text:format_reward",
     "length": "megarl.rollout.rewards.text:length_reward",
     "overlong": "megarl.rollout.rewards.text:overlong_reward",
+    "judge": "megarl.rollout.rewards.judge:JudgeReward",
     "weighted": "megarl.rollout.rewards.parts:weighted_reward",
     "reasoning_gym": "megarl.rollout.rewards.reasoning_gym:reasoning_gym_reward",
 }
@@ -51,7 +56,7 @@ def no_reward(*args: Any, **row: Any) -> float:
 
 
 def reward_arguments(
-    reward_fn: RewardFn, own: tuple[str, str, list[int], list[int]], row: dict[str, Any]
+    reward_fn: RewardFn, own: tuple[Any, ...], row: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments that a reward is called with, by position and by name.
 
@@ -60,16 +65,10 @@ def reward_arguments(
     parameters name of prompt(s), completion(s), prompt_ids, completion_ids and the row, as
     `gsm8k_reward_fn(completions, answer)` does.
     """
-    try:
-        parameters = inspect.signature(reward_fn).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
+    parameters = _named_parameters(reward_fn)
+    if parameters is None:
         return own, row
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = {p.name for p in parameters}
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return own, row
-    if len(by_position) >= len(own) and not names & {"completions", "prompts"}:
-        return own, row
     prompt, completion, prompt_ids, completion_ids = own
     known = row | {
         "prompt": prompt,
@@ -84,6 +83,20 @@ def reward_arguments(
     return (), {name: value for name, value in known.items() if name in names}
 
 
+def _named_parameters(reward_fn: RewardFn) -> list[inspect.Parameter] | None:
+    """Returns the parameters of a reward that gets its arguments by name; None for one that gets
+    its first four by position."""
+    try:
+        parameters = list(inspect.signature(reward_fn).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    plural = {p.name for p in parameters} & {"completions", "prompts"}
+    return None if len(by_position) >= len(OWN_ARGUMENTS) and not plural else parameters
+
+
 @cache
 def shared_pool() -> RewardPool:
     """Returns the pool of workflows that were made without one; it ends with the process."""
@@ -95,23 +108,47 @@ def is_registered(name: str) -> bool:
     return name in _REWARDS
 
 
-def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
-    """Returns a reward by its registered name or by "package.module:function", with `options` as
-    further keyword arguments. Raises ValueError for one that there is not, or that does not take
-    them."""
+def load_reward(name: str) -> Any:
+    """Returns the function or class of a reward's registered name or "package.module:name". Raises
+    ValueError for one that there is not."""
     target = _REWARDS.get(name, name)
     if not is_import_path(target):
         raise ValueError(
             f"unknown reward {name!r}: use one of {sorted(_REWARDS)} or 'package.module:function'"
         )
-    fn = load_object(target, what="reward")
-    if not options:
+    return load_object(target, what="reward")
+
+
+def reward_problems(
+    fn: Any, options: Mapping[str, Any], *, key: str, row: Sequence[str] = ()
+) -> list[str]:
+    """Returns a line for each option that `fn` (see load_reward) does not take. key: as in
+    option_problems. row: the names of the row's columns, where they are known."""
+    if inspect.isclass(fn):
+        return list(option_problems(fn, options, key=key))
+    if (parameters := _named_parameters(fn)) is None:
+        found = option_problems(fn, options, key=key, positional=len(OWN_ARGUMENTS), by_name=row)
+    else:
+        given = {p.name for p in parameters} & {*OWN_ARGUMENTS, "prompts", "completions", *row}
+        found = option_problems(fn, options, key=key, by_name=sorted(given))
+    return [problem for problem in found if "needs it" not in problem]  # a row may have it
+
+
+def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
+    """Returns a reward by its registered name or by "package.module:function", with `options` as
+    further keyword arguments. Raises ValueError for one that there is not, or that does not take
+    them."""
+    fn, options = load_reward(name), options or {}
+    if not (options or inspect.isclass(fn)):
         return fn
-    problems = option_problems(fn, options, key="options", positional=4)
-    if found := "; ".join(problem for problem in problems if "needs it" not in problem):
+    if found := "; ".join(reward_problems(fn, options, key="options")):
         raise ValueError(f"reward {name}: {found}")
+    if inspect.isclass(fn):
+        return cast(RewardFn, fn(**options))
     if check := getattr(inspect.getmodule(fn), CHECK_OPTIONS, None):
         check(**options)
+    if fn is weighted_reward and (mixed := MixedReward(**options)).awaits:
+        return cast(RewardFn, mixed)
     return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
 
 
@@ -121,9 +158,9 @@ def reward_of(cfg: DatasetConfig) -> RewardFn:
 
 
 def check_rows(reward_fn: RewardFn, rows: Iterable[dict[str, Any]]) -> None:
-    """Has the `check_row` of the reward's module, if there is one, look at every row. Raises
-    ValueError naming the first row it refuses."""
-    check = getattr(inspect.getmodule(reward_fn), CHECK, None)
+    """Has the `check_row` of the reward, or of its module, if there is one, look at every row.
+    Raises ValueError naming the first row it refuses."""
+    check = getattr(reward_fn, CHECK, None) or getattr(inspect.getmodule(reward_fn), CHECK, None)
     if check is None:
         return
     for row in rows:

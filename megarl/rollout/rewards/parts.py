@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 
 class Scored(float):
-    """Is a reward that knows its parts: `parts` are the numbers that it was made of, by name. A
-    reward of your own may return one; reward/<name> shows the mean of each part."""
+    """Is a reward that knows its parts: `parts` are the numbers that it was made of, by name, and
+    `notes` the texts that explain it, such as a judge's. A reward of your own may return one;
+    reward/<name> shows the mean of each part, and the notes are kept with the episode."""
 
     parts: dict[str, float]
+    notes: dict[str, str]
 
-    def __new__(cls, value: float, parts: Mapping[str, float]) -> Scored:
+    def __new__(
+        cls, value: float, parts: Mapping[str, float] = {}, notes: Mapping[str, str] = {}
+    ) -> Scored:
         made = super().__new__(cls, value)
         made.parts = {name: float(part) for name, part in parts.items()}
+        made.notes = {name: str(note) for name, note in notes.items()}
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Scored, (float(self), self.parts)
+        return Scored, (float(self), self.parts, self.notes)
 
 
 def weighted_reward(
@@ -35,13 +43,64 @@ def weighted_reward(
     reward's name alone. Raises ValueError for a part that is no such thing."""
     from megarl.rollout.rewards import reward_arguments
 
-    found, total = {}, 0.0
-    own = (prompt, completion, prompt_ids, completion_ids)
-    for name, (fn, weight) in _parts(parts).items():
+    own, found = (prompt, completion, prompt_ids, completion_ids), {}
+    made = _parts(parts)
+    for name, (fn, _) in made.items():
         args, by_name = reward_arguments(fn, own, row)
-        found[name] = float(fn(*args, **by_name))
-        total += weight * found[name]
-    return Scored(total, found)
+        found[name] = fn(*args, **by_name)
+    return _added(found, {name: weight for name, (_, weight) in made.items()})
+
+
+def is_asynchronous(fn: Callable[..., Any]) -> bool:
+    """Returns whether calling `fn`, a function or an object, gives something to await."""
+    return any(map(inspect.iscoroutinefunction, (fn, getattr(fn, "__call__", None))))  # noqa: B004
+
+
+class MixedReward:
+    """Is a weighted sum with asynchronous parts (`awaits` says whether it has any): RewardPool
+    awaits those, and computes the others together in a worker."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        made = _parts(parts)
+        self.awaits = any(is_asynchronous(fn) for fn, _ in made.values())
+        self._weights = {name: weight for name, (_, weight) in made.items()}
+        self._awaited = {name: fn for name, (fn, _) in made.items() if is_asynchronous(fn)}
+        others = {name: part for name, part in parts.items() if name not in self._awaited}
+        self._others = partial(weighted_reward, parts=others) if others else None
+
+    async def score(
+        self, score: Callable[..., Awaitable[float]], own: tuple[Any, ...], row: dict[str, Any]
+    ) -> Scored:
+        """Returns the sum. score: RewardPool.score; own, row: see rewards.reward_arguments."""
+        from megarl.rollout.rewards import reward_arguments
+
+        calls = {n: (fn, *reward_arguments(fn, own, row)) for n, fn in self._awaited.items()}
+        if self._others is not None:
+            calls[""] = (self._others, own, row)
+        values = await asyncio.gather(*(score(*call) for call in calls.values()))
+        found = dict(zip(calls, values, strict=True))
+        together: Any = found.pop("", Scored(0.0))
+        added = _added({**together.parts, **found}, self._weights)
+        return Scored(added, added.parts, together.notes | added.notes)
+
+    def check_row(self, **row: Any) -> None:
+        """Raises ValueError for a row that a part refuses."""
+        from megarl.rollout.rewards import check_rows
+
+        for fn in self._awaited.values():
+            check_rows(fn, [row])
+
+
+def _added(found: Mapping[str, float], weights: Mapping[str, float]) -> Scored:
+    """Returns the weighted sum of `found`, with its parts and their notes, in the order of
+    `weights`."""
+    parts, notes, total = {}, {}, 0.0
+    for name, weight in weights.items():
+        parts[name] = float(found[name])
+        total += weight * parts[name]
+        for key, text in getattr(found[name], "notes", {}).items():
+            notes[f"{name}/{key}"] = text
+    return Scored(total, parts, notes)
 
 
 def check_options(*, parts: dict[str, Any]) -> None:

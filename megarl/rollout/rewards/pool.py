@@ -1,4 +1,5 @@
-"""RewardPool runs rewards in worker processes, each with a bound on its time.
+"""RewardPool runs rewards in worker processes, each with a bound on its time; asynchronous ones it
+awaits where it is called.
 
 A reward is other people's code: it may be slow, hang in C, start processes, or kill its own. Every
 worker is driven by one thread, which kills and replaces it, and all it started, when its reward
@@ -16,14 +17,24 @@ import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.observability.logging import get_logger
-from megarl.rollout.rewards.errors import RewardError, RewardTimeout, finite, titled
+from megarl.rollout.rewards.errors import (
+    RewardError,
+    RewardTimeout,
+    RewardUnavailable,
+    WorkerLost,
+    finite,
+    titled,
+)
+from megarl.rollout.rewards.parts import MixedReward, is_asynchronous
 from megarl.rollout.rewards.remote import RemoteWorker
 from megarl.utils.stacks import dump_on_signal
 
@@ -31,6 +42,9 @@ log = get_logger(__name__)
 
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
+# a reward goes from a worker that cannot be reached to others for so many seconds, and to three at
+# least, with a pause before each
+LOST_PATIENCE, LOST_TRIES, LOST_PAUSE = 60.0, 3, 0.2
 KILL_TIMEOUT = 10.0  # for the kernel to end a killed worker
 MOST_KILLED = 3  # workers that one reward may cost: a kill says nothing of the reward, more do
 # how a worker ended, by what it had said last
@@ -42,8 +56,8 @@ _END = {
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error",
-    value)."""
+    """Runs a worker: answers ("begun", None) once the job is unpickled, then ("ok" | "error" |
+    "unavailable", value)."""
     _end_with_parent()
     dump_on_signal()
     while True:
@@ -56,8 +70,17 @@ def _serve(pipe: Connection) -> None:
             pipe.send(("begun", None))
             answer: tuple[str, Any] = ("ok", finite(fn(*args, **kw)))
         except Exception as e:
-            answer = ("error", f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
+            answer = ("unavailable" if isinstance(e, RewardUnavailable) else "error", _described(e))
         pipe.send(answer)
+
+
+def _described(error: Exception) -> str:
+    """Returns an error with its stack, while it is handled."""
+    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
+def _late(what: str, timeout: float) -> str:
+    return f"{what} took longer than rollout.reward_timeout={timeout:g} s"
 
 
 def _end_with_parent() -> None:
@@ -128,8 +151,7 @@ class _Worker:
             late = f"{what}: its worker did not import it within {START_TIMEOUT:g} s"
             kind, value = self._receive(pipe, START_TIMEOUT, late)
             if kind == "begun":
-                late = f"{what} took longer than rollout.reward_timeout={timeout:g} s"
-                kind, value = self._receive(pipe, timeout, late)
+                kind, value = self._receive(pipe, timeout, _late(what, timeout))
         except RewardTimeout:
             self.discard()
             raise
@@ -140,8 +162,8 @@ class _Worker:
                 log.warning("a reward worker was killed: %s goes to a new one", what)
                 return self._drive(payload, what, timeout, killed)
             raise RewardError(what + _END[kind]) from e
-        if kind == "error":
-            raise RewardError(f"{what} raised {value}")
+        if kind in ("error", "unavailable"):
+            raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
         return value
 
     @staticmethod
@@ -183,19 +205,29 @@ class _Worker:
 
 
 class RewardPool:
-    """Runs rewards in `workers` processes, each reward for at most `timeout` seconds. Close it, or
-    use it in `with`. Raises ValueError for no worker or no time.
+    """Runs rewards in `workers` processes, each reward for at most `timeout` seconds. An
+    asynchronous reward is awaited in the caller's event loop for as long at most; one with an
+    attribute `bounds_itself` for as long as it takes. Close the pool, or use it in `with`. Raises
+    ValueError for no worker or no time.
 
     addresses: host:port of reward workers on other machines (megarl.launcher.rewards); then each
     computes `workers` rewards at once, and no process is started here.
+    on_error: rollout.on_reward_error, which workflows go by.
     """
 
-    def __init__(self, workers: int, *, timeout: float, addresses: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        workers: int,
+        *,
+        timeout: float,
+        addresses: Sequence[str] = (),
+        on_error: str = "raise",
+    ) -> None:
         if workers < 1:
             raise ValueError(f"rollout.reward_workers={workers}: use at least 1")
         if timeout <= 0:
             raise ValueError(f"rollout.reward_timeout={timeout}: use a positive number of seconds")
-        self._timeout = timeout
+        self._timeout, self.on_error = timeout, on_error
         self._workers: list[_Worker | RemoteWorker] = [
             RemoteWorker(address) for _ in range(workers) for address in addresses
         ] or [_Worker() for _ in range(workers)]
@@ -218,10 +250,34 @@ class RewardPool:
         *,
         row_id: object = "?",
     ) -> float:
-        """Returns fn(*args, **kw), called in a worker. Raises RewardError naming `row_id`,
-        RewardTimeout where the call took too long."""
+        """Returns fn(*args, **kw), called in a worker, or awaited here. Raises RewardError naming
+        `row_id`, RewardTimeout where the call took too long."""
+        if isinstance(fn, MixedReward):
+            return await fn.score(partial(self.score, row_id=row_id), args, kw)
+        if is_asynchronous(fn):
+            return await self._awaited(fn, args, kw, row_id)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._score, fn, args, kw, row_id)
+
+    async def _awaited(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kw: dict[str, Any],
+        row_id: object,
+    ) -> float:
+        what = titled(fn, row_id)
+        limit = None if getattr(fn, "bounds_itself", False) else self._timeout
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                return finite(await fn(*args, **kw))
+        except RewardError as e:
+            raise type(e)(f"{what}: {e}") from e
+        except Exception as e:
+            if clock.expired() and isinstance(e, TimeoutError):
+                raise RewardTimeout(_late(what, self._timeout)) from e
+            raise RewardError(f"{what} raised {_described(e)}") from e
 
     def close(self) -> None:
         """Kills the workers, also busy ones, and joins the threads. May be called twice."""
@@ -235,8 +291,16 @@ class RewardPool:
     def _score(
         self, fn: Callable[..., float], args: tuple[Any, ...], kw: dict[str, Any], row_id: object
     ) -> float:
-        worker = self._idle.get()
-        try:
-            return worker.run(fn, args, kw, timeout=self._timeout, row_id=row_id)
-        finally:
-            self._idle.put(worker)
+        until, tries = time.monotonic() + LOST_PATIENCE, 0
+        while True:
+            worker, tries = self._idle.get(), tries + 1
+            try:
+                return worker.run(fn, args, kw, timeout=self._timeout, row_id=row_id)
+            except WorkerLost as e:  # a launcher starts it again; others are there meanwhile
+                if tries >= LOST_TRIES and time.monotonic() > until:
+                    raise
+                if tries == 1:
+                    log.warning("%s; another worker is asked", e)
+            finally:
+                self._idle.put(worker)
+            time.sleep(LOST_PAUSE)

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-from megarl.rollout.rewards.errors import RewardError, RewardTimeout, finite, titled
+from megarl.rollout.rewards.errors import (
+    RewardError,
+    RewardTimeout,
+    RewardUnavailable,
+    WorkerLost,
+    finite,
+    titled,
+)
 from megarl.rollout.rewards.parts import Scored
 from megarl.utils.http import (
     HttpError,
@@ -28,6 +35,7 @@ from megarl.utils.http import (
 from megarl.utils.importing import load_object
 
 SCORE = "/score"
+CONNECT_TIMEOUT = 10.0  # seconds
 IMPORT_TIMEOUT = 120.0  # seconds a worker has beside the reward's own, to start and import it
 
 
@@ -75,7 +83,8 @@ class RemoteWorker:
         row_id: object,
     ) -> float:
         """Returns fn(*args, **kw), computed there. Raises RewardError naming the row, RewardTimeout
-        where the reward took longer than the worker's time limit, which is `timeout` s, too."""
+        where the reward took longer than the worker's time limit, which is `timeout` s, too,
+        WorkerLost where the worker gives no answer."""
         what = titled(fn, row_id)
         try:
             body = _json({**described(fn), "args": list(args), "kw": kw, "row_id": str(row_id)})
@@ -84,11 +93,15 @@ class RemoteWorker:
         try:
             answer = as_object(self.address, SCORE, self._call(body, timeout + IMPORT_TIMEOUT))
             if "reward" in answer:
-                reward, parts = finite(answer["reward"]), answer.get("parts")
-                return Scored(reward, parts) if parts else reward
-        except (HttpError, TypeError, ValueError) as e:
+                reward = finite(answer["reward"])
+                parts, notes = answer.get("parts") or {}, answer.get("notes") or {}
+                return Scored(reward, parts, notes) if parts or notes else reward
+        except HttpError as e:
+            raise (WorkerLost if e.status is None else RewardError)(f"{what}: {e}") from e
+        except (TypeError, ValueError) as e:
             raise RewardError(f"{what}: {e}") from e
-        kind = RewardTimeout if answer.get("late") else RewardError
+        kind = RewardUnavailable if answer.get("unavailable") else RewardError
+        kind = RewardTimeout if answer.get("late") else kind
         raise kind(f"{answer.get('error')} (at reward worker {self.address})")
 
     def discard(self) -> None:
@@ -103,10 +116,11 @@ class RemoteWorker:
                     self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _call(self, body: bytes, timeout: float) -> Any:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT)
         headers = {"Content-Type": "application/json"} | authorization()
         try:
             connection.connect()
+            connection.sock.settimeout(timeout)
             with self._lock:
                 if self._ended:
                     raise RewardError("the reward pool is closed")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack
 
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.chat import ChatWorkflow, all_of
+from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import attempt_key
-from megarl.rollout.rewards import RewardPool
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.utils.importing import load_object
 
@@ -42,16 +41,9 @@ class AgentWorkflow(ChatWorkflow):
         tokenizer: Any,
         *,
         agent: str | Callable[..., Any],
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **common: Unpack[ChatOptions],
     ) -> None:
-        super().__init__(
-            reward_fn,
-            gconfig,
-            tokenizer,
-            reward_pool=reward_pool,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
         found: Any = load_object(agent, what="agent") if isinstance(agent, str) else agent
         self._agent: Callable[..., Any] = found().run if isinstance(found, type) else found
 
@@ -112,6 +104,8 @@ class AgentWorkflow(ChatWorkflow):
         reward = session.reward if returned is None else returned
         if reward is None:
             reward = (await self.score([rollout], data))[0]
+            if rollout.failure is not None:
+                return rollout
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TypeError(f"the agent returned {reward!r}: return a reward as a number, or None")
         if not math.isfinite(reward):

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack
 
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.env import Env
-from megarl.rollout.rewards import RewardPool
 from megarl.rollout.workflows.multi_turn import (
     INTERACTION_TIMEOUT,
     Interaction,
     MultiTurnWorkflow,
     Reply,
 )
-from megarl.rollout.workflows.turns import Row
+from megarl.rollout.workflows.turns import Row, TurnOptions
 from megarl.utils.importing import load_object
 from megarl.utils.signatures import call_problem, option_problems
-
-MAX_TURNS = 16
 
 
 class EnvWorkflow(MultiTurnWorkflow):
@@ -33,6 +30,8 @@ class EnvWorkflow(MultiTurnWorkflow):
     step_timeout: seconds that one reset or step may take.
     """
 
+    usual_turns = 16
+
     def __init__(
         self,
         reward_fn: Callable[..., float],
@@ -41,24 +40,10 @@ class EnvWorkflow(MultiTurnWorkflow):
         *,
         env: str,
         env_options: dict[str, Any] | None = None,
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_turns: int = MAX_TURNS,
-        turn_discount: float = 1.0,
-        max_length: int | None = None,
         step_timeout: float = INTERACTION_TIMEOUT,
+        **common: Unpack[TurnOptions],
     ) -> None:
-        super().__init__(
-            reward_fn,
-            gconfig,
-            tokenizer,
-            reward_pool=reward_pool,
-            chat_template_kwargs=chat_template_kwargs,
-            max_turns=max_turns,
-            turn_discount=turn_discount,
-            max_length=max_length,
-            interaction_timeout=step_timeout,
-        )
+        super().__init__(reward_fn, gconfig, tokenizer, interaction_timeout=step_timeout, **common)
         if problem := next(self.check_options(env=env, env_options=env_options), None):
             raise ValueError(problem)
         make, options = load_object(env, what="env"), dict(env_options or {})

@@ -7,16 +7,15 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.chat import all_of
 from megarl.rollout.closing import closing
-from megarl.rollout.rewards import RewardPool
 from megarl.rollout.trajectory import Trajectory
-from megarl.rollout.workflows.turns import Row, TurnsWorkflow
+from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
 from megarl.utils.importing import load_object
 from megarl.utils.signatures import option_problems
 
@@ -70,27 +69,14 @@ class MultiTurnWorkflow(TurnsWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         *,
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_turns: int = 2,
-        turn_discount: float = 1.0,
-        max_length: int | None = None,
         feedback: str = FEEDBACK,
         solved: float = 1.0,
         interaction: str = "",
         interaction_options: dict[str, Any] | None = None,
         interaction_timeout: float = INTERACTION_TIMEOUT,
+        **common: Unpack[TurnOptions],
     ) -> None:
-        super().__init__(
-            reward_fn,
-            gconfig,
-            tokenizer,
-            reward_pool=reward_pool,
-            chat_template_kwargs=chat_template_kwargs,
-            max_turns=max_turns,
-            turn_discount=turn_discount,
-            max_length=max_length,
-        )
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
         self.feedback, self.solved, self.timeout = feedback, solved, interaction_timeout
         self._partner: Callable[[], Interaction] | None = None
         if interaction:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Unpack
 
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.rollout.chat import all_of
 from megarl.rollout.closing import closing
-from megarl.rollout.rewards import RewardPool
 from megarl.rollout.tools.calls import FORMATS, ToolCall, parse_calls
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv
 from megarl.rollout.tools.executor import MAX_RESULT, answer_call
 from megarl.rollout.tools.listed import ToolList, tool_problems
 from megarl.rollout.tools.local import TOOL_TIMEOUT
 from megarl.rollout.trajectory import Trajectory
-from megarl.rollout.workflows.turns import Row, TurnsWorkflow
-
-MAX_TURNS = 8
+from megarl.rollout.workflows.turns import Row, TurnOptions, TurnsWorkflow
 
 
 class ToolWorkflow(TurnsWorkflow):
@@ -32,6 +29,8 @@ class ToolWorkflow(TurnsWorkflow):
     tool_timeout: seconds for one call. max_result: characters of one result that the policy sees.
     """
 
+    usual_turns = 8
+
     def __init__(
         self,
         reward_fn: Callable[..., float],
@@ -39,25 +38,12 @@ class ToolWorkflow(TurnsWorkflow):
         tokenizer: Any,
         *,
         tools: Sequence[Any],
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         call_format: str = "hermes",
-        max_turns: int = MAX_TURNS,
-        turn_discount: float = 1.0,
-        max_length: int | None = None,
         tool_timeout: float = TOOL_TIMEOUT,
         max_result: int = MAX_RESULT,
+        **common: Unpack[TurnOptions],
     ) -> None:
-        super().__init__(
-            reward_fn,
-            gconfig,
-            tokenizer,
-            reward_pool=reward_pool,
-            chat_template_kwargs=chat_template_kwargs,
-            max_turns=max_turns,
-            turn_discount=turn_discount,
-            max_length=max_length,
-        )
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
         if problem := next(self.check_options(tools=tools, call_format=call_format), None):
             raise ValueError(problem)
         self._tools = ToolList(tools, timeout=tool_timeout)

@@ -3,15 +3,14 @@ first answer, within bounds, and ends scored or failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Unpack
 
 from megarl.api.batch import Padded
 from megarl.api.inference import InferenceEngine
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.observability.logging import get_logger
-from megarl.rollout.chat import ChatWorkflow, all_of
-from megarl.rollout.rewards import RewardPool
+from megarl.rollout.chat import ChatOptions, ChatWorkflow, all_of
 from megarl.rollout.trajectory import Trajectory, to_batch
 
 log = get_logger(__name__)
@@ -19,9 +18,8 @@ log = get_logger(__name__)
 Row = dict[str, Any]
 
 
-class TurnsWorkflow(ChatWorkflow):
-    """Bounds the turns of samples, and scores them. A subclass writes `arun_episode` with
-    `may_go_on`, `failed` and `finish` beside ChatWorkflow's parts.
+class TurnOptions(ChatOptions, total=False):
+    """Declares the options of workflows of several turns.
 
     max_turns: the most answers of one sample.
     turn_discount: what an answer earns is multiplied by turn_discount ** (answers before it).
@@ -30,25 +28,31 @@ class TurnsWorkflow(ChatWorkflow):
     context is then an error.
     """
 
+    max_turns: int
+    turn_discount: float
+    max_length: int | None
+
+
+class TurnsWorkflow(ChatWorkflow):
+    """Bounds the turns of samples, and scores them. A subclass writes `arun_episode` with
+    `may_go_on`, `failed` and `finish` beside ChatWorkflow's parts, and has `usual_turns` where
+    max_turns is left out. The options: see TurnOptions."""
+
+    usual_turns = 2
+
     def __init__(
         self,
         reward_fn: Callable[..., float],
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         *,
-        reward_pool: RewardPool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_turns: int = 2,
+        max_turns: int | None = None,
         turn_discount: float = 1.0,
         max_length: int | None = None,
+        **common: Unpack[ChatOptions],
     ) -> None:
-        super().__init__(
-            reward_fn,
-            gconfig,
-            tokenizer,
-            reward_pool=reward_pool,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        super().__init__(reward_fn, gconfig, tokenizer, **common)
+        max_turns = self.usual_turns if max_turns is None else max_turns
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: use at least 1")
         if not 0 <= turn_discount <= 1:
