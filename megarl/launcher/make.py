@@ -153,7 +153,7 @@ class _Maker:
             port=f"@{{port:{own}}}",
             with_key=True,
             python=self.python,
-            routes=cfg.actor.moe.router_replay == "rollout",
+            routes=actor.moe.router_replay == "rollout",
         )
         if parts > 1:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
