@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from megarl.rollout.retries import (
     numbered_through,
 )
 from megarl.rollout.rewards.errors import RewardError, fails_sample
+from megarl.rollout.trajectory import kept_notes
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -48,6 +49,8 @@ class Episode:
     failed: kind and length of rollouts that are not in `batch` because something failed.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
+    notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
+        judge's, in the order of scoring.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
@@ -66,6 +69,7 @@ class Episode:
     failed: Sequence[Failed] = ()
     good: int = 0
     retried: int = 0
+    notes: list[dict[str, Any]] = field(default_factory=list)
     began: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
@@ -102,6 +106,7 @@ async def run_episode(
     config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
+    kept_notes.set(episode.notes)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:
