@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -278,6 +279,8 @@ class WandbSink:
                 f"stats_logger.wandb.mode={mode} needs the wandb package: "
                 "pip install 'megarl[wandb]', or set stats_logger.wandb.mode=disabled"
             ) from e
+        if "weave" not in sys.modules:  # else wandb recommends it on the console
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._run_dir, self._table = run_dir, wandb.Table
         id_file = run_dir / "wandb_id.txt"
         if not id_file.exists():

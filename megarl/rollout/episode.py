@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from megarl.rollout.retries import (
 from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.routes import wanted as routes_wanted
 from megarl.rollout.server_choice import Home, current_home
+from megarl.rollout.trajectory import kept_notes
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -52,6 +53,8 @@ class Episode:
     lost: their samples, as far as the workflow returned them; but for the ids, of any content.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
+    notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
+        judge's, in the order of scoring.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
@@ -72,6 +75,7 @@ class Episode:
     lost: Sequence[Padded] = ()
     good: int = 0
     retried: int = 0
+    notes: list[dict[str, Any]] = field(default_factory=list)
     began: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
@@ -111,6 +115,7 @@ async def run_episode(
     current_answers.set(episode.answers)
     current_home.set(Home())
     routes_wanted.set(episode.routes)
+    kept_notes.set(episode.notes)
     clock = asyncio.timeout(timeout)
     try:
         async with clock:

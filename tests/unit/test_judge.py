@@ -13,6 +13,7 @@ from aiohttp import web
 from megarl.api.records import ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.chat import ChatWorkflow
+from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.rewards import RewardError, RewardPool, RewardTimeout, check_rows, get_reward_fn
@@ -253,6 +254,17 @@ class Letters:
 
     def decode(self, ids: list[int], **kw: Any) -> str:
         return "".join(chr(ord("a") + i) for i in ids)
+
+
+def test_the_judges_words_are_kept_with_the_episode(judge, pool) -> None:
+    judge.say = lambda asked: "Hm." if "\nbf\n" in asked else "Score: 5"
+    g = GenerationHyperparameters(n_samples=2)
+    flow = Answers(made(judge, prompt="{completion}", system=""), g, Letters(), reward_pool=pool)
+    episode = Episode(number=0, row={"prompt": "p", "prompt_ids": [9]}, workflow=flow)
+    engine: Any = FakeEngine()
+    asyncio.run(run_episode(episode, engine, timeout=30.0))
+    assert episode.error is None and episode.failed == [("reward", 3)]
+    assert episode.notes == [{"rollout": 0, "judge": "Score: 5"}]
 
 
 def test_a_sample_without_verdict_fails_and_is_made_anew(judge: Judge) -> None:

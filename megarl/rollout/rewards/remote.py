@@ -115,15 +115,19 @@ class RemoteWorker:
                 with contextlib.suppress(OSError):
                     self._connection.sock.shutdown(socket.SHUT_RDWR)
 
+    def _check_open(self) -> None:
+        if self._ended:
+            raise RewardError("the reward pool is closed")
+
     def _call(self, body: bytes, timeout: float) -> Any:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT)
         headers = {"Content-Type": "application/json"} | authorization()
+        self._check_open()
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
             with self._lock:
-                if self._ended:
-                    raise RewardError("the reward pool is closed")
+                self._check_open()
                 self._connection = connection
             connection.request("POST", SCORE, body, headers)
             response = connection.getresponse()
