@@ -136,17 +136,18 @@ class ModelRunner:
         for s in seqs:
             groups.setdefault(tuple(s.tokens), []).append(s)
         prompts = sorted(groups, key=len)
+        routes: list[torch.Tensor] = []  # of each prompt, where they are recorded
         logits, row = [], first_row
         for chunk in self._chunks(prompts):
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
             if self._routes is not None:
-                for prompt, routes in zip(chunk, self._routes.take(len(chunk)), strict=True):
-                    for s in groups[prompt]:
-                        s.routes = [routes[: len(prompt)]]
+                routes += self._routes.take(len(chunk))
             last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
             row += len(chunk)
         order, source = self._share(prompts, groups, first_row)
+        for s, i in zip(order, source):
+            s.routes = [routes[i][: s.length]] if routes else []
         return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
 
     def _share(

@@ -36,9 +36,7 @@ def run_replay(path: str, parallel: Parallel, b: Tensors, over: dict[str, Any]) 
     for routes in (b["routed_experts"], found["routed_experts"]):
         given = {**b, "routed_experts": routes}
         kw = dict(outputs=("logprobs", "entropy"), temperature=TEMPERATURE)
-        stats.append(
-            engine.backward_batch(given, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw)
-        )
+        stats.append(engine.backward_batch(given, engine_jobs.loss_fn, engine_jobs.weight_fn, **kw))
         grads.append(engine_jobs.state(engine, grads=True))
     engine.destroy()
     return {"without": without, **found, "grads": grads, "stats": stats}
