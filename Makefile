@@ -24,7 +24,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
-	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-order bench-gpu constraints clean
+	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load bench-delta bench-resume bench-order bench-async bench-gpu constraints \
+	clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -151,7 +152,7 @@ bench-sync: install  ## a weight sync beside one plain broadcast
 bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
 	$(CPU) $(BIN)/python benchmarks/data_plane.py
 
-bench-gateway: install  ## what the gateway for agents adds to a request
+bench-gateway: install  ## what the gateway for agents adds to a request, samples per episode
 	$(CPU) $(BIN)/python benchmarks/gateway.py
 
 bench-packing: install  ## how full and how balanced micro-batches are
@@ -177,6 +178,9 @@ bench-resume: install  ## what a start takes by phase, and what each kind of kil
 
 bench-order: install  ## asynchronous runs with long tails, simulated, by rollout.order
 	$(BIN)/python benchmarks/order.py
+
+bench-async: install  ## asynchronous training beside synchronous, by staleness bound and loss
+	$(CPU) $(BIN)/python benchmarks/async_study.py
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py

@@ -10,6 +10,9 @@ turns       of the history that every request sends again, 100 words each
 bare, ms    per request, to a server that reads the body and answers the bytes of an answer
 gateway, ms per request (medians of the rounds)
 added, ms   the difference, of which a process with one Python thread can give 1000 / added a second
+
+A second table has the samples that a linear episode becomes, under a chat template that drops the
+thoughts of earlier answers, with rollout.gateway.reuse and without.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_model import make_tokenizer
 
 ANSWER = 64  # tokens
+# a chat template drops an answer up to its last "=", as others drop thoughts
+CONTENT = "{{ m['content'] }}"
+LATER = "{{ m['content'].split('=')[-1] if m['role'] == 'assistant' else m['content'] }}"
 Chat = list[dict[str, str]]
 
 
@@ -162,6 +168,24 @@ async def measure(agents: int, turns: int, requests: int, reps: int) -> tuple[fl
     return statistics.median(bare), statistics.median(ours)
 
 
+async def samples(turns: int, *, reuse: bool) -> int:
+    """Returns how many samples an agent's episode becomes that never edits its history."""
+    tokenizer = make_tokenizer(1)
+    tokenizer.chat_template = tokenizer.chat_template.replace(CONTENT, LATER)
+    gateway = Gateway(Stub(tokenizer), GatewayConfig(reuse=reuse))  # type: ignore[arg-type]
+
+    async def context() -> int | None:
+        return None
+
+    await gateway.start(context)
+    with gateway.session(GenerationHyperparameters(), tokenizer) as session:
+        async with aiohttp.ClientSession() as client:
+            url, key = session.base_url, session.api_key
+            await talk(turns + 1, lambda chat: post(client, url, key, chat))
+    await gateway.close()
+    return sum(1 for _ in session.trajectory.rows())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=400)
@@ -172,6 +196,10 @@ def main() -> None:
     for agents, turns in ((1, 1), (64, 1), (64, 8), (64, 32)):
         bare, ours = asyncio.run(measure(agents, turns, args.requests, args.reps))
         print(f"| {agents} | {turns} | {bare:.2f} | {ours:.2f} | {ours - bare:.2f} |", flush=True)
+    print("\n| turns | samples | without reuse |\n| --- | --- | --- |")
+    for turns in (1, 8, 32):
+        found = [asyncio.run(samples(turns, reuse=reuse)) for reuse in (True, False)]
+        print(f"| {turns} | {found[0]} | {found[1]} |")
 
 
 if __name__ == "__main__":

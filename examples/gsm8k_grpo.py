@@ -30,7 +30,10 @@ def main(args: list[str]) -> None:
         ref = megarl.MegatronRef(config.ref, temperature=gconfig.temperature)
         ref.initialize(None, ft_spec)
     meta = WeightUpdateMeta.from_config(
-        config.weight_sync, path=megarl.run_dir(config) / "weights", addresses=rollout.addresses
+        config.weight_sync,
+        path=megarl.run_dir(config) / "weights",
+        addresses=rollout.addresses,
+        flush_cache=config.rollout.kv_after_sync == "flush",
     )
     reward_fn = megarl.get_reward_fn(data.reward.type or data.type)
     workflow = megarl.RLVRWorkflow(reward_fn=reward_fn, gconfig=gconfig, tokenizer=tokenizer)

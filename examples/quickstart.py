@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 
 
-def launch(config: str, *overrides: str) -> float:
+def launch(config: str, *overrides: str, processes: int = PROCESSES) -> float:
     """Runs one config under the local launcher; returns its wall time in seconds."""
-    command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", str(PROCESSES)]
+    command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", str(processes)]
     command += ["--config", str(ROOT / "configs" / config), *overrides]
     print("$ python", " ".join(command[1:]), flush=True)
     start = time.monotonic()

@@ -27,23 +27,22 @@ from megarl.algos.advantages import (
     spread_over_tokens,
     whiten,
 )
-from megarl.algos.critic import Critic
-from megarl.algos.kl import kl_estimate
-from megarl.algos.losses import (
+from megarl.algos.aggregation import (
     LOSS_WEIGHTS,
-    critic_loss,
-    grpo_loss,
     rollout_weight,
     sequence_weight,
-    sft_loss,
     token_weight,
 )
+from megarl.algos.critic import Critic
+from megarl.algos.kl import kl_estimate
+from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
+from megarl.algos.policy_loss import PolicyLoss
 from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
-from megarl.algos.specs import AdvantageSpec, LossSpec
+from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
 
 __all__ = [
     "Actor",
@@ -52,15 +51,16 @@ __all__ = [
     "LOSS_WEIGHTS",
     "LoRARef",
     "LossSpec",
+    "PolicyLoss",
     "Ref",
     "RewardModel",
     "Role",
     "SFT",
+    "Surrogate",
     "critic_loss",
     "explained_variance",
     "gae",
     "grpo_advantages",
-    "grpo_loss",
     "kl_estimate",
     "logp_gap_stats",
     "place_rewards",

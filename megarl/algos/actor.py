@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import (
+    discounted_sums,
     gae,
     place_rewards,
     shape_rewards,
@@ -17,7 +18,7 @@ from megarl.algos.advantages import (
 )
 from megarl.algos.kl import kl_estimate
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
-from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
+from megarl.algos.minibatches import batch_shares, mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
 from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
@@ -31,6 +32,8 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
+
+MADE_HERE = ("rollout_tokens", "batch_share")  # fields that ppo_update makes for losses
 
 
 class Actor(Role):
@@ -111,10 +114,11 @@ class Actor(Role):
         """
         spec, whole = self.advantages, as_batch(batch)
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
-        names = [*spec.reads, "loss_mask"]
+        to_go = kl_ctl if spec.kl_to_go else 0.0
+        names = list(dict.fromkeys([*spec.reads, "loss_mask", *(keys if to_go else [])]))
         _need(batch, ["rewards", *keys, *names], what="compute_advantages")
         rollouts = rollouts_of(whole)
-        samples = self._of_rollouts(whole, rollouts, kl_ctl)
+        samples = self._of_rollouts(whole, rollouts, 0.0 if to_go else kl_ctl)
         named = f"actor.advantages={self.config.advantages.type}"
 
         def of_held_rows() -> tuple[Tokens, ...]:
@@ -123,10 +127,12 @@ class Actor(Role):
             numbers = rollouts.spread(numbers)
 
             def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
-                if spec.per_token is None:
-                    return (spread_over_tokens(numbers[rows], part["loss_mask"]),)
-                made = spec.per_token(numbers[rows], part)
-                _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
+                made = spread_over_tokens(numbers[rows], part["loss_mask"])
+                if spec.per_token is not None:
+                    made = spec.per_token(numbers[rows], part)
+                    _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
+                if to_go:
+                    made = made - to_go * self._kl_to_go(part)
                 return (made,)
 
             return map_rows(whole, of_rows, names)
@@ -144,6 +150,7 @@ class Actor(Role):
         if kl_ctl:
             rewards = rewards - kl_ctl * rollouts.sums(self._kl_to_ref(batch)).float()
         samples["rewards"] = rewards
+        samples["trained_tokens"] = rollouts.sums(trained_tokens(batch))
         if "group_ids" not in samples:
             if self.advantages.needs_groups:
                 raise ValueError(f"adv_norm={self.config.adv_norm!r} needs batch['group_ids']")
@@ -209,6 +216,12 @@ class Actor(Role):
                 made = whiten(whole, name)
             put(batch, name, made)
 
+    def _kl_to_go(self, part: Padded) -> Tensor:
+        """Returns the KL to the reference from each trained token on, [b,S]; 0 at others."""
+        mask = part["loss_mask"].bool()
+        kl = kl_estimate(part[self.config.old_logp], part["ref_logp"], "k1").where(mask, 0.0)
+        return discounted_sums(kl.double(), 1.0).float().where(mask, 0.0)
+
     def _placed_rewards(self, rewards: Tensor, part: Padded) -> Tensor:
         """Returns the shaped rewards [b] where they were earned, [b,S]."""
         if "token_rewards" not in part:
@@ -245,8 +258,8 @@ class Actor(Role):
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout, gets
-        them from here.
+        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout, or
+        batch_share [B] gets them from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
@@ -256,14 +269,16 @@ class Actor(Role):
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.replays else []
         keys = list(dict.fromkeys([*keys, *spec.needs]))
-        _need(batch, [key for key in keys if key != "rollout_tokens"])
+        _need(batch, [key for key in keys if key not in MADE_HERE])
         keys += [name for name in spec.uses if name in batch and name not in keys]
         whole = as_batch(batch)
         gap, trained = self._logp_gap(whole), trained_tokens(whole)
+        parts = self._minibatches(whole)
         if "rollout_tokens" in keys:
             rollouts = rollouts_of(whole)
             batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
-        parts = self._minibatches(whole)
+        if "batch_share" in keys:
+            batch["batch_share"] = batch_shares(parts, trained)
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)
         for rows, minibatch in minibatches(batch, keys, parts, trained):

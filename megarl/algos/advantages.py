@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.algos.groups import Groups
 from megarl.algos.rows import map_tokens, moments
 from megarl.algos.specs import AdvantageSpec
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.config.algo import PPOActorConfig
 
-ADV_MODES = ("group", "group_mean", "none")
+ADV_MODES = ("group", "group_mean", "group_batch", "none")
 
 
 def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
@@ -28,42 +29,37 @@ def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
 
 
 def grpo_advantages(
-    rewards: Tensor, group_ids: Tensor, mode: str = "group", eps: float = 1e-6
+    rewards: Tensor,
+    group_ids: Tensor,
+    mode: str = "group",
+    eps: float = 1e-6,
+    std: str = "sample",
 ) -> Tensor:
     """Returns the advantage of every sequence within its group, [B] float32. Raises ValueError for
     an unknown mode, or shapes that are not [B].
 
-    mode: "group"       (r - mean) / (std + eps), the sample std      (GRPO, arXiv 2402.03300)
-          "group_mean"  r - mean: no division, so easy and hard prompts weigh the same
-                        (Dr. GRPO, arXiv 2503.20783)
-          "none"        r
+    mode: "group"        (r - mean) / (std + eps)                    (GRPO, arXiv 2402.03300)
+          "group_mean"   r - mean: no division, so easy and hard prompts weigh the same
+                         (Dr. GRPO, arXiv 2503.20783)
+          "group_batch"  (r - mean) / (std of all r - mean + eps)     (arXiv 2508.08221, sec. 4.1)
+          "none"         r
+    std: "sample" divides by n - 1, "population" by n.
     A group of one, and a group whose rewards are all equal, says nothing about which sample is
     better: its advantages are exactly 0 (not rounding noise divided by eps).
     Groups are found by id; they may have any size and stand in any order.
     """
     if mode not in ADV_MODES:
         raise ValueError(f"adv_norm={mode!r}: use one of {', '.join(ADV_MODES)}")
-    if rewards.shape != group_ids.shape or rewards.ndim != 1:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)}: both must be "
-            "[B]"
-        )
+    groups = Groups(rewards, group_ids)
     if mode == "none":
         return rewards.float()
-    r = rewards.double()  # B numbers: exactness costs nothing
-    groups, index = torch.unique(group_ids, return_inverse=True)
-
-    def per_group(values: Tensor, reduce: str) -> Tensor:
-        out = values.new_zeros(len(groups))
-        return out.scatter_reduce(0, index, values, reduce, include_self=False)[index]
-
-    size = per_group(torch.ones_like(r), "sum")
-    centred = r - per_group(r, "mean")
-    centred[per_group(r, "amax") == per_group(r, "amin")] = 0.0
+    centred = groups.centred()
     if mode == "group_mean":
         return centred.float()
-    std = (per_group(centred.square(), "sum") / (size - 1).clamp(min=1)).sqrt()
-    return (centred / (std + eps)).float()
+    if mode == "group_batch":
+        n = len(centred) - 1 if std == "sample" else len(centred)
+        return (centred / ((centred.square().sum() / max(1, n)).sqrt() + eps)).float()
+    return (centred / (groups.std(std) + eps)).float()
 
 
 def group(config: PPOActorConfig) -> AdvantageSpec:
@@ -71,7 +67,9 @@ def group(config: PPOActorConfig) -> AdvantageSpec:
     whitens = config.adv_norm == "batch"
     mode = "none" if whitens else config.adv_norm
     return AdvantageSpec(
-        per_sample=lambda batch: grpo_advantages(batch["rewards"], batch["group_ids"], mode),
+        per_sample=lambda batch: grpo_advantages(
+            batch["rewards"], batch["group_ids"], mode, std=config.adv_std
+        ),
         whiten=whitens,
         needs_groups=mode != "none",
     )

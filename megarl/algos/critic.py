@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from megarl.algos.losses import LOSS_WEIGHTS, critic_loss
+from megarl.algos.aggregation import LOSS_WEIGHTS
+from megarl.algos.losses import critic_loss
 from megarl.algos.metrics import explained_variance
 from megarl.algos.minibatches import mean_metrics, minibatches
 from megarl.algos.role import Role

@@ -42,3 +42,25 @@ def kl_estimate(logp_q: Tensor, logp_p: Tensor, kind: str = "k3") -> Tensor:
         # expm1: near r = 1 the plain form loses all its digits, and its sign
         return log_r.clamp(max=MAX_LOG_RATIO).expm1() - log_r
     raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_ESTIMATORS)}")
+
+
+KL_TERMS = (*KL_ESTIMATORS, "k1+", "k3+", "k3-weighted")
+
+
+def kl_term(logp: Tensor, ref: Tensor, old: Tensor, kind: str = "k3") -> Tensor:
+    """Returns KL(policy || reference) per token as a term of a loss over logp, which has gradient,
+    any shape; tokens were drawn from the policy of `old`. Raises ValueError for an unknown `kind`.
+
+    k1, k2, k3    kl_estimate, differentiated as it is
+    k1+, k3+      the value of k1 or k3 with the gradient of k2, which is unbiased on policy
+    k3-weighted   u k3 with u = exp(logp - old): value and gradient are unbiased where the
+                  tokens come from `old` (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
+    """
+    if kind not in KL_TERMS:
+        raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_TERMS)}")
+    if kind == "k3-weighted":
+        return safe_exp(logp - old) * kl_estimate(logp, ref, "k3")
+    if not kind.endswith("+"):
+        return kl_estimate(logp, ref, kind)
+    slope = kl_estimate(logp, ref, "k2")
+    return slope - slope.detach() + kl_estimate(logp.detach(), ref, kind[:-1])

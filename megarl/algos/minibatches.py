@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from megarl.algos.checks import some
@@ -24,6 +25,16 @@ def minibatches(
     for rows in parts:
         if trained[rows].any():
             yield rows, select_rows(data, rows, names)
+
+
+def batch_shares(parts: Sequence[list[int]], trained: Tensor) -> Tensor:
+    """Returns [B] float64: of the rows of each mini-batch that have something to train on equal
+    shares that add up to 1, of the others 0."""
+    shares = torch.zeros(len(trained), dtype=torch.float64)
+    for rows in parts:
+        telling = (trained[rows] > 0).double()
+        shares[rows] = telling / telling.sum().clamp(min=1)
+    return shares
 
 
 def skipped_metrics(trained: Tensor, skipped: Tensor) -> dict[str, float]:

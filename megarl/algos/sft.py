@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from megarl.algos.aggregation import token_weight
 from megarl.algos.checks import no_trained_token
-from megarl.algos.losses import sft_loss, token_weight
+from megarl.algos.losses import sft_loss
 from megarl.algos.minibatches import skipped_metrics
 from megarl.algos.role import Role
 from megarl.algos.rows import Data, as_batch, only, trained_tokens

@@ -1,14 +1,15 @@
 """Says what the actor has to know of a loss and of advantages, and how a configuration names them.
 
-`actor.loss` and `actor.advantages` each name a function `make(config, **options)` that gets the
-actor's section and returns a LossSpec or an AdvantageSpec: one of NAMES, or one of the user's by
-import path. B samples of a batch, b of them in a part of it, S positions.
+`actor.loss`, `actor.surrogate` and `actor.advantages` each name a function `make(config,
+**options)` that gets the actor's section and returns a LossSpec, a function that returns a
+Surrogate, or an AdvantageSpec: one of NAMES, or one of the user's by import path. B samples of a
+batch, b of them in a part of it, S positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +22,32 @@ from megarl.utils.importing import is_import_path, load_object
 
 Metrics = dict[str, float]
 
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Holds the loss of every token, [b,S] with gradient, the ratio for the figures, [b,S], and by
+    name which tokens a bound acted on, [b,S] bool ("low", "high", "dual")."""
+
+    loss: Tensor
+    ratio: Tensor
+    bounded: dict[str, Tensor] = field(default_factory=dict)
+
+
+SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor], Surrogate]
+
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "loss": {"grpo": "megarl.algos.losses:grpo"},
-    "advantages": {"group": "megarl.algos.advantages:group"},
+    "loss": {"policy": "megarl.algos.policy_loss:policy"},
+    "surrogate": {
+        name: f"megarl.algos.surrogates:{name}"
+        for name in ("clip", "cispo", "sapo", "gmpo", "topr", "unclipped", "log_likelihood")
+    },
+    "advantages": {
+        "group": "megarl.algos.advantages:group",
+        **{
+            name: f"megarl.algos.estimators:{name}"
+            for name in ("rloo", "opo", "reinforce_pp", "pass_at_k", "max_at_k", "gpg", "asymre")
+        },
+    },
 }
 
 
@@ -58,11 +82,13 @@ class LossSpec:
 class AdvantageSpec:
     """Says how rewards become advantages.
 
-    per_sample: {name: [B]} of the whole batch, with the shaped rewards and group_ids ->
-    one number per sample, [B]. It is the same on every rank.
+    per_sample: {name: [B]} of the whole batch, with the shaped rewards, group_ids and
+    trained_tokens -> one number per sample, [B]. It is the same on every rank.
     per_token: (numbers [b], fields padded [b,S]) -> advantages [b,S], of some samples at a time, or
     of none ([0,0]) on a rank that holds none; None: the number at every trained token. reads: the
     fields that it gets, with loss_mask.
+    kl_to_go: with kl_ctl the KL to the reference is taken from each token's advantage, as far as
+    the token and those after it add to it; else from the reward, all of it.
     whiten: zero mean and unit std over the trained tokens of the whole batch, at the end.
     needs_groups: it is an error if the batch has no group_ids; else every sample is its own group.
     """
@@ -70,6 +96,7 @@ class AdvantageSpec:
     per_sample: Callable[[dict[str, Tensor]], Tensor]
     per_token: Callable[[Tensor, Padded], Tensor] | None = None
     reads: tuple[str, ...] = ("loss_mask",)
+    kl_to_go: bool = False
     whiten: bool = False
     needs_groups: bool = False
 
@@ -89,6 +116,12 @@ def advantages_of(config: PPOActorConfig) -> AdvantageSpec:
     return spec
 
 
+def surrogate_of(config: PPOActorConfig) -> SurrogateFn:
+    """Returns the surrogate objective that config.surrogate names, or raises ValueError."""
+    made: SurrogateFn = _make("surrogate", config)
+    return made
+
+
 def maker(kind: str, name: str) -> Callable[..., Any]:
     """Returns the function of a name in NAMES[kind] or of an import path, or raises ValueError."""
     target = NAMES[kind].get(name, name)
@@ -102,10 +135,15 @@ def maker(kind: str, name: str) -> Callable[..., Any]:
 
 def _make(kind: str, config: PPOActorConfig) -> Any:
     seam: SeamConfig = getattr(config, kind)
-    made = maker(kind, seam.type)(config, **seam.options)
-    if not isinstance(made, _KINDS[kind]):
+    made, expected = maker(kind, seam.type)(config, **seam.options), _KINDS.get(kind)
+    if expected is not None and not isinstance(made, expected):
         raise ValueError(
             f"actor.{kind}={seam.type}: it returned a {type(made).__name__}, not a "
-            f"megarl.algos.{_KINDS[kind].__name__}"
+            f"megarl.algos.{expected.__name__}"
+        )
+    if expected is None and not callable(made):
+        raise ValueError(
+            f"actor.{kind}={seam.type}: it returned a {type(made).__name__}, not a function "
+            "(log_ratio, advantages, logp, mask) -> megarl.algos.Surrogate"
         )
     return made

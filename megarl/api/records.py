@@ -87,6 +87,8 @@ class WeightUpdateMeta:
     verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".
     senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
+    flush_cache: empties the servers' KV caches with the update; False leaves the KV of earlier
+        weights there (rollout.kv_after_sync).
     timeout: seconds that the whole update may take.
     server_timeout: seconds after which a server without a sign of life counts as lost.
     """
@@ -105,6 +107,7 @@ class WeightUpdateMeta:
     delta: bool = False
     delta_on_host: bool = True
     quantization: str = "none"
+    flush_cache: bool = True
     timeout: float = 600.0
     server_timeout: float = 30.0
 

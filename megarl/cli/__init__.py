@@ -32,6 +32,7 @@ COMMANDS = {
     "rehearse": Command("megarl.cli.rehearse", "run a cluster's recipe small, on this machine"),
     "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
     "status": Command("megarl.cli.status", "say how a run is doing"),
+    "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
     "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.command_line import help_or_command_line
+from megarl.config.command_line import help_or_command_line, step_range
 from megarl.config.errors import ConfigError
 from megarl.observability.presence import read_presence
 from megarl.observability.timeline import EPISODES, FOLDER, PHASES, SYNCS, read_spans
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = "it has not begun, or ran with profiler.timeline=false"
         raise ConfigError([f"{run / FOLDER}: no timeline; {why}"])
     if "steps" in command.options:
-        spans = within(spans, _steps(command.options["steps"]))
+        spans = within(spans, step_range(command.options["steps"]))
     out = Path(command.options.get("out", run / "trace.json.gz"))
     hosts = {p["rank"]: p["host"] for p in read_presence(run)}
     events = list(trace_events(spans, hosts))
@@ -122,11 +122,3 @@ def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
 
 def _name(pid: int, kind: str, name: str, tid: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, dash, last = text.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ConfigError([f"--steps {text}: give the first and the last step, such as 10-12"])
-    return int(first), int(last)

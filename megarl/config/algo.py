@@ -10,11 +10,52 @@ from megarl.config.engine import TrainEngineConfig
 
 
 @dataclass(kw_only=True)
+class CorrectionConfig:
+    """Configures how tokens of another policy, or of a server's rounding of this one, are weighed:
+    w = exp(prox_logp - logprobs) of a token, its product over a sequence, or its geometric mean."""
+
+    weight: str = arg(
+        "token",
+        help="what multiplies a token's loss: its w, the product of its sequence, or nothing",
+        choices=("token", "sequence", "none"),
+    )
+    weight_cap: float | None = arg(
+        None, bounds=POSITIVE, help="largest weight (truncated importance sampling); null is none"
+    )
+    mask: str = arg(
+        "none",
+        help="what is dropped outside mask_low and mask_high: a token by its w; a sequence by the "
+        "product of its w, or by their geometric mean",
+        choices=("none", "token", "sequence", "geometric"),
+    )
+    mask_low: float = arg(0.0, bounds=NOT_NEGATIVE, help="smallest w that stays")
+    mask_high: float | None = arg(None, bounds=POSITIVE, help="largest w that stays; null is any")
+    veto: float = arg(
+        0.0,
+        bounds=Bounds(ge=0, lt=1),
+        help="drop a sequence of which one token has w below this; 0 is off",
+    )
+
+
+@dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
     loss: SeamConfig = seam(
-        "grpo", help="what an update minimises: a function of this section that makes a LossSpec"
+        "policy",
+        help="what an update minimises: a function of this section that makes a LossSpec; policy: "
+        "ratio, surrogate, correction, KL and entropy, by the keys below",
+    )
+    ratio: str = arg(
+        "token",
+        help="importance ratio that the surrogate bounds: of a token; of its sequence, the "
+        "geometric mean (GSPO); or that value with the token's own gradient (GSPO-token)",
+        choices=("token", "sequence", "sequence-token"),
+    )
+    surrogate: SeamConfig = seam(
+        "clip",
+        help="what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, "
+        "gmpo, topr, unclipped, log_likelihood, or a function of this section",
     )
     advantages: SeamConfig = seam(
         "group",
@@ -22,11 +63,17 @@ class PPOActorConfig(TrainEngineConfig):
         "that makes an AdvantageSpec; group: the samples of a prompt compared (adv_norm)",
     )
     ppo_n_minibatches: int = arg(1, bounds=POSITIVE, help="optimizer steps per training batch")
-    eps_clip: float = arg(0.2, bounds=Bounds(gt=0, lt=1), help="lower clip: ratio >= 1 - eps_clip")
+    eps_clip: float = arg(
+        0.2,
+        bounds=Bounds(gt=0, le=1),
+        help="lower clip: ratio >= 1 - eps_clip; 1 is no bound (surrogate=gmpo: log ratio >= "
+        "-this)",
+    )
     eps_clip_higher: float | None = arg(
         None,
         bounds=POSITIVE,
-        help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher)",
+        help="upper clip: ratio <= 1 + this; null is eps_clip (DAPO's clip-higher; surrogate=gmpo: "
+        "log ratio <= this)",
     )
     c_clip: float | None = arg(
         None, bounds=Bounds(gt=1), help="dual clip for negative advantages, > 1; null is off"
@@ -34,19 +81,39 @@ class PPOActorConfig(TrainEngineConfig):
     adv_norm: str = arg(
         "group",
         help="group: GRPO, group mean and std; group_mean: Dr. GRPO, group mean only; batch: mean "
-        "and std over the batch's trained tokens; none: as they are",
-        choices=("group", "group_mean", "batch", "none"),
+        "and std over the batch's trained tokens; group_batch: group mean, std over the batch's "
+        "samples; none: as they are",
+        choices=("group", "group_mean", "group_batch", "batch", "none"),
+    )
+    adv_std: str = arg(
+        "sample",
+        help="kind of that std: sample divides by n - 1, population by n",
+        choices=("sample", "population"),
     )
     loss_agg: str = arg(
         "token-mean",
         help="mean over trained tokens, or over sequences, or over rollouts (which have several "
-        "sequences where they fork), of their token means",
-        choices=("token-mean", "sequence-mean", "rollout-mean"),
+        "sequences where they fork), of their token means; sequence-sum: mean over sequences of "
+        "their token sums; token-sum: sum over trained tokens",
+        choices=("token-mean", "sequence-mean", "rollout-mean", "sequence-sum", "token-sum"),
+    )
+    loss_agg_length: float = arg(
+        1.0,
+        bounds=POSITIVE,
+        help="divides a sum over tokens (loss_agg=sequence-sum, token-sum): Dr. GRPO's constant "
+        "length, as ${gconfig.max_new_tokens}",
     )
     kl_coef: float = arg(
         0.0, bounds=NOT_NEGATIVE, help="weight of the KL to the reference added to the loss"
     )
-    kl_estimator: str = arg("k3", help="KL estimator", choices=("k1", "k2", "k3"))
+    kl_estimator: str = arg(
+        "k3",
+        help="KL estimator of the loss; + is its value with k2's gradient",
+        choices=("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"),
+    )
+    entropy_coef: float = arg(
+        0.0, bounds=NOT_NEGATIVE, help="weight of the entropy that the loss rewards"
+    )
     recompute_logprob: bool = arg(
         True, help="recompute logprobs with the trainer's weights before the update (prox_logp)"
     )
@@ -57,6 +124,12 @@ class PPOActorConfig(TrainEngineConfig):
         None,
         bounds=POSITIVE,
         help="drop tokens whose behaviour importance weight exceeds this; null is off",
+    )
+    correction: CorrectionConfig | None = arg(
+        None,
+        help="weights and masks for the gap between who wrote a token and who trains; null is "
+        "none; use_decoupled_loss=true is {weight: token}, with behav_imp_weight_cap=C {mask: "
+        "token, mask_high: C}",
     )
     reward_scaling: float = arg(
         1.0, bounds=Bounds(gt=0, le=1e6), help="rewards are (r + bias) * scaling, then clipped"

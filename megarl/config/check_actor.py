@@ -24,12 +24,37 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
             f"{key}behav_imp_weight_cap={cfg.behav_imp_weight_cap}: acts on the decoupled loss "
             f"only; set {key}use_decoupled_loss=true, or leave it null"
         )
+    yield from _correction_problems(cfg, key)
+    if cfg.loss_agg_length != 1 and not cfg.loss_agg.endswith("-sum"):
+        yield (
+            f"{key}loss_agg_length={cfg.loss_agg_length:g}: divides sums over tokens; with "
+            f"{key}loss_agg={cfg.loss_agg} leave it 1"
+        )
     if cfg.moe.router_replay == "trainer" and not cfg.recompute_logprob:
         yield (
             f"{key}moe.router_replay=trainer: needs a pass to replay from; set "
             f"{key}recompute_logprob=true, or replay the rollout's routes ({key}moe.router_replay="
             "rollout)"
         )
+
+
+def _correction_problems(cfg: PPOActorConfig, key: str) -> Iterator[str]:
+    if (c := cfg.correction) is None:
+        return
+    if cfg.use_decoupled_loss:
+        yield (
+            f"{key}correction and {key}use_decoupled_loss=true are two ways to weigh the same "
+            f"tokens; drop use_decoupled_loss (it is {key}correction.weight=token)"
+        )
+    if not cfg.recompute_logprob:
+        yield (
+            f"{key}correction: weighs the trainer's logprobs against the server's; set "
+            f"{key}recompute_logprob=true"
+        )
+    if c.mask == "none" and (c.mask_low or c.mask_high):
+        yield f"{key}correction.mask=none: mask_low and mask_high bound nothing; name a mask"
+    if c.weight == "none" and c.weight_cap is not None:
+        yield f"{key}correction.weight=none: weight_cap={c.weight_cap:g} bounds nothing; drop it"
 
 
 def temperature_problems(temperature: float, key: str = "temperature") -> Iterator[str]:

@@ -57,8 +57,39 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"
     if r.addresses_file:
         yield from _address_file_problems(r.addresses_file)
+    embedded = cfg.server.type == "embedded" and cfg.server.count > 0
+    yield from kv_problems(r.kv_after_sync, sync.pause_mode, embedded=embedded)
     if (built_in := built_in_transport(sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
+
+
+def kv_problems(kv_after_sync: str, pause_mode: str, *, embedded: bool = False) -> Iterator[str]:
+    """Yields why KV caches cannot be treated so at an update that pauses servers in this mode.
+    embedded: the servers are megarl's own, whose cache ends with the request."""
+    key = f"rollout.kv_after_sync={kv_after_sync}"
+    pause = f"weight_sync.pause_mode={pause_mode}"
+    if kv_after_sync != "keep" and pause_mode == "in_place":
+        yield (
+            f"{key}: with {pause} requests hold their KV through the update; use "
+            "weight_sync.pause_mode=abort, or rollout.kv_after_sync=keep"
+        )
+    if kv_after_sync == "recompute" and pause_mode == "retract":
+        yield (
+            f"{key}: with {pause} requests wait inside the server under the version that they "
+            "began with, and find the KV of their prompts again; use weight_sync.pause_mode=abort, "
+            "or rollout.kv_after_sync=flush"
+        )
+    if kv_after_sync == "keep" and pause_mode == "retract":
+        yield (
+            f"{key}: {pause} takes KV away from requests in flight; use "
+            "weight_sync.pause_mode=in_place or abort"
+        )
+    if kv_after_sync == "keep" and embedded and pause_mode not in ("in_place", "retract"):
+        yield (
+            f"{key}: the embedded server has no cache beyond a request, so with {pause} there is "
+            "nothing to keep; use weight_sync.pause_mode=in_place, server.type=sglang, or "
+            "rollout.kv_after_sync=flush"
+        )
 
 
 def _address_file_problems(file: str) -> Iterator[str]:
@@ -107,10 +138,15 @@ def _adapter_problems(cfg: GRPOConfig, key: str) -> Iterator[str]:
     if cfg.actor.lora is None:
         yield f"{key}: sends LoRA adapters alone; set actor.lora, or weight_sync.type=distributed"
         return
-    if cfg.weight_sync.pause_mode != "abort":
+    if cfg.weight_sync.pause_mode in ("retract", "in_place"):
         yield (
             f"{key}: requests kept by weight_sync.pause_mode={cfg.weight_sync.pause_mode} would go "
-            "on with an adapter that is unloaded; use pause_mode=abort"
+            "on with an adapter that is unloaded; use pause_mode=abort or drain"
+        )
+    if cfg.rollout.kv_after_sync == "keep":
+        yield (
+            f"{key}: servers keep KV by adapter, and every update brings a new one, so "
+            "rollout.kv_after_sync=keep has nothing to keep; use kv_after_sync=flush or recompute"
         )
     if server.path and server.path != cfg.actor.path:
         yield f"{key}: servers must start from the model below the adapters; leave server.path out"

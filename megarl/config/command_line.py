@@ -75,6 +75,16 @@ def one_config(command: CommandLine, usage: str) -> Path:
     return Path(name)
 
 
+def step_range(text: str) -> tuple[int, int]:
+    """Returns the first and the last step that "10-12" or "7" names, counted from 1. Raises
+    ConfigError for other text."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ConfigError([f"--steps {text}: give the first and the last step, such as 10-12"])
+    return int(first), int(last)
+
+
 def _unknown(arg: str, known: list[str]) -> str:
     flags = [f"--{name}" for name in known]
     if near := difflib.get_close_matches(arg, flags, n=1):

@@ -6,8 +6,9 @@
                              # takes model/llama.yaml instead, model=null none
 
 Every file holds keys from the top level down. Later entries win over earlier ones, and the file's
-own keys win over all, unless `_self_` in the list puts them elsewhere. Sections are merged key by
-key; lists are replaced.
+own keys win over all, unless `_self_` in the list puts them elsewhere; just below them is the
+preset that they name in `algorithm` (presets.py). Sections are merged key by key; lists are
+replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config import presets
 from megarl.config.errors import ConfigError
 
 DEFAULTS, SELF = "defaults", "_self_"
@@ -48,7 +50,7 @@ class Composer:
         tree: Tree = {}
         for entry in entries if SELF in entries else [*entries, SELF]:
             if entry == SELF:
-                tree = merged(tree, own)
+                tree = merged(merged(tree, presets.below(own)), own)
                 continue
             for file in self._files(path, entry):
                 tree = merged(tree, self.read(file, (*inside, path.resolve())))

@@ -23,6 +23,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from megarl.config import presets
 from megarl.config.aliases import aliased
 from megarl.config.allocation import AllocationMode
 from megarl.config.base import SeamConfig
@@ -138,7 +139,9 @@ def _read(
 ) -> tuple[Tree, list[Override]]:
     """Returns the keys of the file, and the overrides of them."""
     parsed = _parse_overrides(overrides, problems)
-    return ({}, parsed) if source is None else _compose(Path(source), parsed)
+    if source is None:
+        return presets.below(_values(parsed)), parsed
+    return _compose(Path(source), parsed)
 
 
 def _values(parsed: Sequence[Override]) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def _compose(path: Path, parsed: list[Override]) -> tuple[Tree, list[Override]]:
         switches={k: v for k, v in plain.items() if v is None or isinstance(v, str)}
     )
     tree, rest = composer.read(path), []
+    tree = merged(tree, presets.below(plain))
     for plus, name, value in parsed:
         if plus == "+" and "." not in name and isinstance(value, str) and has_group(path, name):
             tree = merged(tree, composer.read(group_file(path, name, value)))

@@ -20,7 +20,9 @@ from megarl.config.bounds import (
 from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import DatasetConfig
 from megarl.config.engine import TrainEngineConfig
+from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
+from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
@@ -107,6 +109,12 @@ class SFTConfig(BaseConfig):
 class GRPOConfig(BaseConfig):
     """Configures RL without a critic: a policy, its rollouts and the servers that generate."""
 
+    algorithm: str = arg(
+        "",
+        help="a published algorithm, which stands for some keys of `actor` (docs/algorithms.md); "
+        "keys that are set win over it; empty is none",
+        choices=ALGORITHMS,
+    )
     actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
     ref: TrainEngineConfig | None = arg(
         None,
@@ -129,6 +137,7 @@ class GRPOConfig(BaseConfig):
         factory=lambda: GenerationHyperparameters(greedy=True), help="sampling during evaluation"
     )
     rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
+    episodes: EpisodesConfig = arg(factory=EpisodesConfig, help="record for megarl view")
     server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
     weight_sync: WeightSyncConfig = arg(factory=WeightSyncConfig, help="weights to the servers")
 

@@ -170,11 +170,25 @@ class RolloutConfig:
         "no other grows too stale by it; the same where max_head_offpolicyness=0",
         choices=("submission", "completion"),
     )
+    kv_after_sync: str = arg(
+        "flush",
+        help="the servers' KV caches at a weight update: flush empties them; recompute leaves "
+        "them, but no request reads KV of other weights than its own; keep lets episodes in flight "
+        "go on with theirs, of older weights",
+        choices=("flush", "recompute", "keep"),
+    )
     request_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds one generation request may take"
     )
     request_retries: int = arg(
         3, bounds=POSITIVE, help="tries of one request before its error is raised"
+    )
+    affinity: float = arg(
+        2.0,
+        bounds=NOT_NEGATIVE,
+        help="an episode stays with its server, and the prefix cache there, until it is lost or "
+        "overloaded: until its outstanding tokens exceed this many times those that the least "
+        "loaded server would have with the request; 0 always takes the least loaded",
     )
     setup_timeout: float = arg(
         120.0, bounds=TIMEOUT, help="seconds to wait for servers to answer /health"

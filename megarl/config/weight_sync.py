@@ -39,8 +39,11 @@ class WeightSyncConfig:
     )
     pause_mode: str = arg(
         "abort",
-        help="how a sync stops requests in flight: abort (the client resumes them) or retract",
-        choices=("abort", "retract"),
+        help="what becomes of requests under way when a sync pauses the servers: abort (the client "
+        "sends them again, with the tokens so far), drain (they end first), retract (they wait in "
+        "the server, which computes their tokens anew) or in_place (they go on with the old "
+        "weights' cache, and no cache is flushed)",
+        choices=("abort", "drain", "retract", "in_place"),
     )
     senders: int | None = arg(
         1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -12,21 +11,26 @@ from typing import Any, TypeVar
 from megarl.api.batch import Batch, Padded
 from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
 from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.config.check_rollout import kv_problems
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.answers import current as current_answers
+from megarl.rollout.cache_keys import CacheKeys
+from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.generation import Sample, attempt_key, stable_seed
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
 from megarl.rollout.routes import wanted
-from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers
+from megarl.rollout.sample_loop import SampleLoop
+from megarl.rollout.server_choice import ServerChoice
+from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
 from megarl.rollout.server_waits import (
     check_routes,
     context_length,
@@ -63,8 +67,11 @@ class RemoteSGLangEngine(InferenceEngine):
     ) -> None:
         self.config = config
         self._sync = weight_sync or WeightSyncConfig()
+        for problem in kv_problems(config.kv_after_sync, self._sync.pause_mode):
+            raise ValueError(problem)
         self._seed, self._tokenizer = seed, tokenizer
         self._version = 0
+        self._keys = CacheKeys(config.kv_after_sync)
         self._updated: int | None = None  # the last version that update_weights saw arrive
         self._loop: LoopThread | None = None
         self._pool: ServerPool | None = None
@@ -72,7 +79,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._executor: RolloutExecutor | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
-        self._cut: Future[None] | None = None  # of the answers, during a pause
+        self._pauses: Pauses | None = None
         self._gateway: Gateway | None = None  # from the first session
         self._routes: RouteShape | None = None  # where answers are to have them
 
@@ -109,16 +116,26 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Opens connections, on the driver; returns the servers' addresses."""
-        pool = ServerPool(
-            server_addresses(self.config),
-            request_timeout=self.config.request_timeout,
+        pool = ServerPool(server_addresses(self.config), server_timeout=self._sync.server_timeout)
+        dispatcher = Dispatcher(
+            pool,
+            ServerChoice(affinity=self.config.affinity),
+            timeout=self.config.request_timeout,
             retries=self.config.request_retries,
-            server_timeout=self._sync.server_timeout,
         )
         self._pool, self._loop = pool, LoopThread()
-        patience = self._sync.timeout + self.config.request_timeout
-        self._samples = SampleLoop(pool, patience=patience)
+        # a pause may take weight_sync.timeout to drain, and the update as long
+        patience = 2 * self._sync.timeout + self.config.request_timeout
+        self._samples = SampleLoop(dispatcher, keys=self._keys, patience=patience)
         self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
+        self._pauses = Pauses(
+            self.config,
+            self._sync,
+            loop=self._loop,
+            pool=pool,
+            samples=self._samples,
+            pipeline=self._executor.pipeline,
+        )
         setup = self.config.setup_timeout
         self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
         self._loop.run(wait_healthy(pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
@@ -132,7 +149,7 @@ class RemoteSGLangEngine(InferenceEngine):
         loop, pool, samples, zero = self._loop, self._pool, self._samples, self._zero
         gateway = self._gateway
         self._loop = self._pool = self._samples = self._executor = self._zero = None
-        self._gateway = None
+        self._gateway = self._pauses = None
         if zero is not None:
             zero.close()
         if loop is not None:
@@ -207,9 +224,9 @@ class RemoteSGLangEngine(InferenceEngine):
         return (await self.agenerate_many([req]))[0]
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Generates samples in one request to one server, in the order of `reqs`, and continues
-        those that a pause aborts. Raises RuntimeError where all tries fail, ValueError for a broken
-        answer."""
+        """Generates samples in one request to one server, that of the episode where there is one
+        (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
+        RuntimeError where all tries fail, ValueError for a broken answer."""
         loop, _, sending = self._open()
         samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
         if (answers := current_answers.get()) is not None:
@@ -266,37 +283,18 @@ class RemoteSGLangEngine(InferenceEngine):
         """
         if not self.drives:
             return
-        (loop, pool, samples), listed = self._open(), listed_servers(self.config)
-        self.executor.pipeline.hold()
-
-        async def work() -> None:
-            samples.hold()
-            mode = {"mode": self._sync.pause_mode}
-            await pool.pause(mode, timeout=self._sync.timeout, listed=listed)
-
-        loop.run(work(), timeout=self._sync.timeout + 2 * PROBE_TIMEOUT)
-        if self._sync.pause_mode == "abort":  # the others bring no partial answers
-            self._cut = loop.submit(self._take_cut(samples))
-
-    async def _take_cut(self, samples: SampleLoop) -> None:
-        """Has the pipeline note all answers as they are, once what the pause cut short is here."""
-        if await samples.settled():
-            self.executor.pipeline.cut()
+        self._paused().begin()
 
     def resume(self) -> None:
         """Has the servers go on and sends requests again; does nothing on other ranks."""
         if not self.drives:
             return
-        loop, pool, samples = self._open()
-        if self._cut is not None:
-            self._cut.result(SETTLE_TIMEOUT + PROBE_TIMEOUT)
+        self._paused().end()
 
-        async def work() -> None:
-            await pool.control("/continue_generation", {}, timeout=self._sync.timeout)
-            samples.release()
-
-        loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
-        self.executor.pipeline.release()
+    def _paused(self) -> Pauses:
+        self._open()
+        assert self._pauses is not None
+        return self._pauses
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
         """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
@@ -334,6 +332,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         """Sets the version of the weights; after a lower one than the last, updates count anew."""
         self._version = version
+        self._keys.set_version(version)
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
         if self._executor is not None:

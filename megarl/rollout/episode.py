@@ -22,6 +22,7 @@ from megarl.observability.logging import get_logger
 from megarl.observability.timeline import EPISODES, timeline
 from megarl.rollout.answers import AnswerLog
 from megarl.rollout.answers import current as current_answers
+from megarl.rollout.cache_keys import began
 from megarl.rollout.episode_check import check_episode, check_valid
 from megarl.rollout.generation import attempt
 from megarl.rollout.retries import (
@@ -32,6 +33,7 @@ from megarl.rollout.retries import (
     numbered_through,
 )
 from megarl.rollout.routes import wanted as routes_wanted
+from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.batch import select
 
 log = get_logger(__name__)
@@ -46,6 +48,7 @@ class Episode:
     drawn: the row came from prepare_batch's dataloader.
     drops: how often in a row its samples were too stale.
     failed: kind and length of rollouts that are not in `batch` because something failed.
+    lost: their samples, as far as the workflow returned them; but for the ids, of any content.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
@@ -65,6 +68,7 @@ class Episode:
     drops: int = 0
     batch: Padded | None = None
     failed: Sequence[Failed] = ()
+    lost: Sequence[Padded] = ()
     good: int = 0
     retried: int = 0
     began: int | None = None
@@ -102,6 +106,7 @@ async def run_episode(
     retries: how often failed rollouts are made anew; min_rollouts: see config.rollout."""
     begun, start, task = time.monotonic(), time.time(), asyncio.current_task()
     current_answers.set(episode.answers)
+    current_home.set(Home())
     routes_wanted.set(episode.routes)
     clock = asyncio.timeout(timeout)
     try:
@@ -168,6 +173,7 @@ async def _with_retries(
     data = {**episode.row, "episode_id": episode.number}
     for again in range(retries + 1):
         attempt.set(again)
+        began.set(engine.get_version())
         try:
             made = await episode.workflow.arun_episode(engine, data)
             if made is None:
@@ -175,6 +181,7 @@ async def _with_retries(
             batch, failed = _checked(made, episode, engine, vocab_size)
             found.add(batch, failed)
             if failed:
+                episode.lost = [*episode.lost, {k: v[~made["valid"]] for k, v in made.items()}]
                 log.warning("%s: rollouts failed: %s", episode.name, by_kind(failed))
         except RolloutFailed as e:
             log.warning("%s: all rollouts failed: %s", episode.name, e)

@@ -77,10 +77,21 @@ class Sample:
             params["sampling_seed"] = self.seed
         return params
 
-    def absorb(self, item: dict[str, Any], *, initial_version: int, routes_from: int = 0) -> int:
+    def absorb(
+        self,
+        item: dict[str, Any],
+        *,
+        initial_version: int,
+        until: int | None = None,
+        routes_from: int = 0,
+    ) -> int:
         """Takes one answer in, whose routes begin at position `routes_from`; returns how many
         tokens it brought. Raises ValueError for an answer that breaks the protocol and RuntimeError
-        for a request that the server gave up on."""
+        for a request that the server gave up on.
+
+        until: an answer that was begun by later weights than this version, on KV that was cached,
+        is left out.
+        """
         meta = item["meta_info"]
         tokens, logprobs = _tokens_and_logprobs(item)
         finish = meta.get("finish_reason")
@@ -92,6 +103,8 @@ class Sample:
                 f"{response.output_len + len(tokens)} tokens where {most} were asked for; {_FIX}"
             )
         versions = _versions(meta, len(tokens), initial_version)
+        if until is not None and versions and versions[0] > until and meta.get("cached_tokens"):
+            return 0
         if self.routes is not None:
             sent = len(self.tokens)
             self.routes.absorb(meta, sent=sent, got=len(tokens), asked=routes_from)
@@ -123,9 +136,12 @@ class Sample:
             )
 
 
-def batch_body(samples: Sequence[Sample], adapter: str | None = None) -> dict[str, Any]:
+def batch_body(
+    samples: Sequence[Sample], extra_key: str, adapter: str | None = None
+) -> dict[str, Any]:
     """Returns the body of ONE /generate request for all samples, each with its own parameters and
-    seed. adapter: the name of the adapter that the servers compute with."""
+    seed. extra_key: of the prefix cache (see `CacheKeys`); adapter: the name of the adapter that
+    the servers compute with."""
     more: dict[str, Any] = {} if adapter is None else {"lora_path": [adapter] * len(samples)}
     if (start := routes_from(samples)) is not None:  # one for all samples of a request
         more |= {"return_routed_experts": True, "routed_experts_start_len": start}
@@ -134,6 +150,7 @@ def batch_body(samples: Sequence[Sample], adapter: str | None = None) -> dict[st
         "input_ids": [s.tokens for s in samples],
         "sampling_params": [s.sampling_params() for s in samples],
         "return_logprob": True,
+        "extra_key": extra_key,
     }
 
 

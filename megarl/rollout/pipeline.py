@@ -47,6 +47,7 @@ class Pipeline:
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._engine, self._loop = config, engine, loop
         self.vocab_size: int | None = None  # the model's, where it is known
+        self.observer: Callable[[Episode], None] = lambda episode: None  # of what ends
         self.staleness = StalenessManager(
             max_concurrent=config.max_concurrent_rollouts or DEFAULT_CONCURRENCY,
             max_head_offpolicyness=config.max_head_offpolicyness,
@@ -71,8 +72,6 @@ class Pipeline:
         self._numbers: deque[int] = deque()  # of rows that a resumed run submits again
         self._places = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    # callers' side; methods marked * are called with `changed` held
 
     def enqueue(
         self,
@@ -310,9 +309,10 @@ class Pipeline:
         self.start_soon()
 
     def _remember(self, episode: Episode) -> None:
-        """Keeps the answers of an episode that is done with, but not its samples."""
+        """Shows `observer` an episode that is done with; keeps its answers, not its samples. *"""
+        self.observer(episode)
         if episode.answers is not None:
-            self._ended.append(replace(episode, batch=None))
+            self._ended.append(replace(episode, batch=None, lost=()))
 
     def _drop(self, episode: Episode, version: int) -> None:
         if episode.drops + 1 == MAX_DROPS:  # begun anew under newer weights every time

@@ -7,8 +7,10 @@ import time
 from collections.abc import Sequence
 
 from megarl.api.records import ModelResponse
+from megarl.rollout.cache_keys import CacheKeys
+from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.generation import Sample, batch_body, routes_from
-from megarl.rollout.server_pool import ServerPool
+from megarl.rollout.server_choice import current_home
 from megarl.utils.http import HttpError
 
 # aborts in a row, without a token and without a pause of ours, before it is an error
@@ -19,15 +21,16 @@ POLL_INTERVAL = 0.01
 
 
 class SampleLoop:
-    """Sends samples to the servers of `pool` until none is unfinished, but none while it is held.
-    Its methods run in the pool's event loop.
+    """Sends samples by `dispatcher` until none is unfinished, but none while it is held. Its
+    methods run in the event loop of the dispatcher.
 
+    keys: of the servers' prefix caches, which requests name.
     patience: seconds that a request waits while it is held.
     adapter: the name of the adapter that requests ask for, None for none.
     """
 
-    def __init__(self, pool: ServerPool, *, patience: float) -> None:
-        self._pool, self._patience = pool, patience
+    def __init__(self, dispatcher: Dispatcher, *, keys: CacheKeys, patience: float) -> None:
+        self._dispatcher, self._keys, self._patience = dispatcher, keys, patience
         self.adapter: str | None = None
         self._admitted = asyncio.Event()
         self._admitted.set()
@@ -48,9 +51,10 @@ class SampleLoop:
         """Sends requests again."""
         self._admitted.set()
 
-    async def settled(self) -> bool:
-        """Waits, while it is held, for the answers under way; returns whether all came in time."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT
+    async def settled(self, timeout: float = SETTLE_TIMEOUT) -> bool:
+        """Waits, while it is held, for the answers under way; returns whether all came in `timeout`
+        seconds."""
+        deadline = time.monotonic() + timeout
         while self._under_way and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL)
         return not self._under_way
@@ -58,13 +62,13 @@ class SampleLoop:
     async def generate(self, samples: Sequence[Sample]) -> list[ModelResponse]:
         """Returns the samples' responses, once all have ended. Samples that a pause aborts are sent
         again. Raises RuntimeError where all tries fail, ValueError for a broken answer."""
-        fruitless = 0
+        fruitless, begun = 0, self._keys.begin()
         unfinished = [s for s in samples if not s.done]
         while unfinished:
             await self._admission()
             holds = self._holds
             try:
-                gained = await self._ask(unfinished)
+                gained = await self._ask(unfinished, begun)
             except HttpError:  # on its way across an update: the adapter it names is gone
                 if self.adapter is None or holds == self._holds:
                     raise
@@ -80,21 +84,28 @@ class SampleLoop:
                 await asyncio.sleep(ABORT_DELAY)
         return [s.response for s in samples]
 
-    async def _ask(self, samples: Sequence[Sample]) -> int:
-        """Sends one request for all and takes the answers in; returns how many tokens came."""
+    async def _ask(self, samples: Sequence[Sample], begun: int) -> int:
+        """Sends one request for all, whose episode began at version `begun`, and takes the answers
+        in; returns how many tokens came."""
         self._under_way += 1
-        asked = routes_from(samples) or 0
+        named, asked = self._keys.version_for(begun), routes_from(samples) or 0
+        body = batch_body(samples, self._keys.key(named), self.adapter)
         try:
-            items, server = await self._pool.generate(
-                batch_body(samples, self.adapter), len(samples)
-            )
+            items, server = await self._dispatcher.generate(body, len(samples), current_home.get())
+            until = named if self._keys.crossed(named) else None
             try:
                 pairs = zip(samples, items, strict=True)
-                return sum(
-                    s.absorb(item, initial_version=0, routes_from=asked) for s, item in pairs
+                gained = sum(
+                    s.absorb(item, initial_version=0, until=until, routes_from=asked)
+                    for s, item in pairs
                 )
             except ValueError as e:
                 raise ValueError(f"server {server}: /generate: {e}") from e
+            for s in samples:
+                if s.done:
+                    most = s.request.gconfig.max_new_tokens
+                    self._dispatcher.choice.learn(s.response.output_len, most)
+            return gained
         finally:
             self._under_way -= 1
 

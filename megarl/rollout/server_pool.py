@@ -1,4 +1,4 @@
-"""Keeps the servers a client talks to: choice by load, retries, and control calls to all of them.
+"""Keeps the servers a client talks to, and makes control calls to all of them.
 
 No other module knows which of them are there. A server that gives no answer to a request is asked
 last until it answers again; one that gives none to a control call is lost: it missed what keeps
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import aiohttp
@@ -21,14 +19,15 @@ from megarl.api.records import INITIAL_VERSION
 from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.observability.logging import get_logger
+from megarl.rollout.server_choice import Server, State
 from megarl.utils.http import (
-    STRANGER,
     HttpError,
     accepted,
     as_object,
     authorization,
     decode_answer,
     in_thread,
+    retry_after,
     shown,
     split_address,
 )
@@ -36,8 +35,6 @@ from megarl.utils.liveness import LINGER, Deadline, outcomes, start_calls
 
 log = get_logger(__name__)
 
-RETRY_DELAY = 0.2  # seconds before the first retry; doubles up to MAX_RETRY_DELAY
-MAX_RETRY_DELAY = 10.0
 POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health or /model_info; SGLang's /health generates a token
 # how long a pause waits to hear from lost servers; those that are back answer at once
@@ -45,46 +42,18 @@ RETURN_TIMEOUT = 1.0
 CLOSE_TIMEOUT = 5.0  # of a resume at the end
 
 
-class _State(Enum):
-    """Says what a server gets; the value of each state is its meaning."""
-
-    SERVING = "gets requests and control calls"
-    JOINING = "paused; gets control calls, and requests once it serves the weights of an update"
-    LOST = "gets nothing"
-
-
-@dataclass
-class _Server:
-    address: str  # host:port
-    state: _State = _State.SERVING
-    in_flight: int = 0  # samples
-    silent: bool = False  # its last call got no answer
-    generating: set[asyncio.Future[Any]] = field(default_factory=set)  # /generate calls
-
-
 class ServerPool:
     """Talks to the generation servers. All methods run in the event loop that `open` ran in."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        *,
-        request_timeout: float,
-        retries: int,
-        server_timeout: float = 30.0,
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], *, server_timeout: float = 30.0) -> None:
         if not addresses:
             raise ValueError(
                 "no generation server: set rollout.addresses=[host:port,...] or the environment "
                 "variable MEGARL_LLM_SERVER_ADDRS, or use megarl.launcher.local, which starts them"
             )
-        if retries < 1:
-            raise ValueError(f"rollout.request_retries={retries}: use at least 1")
-        self._servers = [_Server(_normal(a)) for a in addresses]
-        self._timeout, self._retries = request_timeout, retries
+        self._servers = [Server(_normal(a)) for a in addresses]
         self._server_timeout = server_timeout
         self._version: str | None = None  # of the last update
-        self._next = 0
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -93,8 +62,14 @@ class ServerPool:
         return [s.address for s in self._present]
 
     @property
-    def _present(self) -> list[_Server]:
-        return [s for s in self._servers if s.state is not _State.LOST]
+    def serving(self) -> list[Server]:
+        """Returns the servers that get requests: a joining one is paused, and holds a request until
+        it has the weights, but is better than none."""
+        return [s for s in self._servers if s.state is State.SERVING] or self._present
+
+    @property
+    def _present(self) -> list[Server]:
+        return [s for s in self._servers if s.state is not State.LOST]
 
     async def open(self) -> None:
         """Opens the HTTP session; no server is called yet."""
@@ -110,7 +85,7 @@ class ServerPool:
             await self._session.close()
             self._session = None
 
-    async def _continue(self, servers: Sequence[_Server]) -> None:
+    async def _continue(self, servers: Sequence[Server]) -> None:
         """Has servers that this run leaves go on; warns of those that do not answer."""
         calls = (
             self.call(s.address, "POST", "/continue_generation", {}, timeout=CLOSE_TIMEOUT)
@@ -120,75 +95,15 @@ class ServerPool:
             if isinstance(answer, Exception):
                 log.warning("left paused: %s", answer)
 
-    async def generate(
-        self, body: dict[str, Any], samples: int
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Sends one batch request to the least loaded server, and to another on a connection error.
-        Returns one answer for each sample, and the address of the server. Raises RuntimeError where
-        every try fails, and HttpError where a server refuses the request."""
-        failed: list[_Server] = []
-        for attempt in range(self._retries):
-            server = self._pick(avoid=failed)
-            server.in_flight += samples
-            try:
-                if server.silent:
-                    await self._check_version(server)
-                items = _checked(await self._generate(server, body), samples, server.address)
-                for item in items:
-                    self._check_served(server, item["meta_info"], "/generate")
-            except HttpError as error:
-                if error.status is not None and error.status < 500:
-                    raise
-                cause = error
-                self._heard(server, error)
-            else:
-                self._heard(server)
-                return items, server.address
-            finally:
-                server.in_flight -= samples
-            failed.append(server)
-            log.debug("try %d of %d: %s", attempt + 1, self._retries, cause)
-            if attempt + 1 < self._retries:
-                await asyncio.sleep(min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY))
-        raise RuntimeError(
-            f"generation failed {self._retries} times (rollout.request_retries; one try may take "
-            f"rollout.request_timeout={self._timeout:g} s), the last time because {cause}"
-        ) from cause
-
-    async def _generate(self, server: _Server, body: dict[str, Any]) -> Any:
-        """Returns the answer, or raises HttpError as soon as the server is lost."""
-        call = asyncio.ensure_future(
-            self.call(server.address, "POST", "/generate", body, timeout=self._timeout)
-        )
-        server.generating.add(call)
-        try:
-            await asyncio.wait({call})
-            if call.cancelled():  # by `drop`
-                raise HttpError(server.address, "/generate", "was given up: the server is lost")
-            return call.result()
-        finally:
-            server.generating.discard(call)
-            call.cancel()
-
-    def _pick(self, *, avoid: Sequence[_Server]) -> _Server:
-        """Returns the least loaded server, in turns among equals; servers that just failed come
-        last. A joining one is paused, and holds a request until it has the weights."""
-        serving = [s for s in self._servers if s.state is _State.SERVING] or self._present
-        n = len(serving)
-        order = [serving[(self._next + i) % n] for i in range(n)]
-        best = min(order, key=lambda s: (avoid.count(s), s.silent, s.in_flight))
-        self._next = (serving.index(best) + 1) % n
-        return best
-
-    async def _check_version(self, server: _Server) -> None:
-        """Asks a silent server for its version: another process may be at its address now."""
-        info = await self.call(
-            server.address, "GET", "/model_info", timeout=min(self._server_timeout, self._timeout)
-        )
+    async def check_version(self, server: Server) -> None:
+        """Asks a silent server for its version: another process may be at its address now. Raises
+        HttpError where it has none, or one from before the last update."""
+        timeout = self._server_timeout
+        info = await self.call(server.address, "GET", "/model_info", timeout=timeout)
         info = as_object(server.address, "/model_info", info, "weight_version")
-        self._check_served(server, info, "/model_info")
+        self.check_served(server, info, "/model_info")
 
-    def _check_served(self, server: _Server, info: Mapping[str, Any], path: str) -> None:
+    def check_served(self, server: Server, info: Mapping[str, Any], path: str) -> None:
         """Drops a server and raises HttpError where it reports, after an update, the weights that
         servers start with: it was started again."""
         if self._version is not None and info.get("weight_version") == INITIAL_VERSION:
@@ -200,13 +115,6 @@ class ServerPool:
             self.drop({server.address: error})
             raise error
 
-    def _heard(self, server: _Server, error: HttpError | None = None) -> None:
-        """Notes how a request ended; one warning for however many a server leaves unanswered."""
-        silent = error is not None and error.status is None
-        if error is not None and not (silent and server.silent):
-            log.warning("%s", error)
-        server.silent = silent
-
     def drop(self, lost: Mapping[str, object], *, bound: str = "") -> None:
         """Goes on without the servers `lost` (address -> reason). Raises RuntimeError if no other
         is left. `bound` says how long they were waited for."""
@@ -214,7 +122,7 @@ class ServerPool:
         if not newly:
             return
         for server in newly:
-            server.state = _State.LOST
+            server.state = State.LOST
             for call in server.generating:
                 call.cancel()
         left = len(self._present)
@@ -231,10 +139,10 @@ class ServerPool:
         the others are let go, unless no server would be left."""
         if listed is not None:
             self._add(listed)
-        lost = [s for s in self._servers if s.state is _State.LOST]
+        lost = [s for s in self._servers if s.state is State.LOST]
         returned = await asyncio.gather(*(self._is_back(s, body) for s in lost))
         for server in (s for s, back in zip(lost, returned, strict=True) if back):
-            server.state, server.silent = _State.JOINING, False
+            server.state, server.silent = State.JOINING, False
             log.info("server %s is back: it gets the weights of this update", server.address)
         await self.control("/pause_generation", body, timeout=timeout)
         if listed is not None:
@@ -246,7 +154,7 @@ class ServerPool:
         for address in listed:
             if address not in known:
                 known.add(address)
-                self._servers.append(_Server(address, state=_State.LOST))
+                self._servers.append(Server(address, state=State.LOST))
                 log.info("server %s is new: it joins at the update at which it answers", address)
 
     async def _let_go(self, listed: Sequence[str]) -> None:
@@ -263,9 +171,9 @@ class ServerPool:
                 for call in late:  # its request goes to another server
                     call.cancel()
             log.info("server %s leaves the run: it is listed no more", server.address)
-        await self._continue([s for s in leaving if s.state is not _State.LOST])
+        await self._continue([s for s in leaving if s.state is not State.LOST])
 
-    async def _is_back(self, server: _Server, pause: dict[str, Any]) -> bool:
+    async def _is_back(self, server: Server, pause: dict[str, Any]) -> bool:
         try:
             info = await self.call(server.address, "GET", "/model_info", timeout=RETURN_TIMEOUT)
             as_object(server.address, "/model_info", info, "weight_version")
@@ -281,7 +189,7 @@ class ServerPool:
         """Notes that all servers that are not lost serve `version` now."""
         self._version = str(version)
         for server in self._present:
-            server.state = _State.SERVING
+            server.state = State.SERVING
 
     async def everywhere(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
@@ -340,12 +248,13 @@ class ServerPool:
         try:
             async with self._session.request(method, url, json=body, timeout=limit) as response:
                 status, raw = response.status, await response.read()
+                rest = retry_after(response.headers.get("Retry-After"))
         except TimeoutError as e:
             raise HttpError(address, path, f"gave no answer within {timeout:.0f} s") from e
         except (aiohttp.ClientError, OSError) as e:
             reason = f"failed: {type(e).__name__}: {shown(str(e)) if str(e) else ''}".rstrip(": ")
             raise HttpError(address, path, reason) from e
-        return accepted(address, path, status, decode_answer(raw))
+        return accepted(address, path, status, decode_answer(raw), retry_after=rest)
 
 
 def listed_servers(config: RolloutConfig) -> list[str] | None:
@@ -374,15 +283,3 @@ def gone(answers: Mapping[str, Any]) -> dict[str, HttpError]:
     """Returns the servers that are there no more, without slow ones, with their errors."""
     unheard = silent(answers)
     return {a: e for a, e in unheard.items() if not isinstance(e.__cause__, TimeoutError)}
-
-
-def _checked(answer: Any, samples: int, address: str) -> list[dict[str, Any]]:
-    items = answer if isinstance(answer, list) else [answer]
-    if len(items) != samples or not all(
-        isinstance(i, dict) and isinstance(i.get("meta_info"), dict) for i in items
-    ):
-        raise RuntimeError(
-            f"server {address}: /generate answered {shown(answer)!r} to {samples} samples: "
-            f"{STRANGER}"
-        )
-    return items

@@ -72,10 +72,12 @@ class RequestParser:
         params = _all_params(body.get("sampling_params"), count, batched)
         logprobs = _per_item(body.get("return_logprob"), count, "return_logprob", batched)
         rids = _rids(body.get("rid"), count, batched)
+        keys = _extra_keys(body.get("extra_key"), count, batched)
         start = _routes_from(body, min(map(len, prompts)))
         call = GenerateCall()
         call.sequences = [
-            self._sequence(*parts, start, call) for parts in zip(rids, prompts, params, logprobs)
+            self._sequence(*parts, start, call)
+            for parts in zip(rids, prompts, params, logprobs, keys)
         ]
         call.pending = count
         return call, batched
@@ -121,6 +123,7 @@ class RequestParser:
         prompt: list[int],
         params: SamplingParams,
         wants_logprobs: Any,
+        extra_key: str | None,
         routes_from: int | None,
         call: GenerateCall,
     ) -> ServedSequence:
@@ -142,6 +145,7 @@ class RequestParser:
             wants_logprobs=bool(wants_logprobs),
             routes_from=routes_from,
             call=call,
+            extra_key=extra_key,
         )
 
 
@@ -173,6 +177,14 @@ def _per_item(value: Any, count: int, name: str, batched: bool) -> list[Any]:
     if not batched or len(value) != count:
         raise ServerError(f"{name} has {len(value)} entries for {count} prompt(s)")
     return value
+
+
+def _extra_keys(given: Any, count: int, batched: bool) -> list[str | None]:
+    """Returns the extra key of each prompt; None where it is empty, as in SGLang."""
+    keys = _per_item(given, count, "extra_key", batched)
+    if not all(key is None or isinstance(key, str) for key in keys):
+        raise ServerError("extra_key must be a string or a list of strings")
+    return [key or None for key in keys]
 
 
 def _routes_from(body: dict[str, Any], shortest: int) -> int | None:

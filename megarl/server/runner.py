@@ -127,48 +127,47 @@ class ModelRunner:
     def prefill(
         self, seqs: Sequence[ServedSequence], first_row: int
     ) -> tuple[list[ServedSequence], torch.Tensor]:
-        """Fills the cache for `seqs` from `first_row` on; prompts that are equal are run once.
+        """Fills the cache for `seqs` from `first_row` on; prompts that are equal, and of one extra
+        key, are run once.
 
         `make_room` comes first. Returns the sequences in the order of the rows they got, and
         logits [n,V] behind the last token of each.
         """
-        groups: dict[tuple[int, ...], list[ServedSequence]] = {}
+        by_prompt: dict[tuple[str | None, tuple[int, ...]], list[ServedSequence]] = {}
         for s in seqs:
-            groups.setdefault(tuple(s.tokens), []).append(s)
-        prompts = sorted(groups, key=len)
-        routes: list[torch.Tensor] = []  # of each prompt, where they are recorded
+            by_prompt.setdefault((s.extra_key, tuple(s.tokens)), []).append(s)
+        groups = sorted(by_prompt.values(), key=lambda group: group[0].length)
+        prompts = [tuple(group[0].tokens) for group in groups]
         logits, row = [], first_row
         for chunk in self._chunks(prompts):
             hidden = self._forward(self._padded(chunk), 0, Prefill(self.cache, row))
             if self._routes is not None:
-                routes += self._routes.take(len(chunk))
+                served = groups[row - first_row : row - first_row + len(chunk)]
+                for group, routes in zip(served, self._routes.take(len(chunk)), strict=True):
+                    for s in group:
+                        s.routes = [routes[: s.length]]
             last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
             row += len(chunk)
-        order, source = self._share(prompts, groups, first_row)
-        for s, i in zip(order, source):
-            s.routes = [routes[i][: s.length]] if routes else []
+        order, source = self._share(groups, first_row)
         return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
 
     def _share(
-        self,
-        prompts: list[tuple[int, ...]],
-        groups: dict[tuple[int, ...], list[ServedSequence]],
-        row: int,
+        self, groups: list[list[ServedSequence]], row: int
     ) -> tuple[list[ServedSequence], list[int]]:
         """Copies the row of each group's first sequence to the rows of its other sequences.
 
-        Returns all sequences in the order of their rows and the prompt each has.
+        Returns all sequences in the order of their rows and the group that each is of.
         """
-        order, source = [groups[p][0] for p in prompts], list(range(len(prompts)))
-        for i, p in enumerate(prompts):
-            for s in groups[p][1:]:
-                s.cached_tokens = len(p) - 1
+        order, source = [group[0] for group in groups], list(range(len(groups)))
+        for i, group in enumerate(groups):
+            for s in group[1:]:
+                s.cached_tokens = s.length - 1
                 order.append(s)
                 source.append(i)
-        copies = range(len(prompts), len(order))
+        copies = range(len(groups), len(order))
         self.cache.copy_rows(
-            [row + source[i] for i in copies], [row + i for i in copies], len(prompts[-1])
+            [row + source[i] for i in copies], [row + i for i in copies], groups[-1][0].length
         )
         return order, source
 

@@ -38,9 +38,10 @@ class ServedSequence:
     """Holds a prompt and what was written to it so far.
 
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
-    answer has them where `wants_logprobs`. routes: what routers chose for its tokens but the last,
-    in parts [n,L,k], where the server records it; an answer has those from position `routes_from`
-    on, None for none. Times are those of time.monotonic().
+    answer has them where `wants_logprobs`. Sequences share KV where their `extra_key` is the same.
+    routes: what routers chose for its tokens but the last, in parts [n,L,k], where the server
+    records it; an answer has those from position `routes_from` on, None for none. Times are those
+    of time.monotonic().
     """
 
     rid: str
@@ -51,6 +52,7 @@ class ServedSequence:
     seed: int
     wants_logprobs: bool
     call: GenerateCall
+    extra_key: str | None = None
     routes_from: int | None = None
     routes: list[Tensor] = field(default_factory=list)
     output: list[int] = field(default_factory=list)

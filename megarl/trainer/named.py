@@ -25,7 +25,7 @@ from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of
 from megarl.data import check_batches, load_rows
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
-from megarl.trainer.user_code import Named, code_problems
+from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
 from megarl.utils.importing import is_import_path
 from megarl.utils.isolated import call_isolated
 
@@ -225,7 +225,7 @@ def _named_rl_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Ite
     if built_in_transport(cfg.weight_sync.type) is None or cfg.weight_sync.options:
         sync = SeamConfig(type=cfg.weight_sync.type, options=cfg.weight_sync.options)
         yield _named("weight_sync.type", sync, "transport", config=cfg)
-    for kind in ("loss", "advantages"):
+    for kind in ALGORITHMS:
         if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
             yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)
     for key, data in datasets(cfg).items():

@@ -81,7 +81,12 @@ class WeightPublisher:
         if verify == "sample" and not self._published:
             verify = "full"  # the first update shows whether the two sides fit at all
         return WeightUpdateMeta.from_config(
-            self._config, path=self._path, addresses=addresses, version=version, verify=verify
+            self._config,
+            path=self._path,
+            addresses=addresses,
+            version=version,
+            verify=verify,
+            flush_cache=self._client.config.kv_after_sync == "flush",
         )
 
     def _pause(self) -> list[str]:

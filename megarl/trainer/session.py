@@ -21,10 +21,12 @@ from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.trainer.answers_file import AnswersFile
+from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
 from megarl.trainer.evaluation import Evaluator
 from megarl.trainer.recover import data_of, same_data
 from megarl.utils import stopping
@@ -50,6 +52,7 @@ class RolloutSession:
             cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
         )
         self.driver: RolloutDriver | None = None  # on rank 0
+        self._episodes = cfg.episodes
 
         def make() -> int:
             self.driver = RolloutDriver(cfg, tokenizer, self.client)
@@ -100,6 +103,11 @@ class RolloutSession:
         skipped. Returns the counters so far, and reward/mean_failed_as_zero: what the mean reward
         would be if the rollouts that failed meanwhile had earned nothing.
         """
+        if self._episodes.keep != 0:
+            with record_timing("episodes"):
+                tokens = computed_tokens(batch, self._episodes.keep)
+                if self.driver is not None:
+                    self.driver.computed(batch, tokens)
         done = batch["episode_ids"], batch.get("skipped")
         counters = self.client.on_driver(RolloutDriver.account, self.driver, *done)
         rewards = rollouts_of(batch).of_first(batch["rewards"]).double()
@@ -130,7 +138,7 @@ class RolloutSession:
             self.client.destroy()
         finally:
             if self.driver is not None:
-                self.driver.pool.close()
+                self.driver.close()
 
 
 class RolloutDriver:
@@ -154,6 +162,9 @@ class RolloutDriver:
         if cfg.recover.mode != "disabled":
             path = run_dir(cfg) / RECOVER_DIR / "answers.pt"
             self.answers = AnswersFile(path, client, cfg.recover.answers_secs)
+        self.recorder: EpisodeRecorder | None = None
+        if cfg.episodes.keep != 0:
+            self.recorder = EpisodeRecorder(run_dir(cfg), tokenizer, cfg.episodes.keep)
         self.should_accept = has_signal if cfg.actor.dynamic_sampling else None
         self.evaluator = None
         if cfg.valid_dataset is not None:
@@ -179,7 +190,7 @@ class RolloutDriver:
 
     def opened(self) -> None:
         """Has answers checked against the model's vocabulary, kept for a resume and, to be
-        replayed, carry routes from now on, as the client is open."""
+        replayed, carry routes, and episodes recorded, from now on, as the client is open."""
         pipeline = self.client.executor.pipeline
         model = read_hf_config(self.model, override=self.override)
         pipeline.vocab_size = model.vocab_size
@@ -192,6 +203,8 @@ class RolloutDriver:
                     top_k=model.moe.top_k,
                 )
             )
+        if self.recorder is not None:
+            pipeline.observer = self.recorder.ended
 
     def next_batch(self) -> list[Padded]:
         """Returns the samples of the next batch, by episode. Raises StopRequested where a signal
@@ -205,6 +218,8 @@ class RolloutDriver:
             meanwhile=self.answers.write_if_due if self.answers else None,
         )
         self.client.executor.received(torch.cat([p["episode_ids"] for p in parts]))
+        if self.recorder is not None:
+            self.recorder.handed_out(self.client.get_version())
         return parts
 
     def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
@@ -216,7 +231,21 @@ class RolloutDriver:
         return self.client.get_version()
 
     def failed(self, batch: Batch, failed: Tensor, kind: str) -> None:
+        """Books the samples under `failed` [B], which leave the batch, as failed."""
         self.client.executor.failed(batch, failed, kind)
+        if self.recorder is not None:
+            self.recorder.dropped(failed, kind)
+
+    def computed(self, batch: Batch, tokens: list[tuple[Tensor, Padded]]) -> None:
+        """Has recorded what the step computed of the batch: (rows, padded fields [b,S]) each."""
+        if self.recorder is not None:
+            self.recorder.computed(tokens, batch["rewards"], batch.get("skipped"))
+
+    def close(self) -> None:
+        """Ends the reward workers, and waits until the episodes are on disk."""
+        self.pool.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def account(self, episode_ids: Any, skipped: Any) -> dict[str, float]:
         """Books the samples of `episode_ids` [B] as trained, but for those `skipped` [B] (None:

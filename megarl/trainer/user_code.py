@@ -41,6 +41,7 @@ CALLS = {
     ),
     "trainer": Call(("cfg", "ctx"), (), "Trainer(cfg, ctx)"),
     "loss": Call(("config",), (), "loss(config) -> LossSpec"),
+    "surrogate": Call(("config",), (), "surrogate(config) -> function"),
     "advantages": Call(("config",), (), "advantages(config) -> AdvantageSpec"),
     "collate": Call(("rows",), (), "collate(rows)"),
     "sampler": Call(("dataset",), ("seed",), "sampler(dataset, *, seed)"),
@@ -48,6 +49,9 @@ CALLS = {
         ("rollout",), ("weight_sync", "seed"), "Backend(rollout, *, weight_sync, seed)"
     ),
 }
+
+
+ALGORITHMS = ("loss", "surrogate", "advantages")  # kinds that megarl/algos/specs.py makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ def _problems(code: Named) -> Iterator[str]:
             yield from _of_reward(code)
         elif code.kind == "transport":
             yield from _of_transport(code)
-        elif code.kind in ("loss", "advantages"):
+        elif code.kind in ALGORITHMS:
             yield from _of_algorithm(code)
         else:
             yield from _of_call(code, load_object(code.target, what=code.kind))
@@ -127,7 +131,7 @@ def _of_algorithm(code: Named) -> Iterator[str]:
     wrong = list(_of_call(code, specs.maker(code.kind, code.target)))
     yield from wrong
     if not wrong:
-        (specs.loss_of if code.kind == "loss" else specs.advantages_of)(code.config)
+        getattr(specs, f"{code.kind}_of")(code.config)
 
 
 def _of_transport(code: Named) -> Iterator[str]:

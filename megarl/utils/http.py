@@ -9,8 +9,10 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from megarl.utils.job_token import ENV, job_token
@@ -24,12 +26,22 @@ _SHOWN = 200  # characters of an answer in an error
 
 
 class HttpError(RuntimeError):
-    """Tells that a call failed: `server` is host:port, `status` None when no answer came."""
+    """Tells that a call failed: `server` is host:port, `status` None when no answer came,
+    `retry_after` the seconds until it may be called again, where the server says so."""
 
-    def __init__(self, server: str, call: str, reason: str, status: int | None = None) -> None:
+    def __init__(
+        self,
+        server: str,
+        call: str,
+        reason: str,
+        status: int | None = None,
+        *,
+        retry_after: float | None = None,
+    ) -> None:
         said = f"answered {status}: {reason}" if status is not None else reason
         super().__init__(f"server {server}: {call} {said}")
         self.server, self.status, self.reason = server, status, reason
+        self.retry_after = retry_after
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -74,7 +86,9 @@ def authorization() -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def accepted(address: str, path: str, status: int, answer: Any) -> Any:
+def accepted(
+    address: str, path: str, status: int, answer: Any, *, retry_after: float | None = None
+) -> Any:
     """Returns the answer. Raises HttpError with the server's own message on a status >= 400 and on
     `"success": false`."""
     if status < 400 and not (isinstance(answer, dict) and answer.get("success") is False):
@@ -82,7 +96,19 @@ def accepted(address: str, path: str, status: int, answer: Any) -> Any:
     reason = error_message(answer)
     if status == 401:
         reason += f" (set {ENV} to the token or API key that server was started with)"
-    raise HttpError(address, path, reason, status)
+    raise HttpError(address, path, reason, status, retry_after=retry_after)
+
+
+def retry_after(header: str | None) -> float | None:
+    """Returns the seconds that a Retry-After header asks for, which has seconds or a date; None
+    where there is no such header, or none that can be read."""
+    if header and header.strip().isdigit():
+        return float(header)
+    try:
+        until = parsedate_to_datetime(header or "")
+    except ValueError:
+        return None
+    return max(0.0, until.timestamp() - time.time())
 
 
 def as_object(address: str, path: str, answer: Any, *keys: str) -> dict[str, Any]:

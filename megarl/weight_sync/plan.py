@@ -166,6 +166,7 @@ def update_body(
     flattened: bool,
     version: int,
     last: bool,
+    flush: bool = True,
     weights_id: str | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def update_body(
         "dtypes": [str(m.dtype).removeprefix("torch.") for m in bucket.members],
         "shapes": [list(m.shape) for m in bucket.members],
         "group_name": group_name,
-        **load_body(flattened=flattened, version=version, last=last),
+        **load_body(flattened=flattened, version=version, last=last, flush=flush),
     }
     if changes is not None:
         body |= {"load_format": "delta", "delta": changes}
@@ -188,10 +189,11 @@ def update_body(
     return body
 
 
-def load_body(*, flattened: bool, version: int, last: bool) -> dict[str, Any]:
-    """Returns the fields of every request to load a bucket. Only the last bucket flushes the cache
-    and bumps the version: before it, the server's weights are no version at all."""
-    body: dict[str, Any] = {"flush_cache": last}
+def load_body(*, flattened: bool, version: int, last: bool, flush: bool = True) -> dict[str, Any]:
+    """Returns the fields of every request to load a bucket. Only the last bucket flushes the cache,
+    where it is to be flushed, and bumps the version: before it, the server's weights are no version
+    at all."""
+    body: dict[str, Any] = {"flush_cache": last and flush}
     if flattened:
         body["load_format"] = "flattened_bucket"
     if last:

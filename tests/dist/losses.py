@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.algos import critic_loss, token_weight
-from megarl.algos.losses import sequence_weight
+from megarl.algos.aggregation import sequence_weight
 from tests.dist.engine_jobs import TEMPERATURE, Tensors, loss_fn, weight_fn
 
 LossAndStats = tuple[torch.Tensor, dict[str, Any]]

@@ -108,8 +108,10 @@ async def interrupted(pair: Pair, client: RemoteSGLangEngine, act: Any) -> Model
     return await asyncio.wait_for(task, 120)
 
 
-def client_of(server: RealServer, mode: str) -> RemoteSGLangEngine:
-    config = RolloutConfig(addresses=[server.address], request_timeout=120, setup_timeout=60)
+def client_of(server: RealServer, mode: str, kv: str = "flush") -> RemoteSGLangEngine:
+    config = RolloutConfig(
+        addresses=[server.address], request_timeout=120, setup_timeout=60, kv_after_sync=kv
+    )
     return RemoteSGLangEngine(config, weight_sync=WeightSyncConfig(pause_mode=mode))
 
 

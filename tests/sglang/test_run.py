@@ -22,10 +22,12 @@ from tiny_model import make_model
 STEPS = 3
 
 
-@pytest.mark.parametrize("transport", ("distributed", "colocated"))
-def test_grpo(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "kv"), (("distributed", "flush"), ("colocated", "recompute"))
+)
+def test_grpo(tmp_path: Path, transport: str, kv: str) -> None:
     """Two trainers with sharded weights, one server. The server computes the same logprobs as the
-    trainers at every step, which it can only with the weights of that step.
+    trainers at every step, which it can only with the weights of that step, and with KV of them.
     """
     make_model(tmp_path / "model", hidden=64, layers=2)
     flags = ",".join(f"'{flag}'" for flag in servers.FLAGS)
@@ -38,7 +40,8 @@ def test_grpo(tmp_path: Path, transport: str) -> None:
         "actor.ppo_n_minibatches=1", "train_dataset.reward=tests.sglang.rewards:many_digits",
         "server.type=sglang", f"server.python={servers.config().python}",
         f"server.extra_args=[{flags}]", "server.max_running_requests=64",
-        f"weight_sync.type={transport}", f"server.start_timeout={servers.START_TIMEOUT}",
+        f"weight_sync.type={transport}", f"rollout.kv_after_sync={kv}",
+        f"server.start_timeout={servers.START_TIMEOUT}",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | servers.ENV | {"MEGARL_DEVICE": "cpu"}, text=True,

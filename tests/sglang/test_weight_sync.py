@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megarl.api.records import WeightUpdateMeta
+from megarl.api.records import ModelResponse, WeightUpdateMeta
+from megarl.rollout.cache_keys import began
+from megarl.rollout.client import RemoteSGLangEngine
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
-from tests.sglang.servers import hf_greedy, save_model
-from tests.sglang.test_generation import LONG, PROMPT, client_of, interrupted
+from tests.sglang.servers import hf_greedy, hf_logprobs, save_model
+from tests.sglang.test_generation import LONG, PROMPT, client_of, interrupted, request
 
 TP2, DP2 = dict(tp=2), dict(tp=1)
 SOME = 100_000  # bytes of a bucket: several of them
+PREFIX = [2, *range(3, 100), *range(3, 100)]
 _versions = itertools.count(1)
 
 
@@ -108,33 +112,69 @@ def test_refused_weights_are_an_error_and_the_next_sync_works(
     check_holds(pair, tmp_path / "saved", good.meta.version)
 
 
-@pytest.mark.parametrize("mode", ("abort", "retract"))
+async def answer(client: RemoteSGLangEngine, version: int) -> ModelResponse:
+    """In an episode that began at `version`."""
+    began.set(version)
+    return await client.agenerate(request(PREFIX, greedy=True))
+
+
+@pytest.mark.parametrize(
+    ("kv", "mode"),
+    (
+        ("flush", "abort"),
+        ("flush", "retract"),
+        ("recompute", "abort"),
+        ("keep", "abort"),
+        ("keep", "in_place"),
+    ),
+)
 def test_an_answer_says_which_weights_wrote_which_token(
-    pair: Pair, world: World, mode: str
+    pair: Pair, world: World, kv: str, mode: str
 ) -> None:
-    """A sync in the middle of an answer: every token has the version that wrote it, and the
-    client waits until all servers serve the new one.
+    """A sync in the middle of an answer, and after a prefix was cached: every token has the version
+    that wrote it. Where KV of older weights is read, and only there, logprobs differ from
+    transformers' on the new weights; by how much is printed.
     """
     pair.load(pair.m0)
     old = next(_versions)
     for server in pair.both:
         server.ok("/update_weight_version", {"new_version": str(old)})
-    client, upload = client_of(pair.one, mode), Upload(pair.m1, None, meta(pair))
+    upload = Upload(pair.m1, None, meta(pair, flush_cache=kv == "flush"))
+    new = upload.meta.number
+    client = client_of(pair.one, mode, kv)
     client.initialize()
+    client.set_version(old)
 
     def sync() -> None:
         client.pause()
         for figures in world.run(run_uploads, TP2, [upload]):
             assert isinstance(figures[0], dict), figures[0]
-        client.resume()
         client.update_weights(upload.meta).result(60)
+        client.resume()
 
     try:
+        asyncio.run(answer(client, old))
         r = asyncio.run(interrupted(pair, client, sync))
-        assert client.get_version() == upload.meta.version
+        found = {
+            "in flight": (PROMPT, r),
+            "goes on": (PREFIX, asyncio.run(answer(client, old))),
+            "begins": (PREFIX, asyncio.run(answer(client, new))),
+        }
+        assert client.get_version() == new
     finally:
         client.destroy()
-    assert r.output_len == LONG and set(r.output_versions) == {old, upload.meta.version}
+    assert r.output_len == LONG and set(r.output_versions) == {old, new}
     assert r.output_versions == sorted(r.output_versions)
     written_by_m0 = r.output_versions.count(old)
     assert r.output_tokens[:written_by_m0] == hf_greedy(pair.m0, PROMPT, written_by_m0)
+    gaps = {what: gap(pair.m1, prompt, r, new) for what, (prompt, r) in found.items()}
+    print(f"kv_after_sync={kv}, pause_mode={mode}:", {k: f"{v:.1g}" for k, v in gaps.items()})
+    for what, differs in gaps.items():
+        old_kv = kv == "keep" and what != "begins"
+        assert (differs > 0.01) if old_kv else (differs < 2e-5)
+
+
+def gap(model: Path, prompt: list[int], r: ModelResponse, version: int) -> float:
+    """The largest |logprob - transformers'| of the tokens of a version."""
+    differs = (torch.tensor(r.output_logprobs) - hf_logprobs(model, prompt, r.output_tokens)).abs()
+    return float(differs[torch.tensor(r.output_versions) == version].max())

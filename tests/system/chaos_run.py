@@ -2,10 +2,11 @@
 and the disk is slow at times.
 
 ROWS names a file that gets a line for every batch that was trained on: when, by which process, the
-weights' version, and the episode of every sample. TOKENS names one that gets a line for every
-answer of a server: when, and how many tokens came. While the file of SLOW exists, a sync to disk
-takes up to a second longer. Until that of PEACE does, a step takes at least PACE seconds, and each
-of the last ones some more: the run must not end before it has met all faults.
+weights' version, the episode of every sample, and the rewards of every episode. TOKENS names one
+that gets a line for every answer of a server: when, and how many tokens came. While the file of
+SLOW exists, a sync to disk takes up to a second longer. Until that of PEACE does, a step takes at
+least PACE seconds, and each of the last ones some more: the run must not end before it has met all
+faults.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def record_batches(path: Path) -> None:
         def account(self: Any, episode_ids: Any, skipped: Any) -> Any:
             found = real(self, episode_ids, skipped)
             batch = {"version": self.client.get_version(), "episodes": episode_ids.tolist()}
+            batch |= {"rewards": self.rewards}
             batch |= {"time": time.time(), "pid": os.getpid()}
             with path.open("a") as f:
                 f.write(json.dumps(batch) + "\n")
@@ -37,7 +39,16 @@ def record_batches(path: Path) -> None:
 
         return account
 
+    def keep_rewards(real: Any) -> Any:
+        def next_batch(self: Any) -> Any:
+            parts = real(self)
+            self.rewards = {int(p["episode_ids"][0]): p["rewards"].tolist() for p in parts}
+            return parts
+
+        return next_batch
+
     patch(RolloutDriver, "account", make)
+    patch(RolloutDriver, "next_batch", keep_rewards)
 
 
 def record_tokens(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture
+def seed() -> int:
+    """What the order and the moments of faults are drawn from: CHAOS_SEED, else a new one."""
+    found = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"CHAOS_SEED={found}")
+    return found
 
 
 @pytest.fixture(scope="session")

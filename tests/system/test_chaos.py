@@ -6,8 +6,6 @@ each time, and the seed is printed.
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,13 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_tiny(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
     save_tokenizer(path)
     return path
-
-
-@pytest.fixture
-def seed() -> int:
-    found = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"CHAOS_SEED={found}")
-    return found
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -9,11 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from megarl.api.records import ModelRequest, WeightUpdateMeta
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.client import RemoteSGLangEngine
 from megarl.utils.checksum import tensor_checksum
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.world import free_port
-from tests.embedded_server import checksums, embedded_server
+from tests.embedded_server import address, checksums, embedded_server
+from tests.system.test_server_generate import hf_logprobs
 from tests.tiny import save_tiny
 
 PROMPT = [5, 6, 7, 8]
@@ -385,6 +392,48 @@ def test_pause_update_continue_spans_versions(server, sender, weights, mode):
         want = [e[0] for e in rest["meta_info"]["output_token_logprobs"]]
         close = same and got == pytest.approx(want, abs=1e-4)
         assert close == (mode == "retract")  # in place the old keys and values stay
+
+
+@pytest.mark.parametrize(
+    ("kv", "mode"),
+    [("flush", "abort"), ("flush", "retract"), ("recompute", "abort"), ("keep", "in_place")],
+)
+def test_answers_in_flight_read_kv_of_older_weights_with_keep_alone(server, dirs, kv, mode):
+    """Four answers share their prompt. After the update they go on as a server would that had the
+    new weights from the beginning; with keep they do not, and the gap is printed."""
+    config = RolloutConfig(addresses=[address(server)], kv_after_sync=kv)
+    client = RemoteSGLangEngine(config, weight_sync=WeightSyncConfig(pause_mode=mode))
+    gconfig = GenerationHyperparameters(max_new_tokens=300, ignore_eos=True, seed=3)
+    reqs = [ModelRequest(rid=f"{i}", input_ids=PROMPT, gconfig=gconfig) for i in range(4)]
+    body = {"model_path": str(dirs[1]), "weight_version": "1", "flush_cache": kv == "flush"}
+
+    def update():
+        server.wait_running(4)
+        client.pause()
+        server.ok("/update_weights_from_disk", body)
+        client.update_weights(WeightUpdateMeta(type="distributed", version=1)).result(20)
+        client.resume()
+
+    async def answers():
+        asked = asyncio.ensure_future(client.agenerate_many(reqs))
+        await asyncio.to_thread(update)
+        return await asyncio.wait_for(asked, 60)
+
+    client.initialize()
+    try:
+        found = asyncio.run(answers())
+    finally:
+        client.destroy()
+    model = AutoModelForCausalLM.from_pretrained(dirs[1], dtype=torch.float32)
+    gaps = []
+    for r in found:
+        assert set(r.output_versions) == {0, 1}
+        want = hf_logprobs(model, PROMPT, r.output_tokens)
+        gap = (torch.tensor(r.output_logprobs) - want).abs()
+        gaps.append(gap[torch.tensor(r.output_versions) == 1])
+    gap = torch.cat(gaps)
+    print(f"kv_after_sync={kv}, pause_mode={mode}: |logprob - fresh| mean {gap.mean():.2g}")
+    assert (gap.mean() > 0.05) if kv == "keep" else (gap.max() < 1e-4)
 
 
 def test_an_update_that_cannot_flush_says_so(server, sender, weights):

@@ -131,6 +131,8 @@ def test_a_group_shares_its_prompt_and_differs_in_its_samples(server):
     assert sorted(a["meta_info"]["cached_tokens"] for a in answers) == [0] + [5] * 5
     again = server.generate([PROMPT] * 6, body={"sampling_params": params})
     assert [a["output_ids"] for a in again] == [a["output_ids"] for a in answers]
+    keyed = server.generate([PROMPT] * 4, body={"extra_key": ["a", "b", "a", ""]}, max_new_tokens=1)
+    assert sorted(a["meta_info"]["cached_tokens"] for a in keyed) == [0, 0, 0, 5]
 
 
 def test_batch_of_items_keeps_order_and_rids(server):
@@ -273,6 +275,10 @@ def test_refusals_name_what_is_wrong(server):
     )
     assert "top_logprobs_num" in refused(server, {"input_ids": [5], "top_logprobs_num": 2})
     assert "logprob_start_len" in refused(server, {"input_ids": [5], "logprob_start_len": 0})
+    assert "extra_key" in refused(server, {"input_ids": [5], "extra_key": 3})
+    assert "extra_key has 1 entries" in refused(
+        server, {"input_ids": [[5], [6]], "extra_key": ["a"]}
+    )
     assert "stream is not supported" in refused(server, {"input_ids": [5], "stream": True})
     assert "JSON" in server.post("/generate")[1]["error"]["message"]
     # unknown top-level keys are ignored, as SGLang does; the default bound is 128 tokens

@@ -88,7 +88,9 @@ class FakeServer:
 
     abort_after: number of tokens after which the next requests are aborted, one entry a sample.
     versions: the weight version of the next requests, `weight_version` after them.
-    fail: HTTP answers or "drop" (the connection) for the next /generate calls.
+    cached: tokens of the prompt that it says were cached.
+    fail: HTTP answers (status, body, perhaps headers) or "drop" (the connection) for the next
+        /generate calls.
     """
 
     def __init__(self) -> None:
@@ -100,9 +102,11 @@ class FakeServer:
         self.abort_after: list[int | None] = []
         self.versions: list[str] = []
         self.weight_version = "default"
+        self.cached = 0
         self.healthy = True
         self.pause_answer: Any = None
         self.delay = 0.0
+        self.hang = False  # no /model_info is answered
         self.address = self.loop.run(self._start(), timeout=10)
 
     async def _start(self) -> str:
@@ -134,6 +138,8 @@ class FakeServer:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _info(self, _: web.Request) -> web.Response:
+        while self.hang:
+            await asyncio.sleep(0.01)
         return web.json_response({"weight_version": self.weight_version})
 
     async def _set_version(self, _: web.Request) -> web.Response:
@@ -156,7 +162,8 @@ class FakeServer:
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
-            return web.json_response(failure[1], status=failure[0])
+            status, said, *headers = failure
+            return web.json_response(said, status=status, headers=headers[0] if headers else {})
         await asyncio.sleep(self.delay)
         if self.versions:
             self.weight_version = self.versions.pop(0)
@@ -175,6 +182,7 @@ class FakeServer:
             "id": rid,
             "finish_reason": finish,
             "prompt_tokens": len(ids),
+            "cached_tokens": self.cached,
             "weight_version": self.weight_version,
         }
         tokens = [100 + len(ids) + i for i in range(count)]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,9 +12,12 @@ from aiohttp import web
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.dispatch import MAX_RETRY_DELAY, RETRY_DELAY, backoff
 from megarl.rollout.generation import stable_seed
-from megarl.utils.http import call_json
+from megarl.rollout.server_choice import Home, current_home
+from megarl.utils.http import call_json, retry_after
 from tests.dist.world import free_port
 from tests.unit.rollout_fakes import FakeServer
 
@@ -164,7 +168,7 @@ def test_something_that_keeps_aborting_is_an_error(servers, connect, monkeypatch
 
 
 def test_connection_errors_are_retried_on_another_server(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     servers[0].fail = ["drop"]
     client = connect(*(s.address for s in servers))
     assert generate(client, request())[0].output_len == 6
@@ -172,7 +176,7 @@ def test_connection_errors_are_retried_on_another_server(servers, connect, monke
 
 
 def test_a_silent_server_is_warned_of_once_and_asked_last(servers, connect, monkeypatch, capsys):
-    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     servers[0].fail = ["drop"] * 9
     for _ in range(4):
@@ -295,7 +299,7 @@ def test_servers_join_and_leave_as_the_file_of_addresses_says(servers, connect, 
 
 
 def test_what_a_dropped_server_was_asked_is_asked_of_another(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers), request_timeout=600.0)
     lost, other = servers
     lost.delay = 600.0
@@ -315,7 +319,7 @@ def test_a_server_that_was_started_again_gets_no_more_requests(
     servers, connect, monkeypatch, capsys
 ):
     """Its first weights are of no version; what it answers with them is asked of another one."""
-    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     client = connect(*(s.address for s in servers))
     for server in servers:
         server.weight_version = "1"
@@ -360,16 +364,16 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
         client.update_weights(meta).result(5)
         client.resume()
 
-    send = client._pool.generate
+    send = client._samples._dispatcher.generate
 
-    async def late(body, samples):
-        monkeypatch.setattr(client._pool, "generate", send)
+    async def late(*args):
+        monkeypatch.setattr(client._samples._dispatcher, "generate", send)
         await asyncio.to_thread(update, 2)
         server.fail = [gone]
-        return await send(body, samples)
+        return await send(*args)
 
     update(1)
-    monkeypatch.setattr(client._pool, "generate", late)
+    monkeypatch.setattr(client._samples._dispatcher, "generate", late)
     assert generate(client, request())[0].output_versions == [2] * 6
     assert [r["lora_path"] for r in server.requests] == [["megarl-v1"], ["megarl-v2"]]
     server.fail = [gone]
@@ -377,8 +381,73 @@ def test_a_request_that_crosses_an_update_is_asked_again(servers, connect, monke
         generate(client, request())
 
 
+def updated(client, server, version):
+    client.pause()
+    server.weight_version = str(version)
+    client.update_weights(WeightUpdateMeta(type="distributed", version=version)).result(5)
+    client.resume()
+
+
+async def episode(client, version, *, then):
+    """An episode that begins at `version`, and asks before and after `then` is called."""
+    began.set(version)
+    await client.agenerate(request())
+    await asyncio.to_thread(then)
+    await client.agenerate(request())
+
+
+@pytest.mark.parametrize("mode", ["flush", "recompute", "keep"])
+def test_requests_share_kv_within_a_version_and_with_keep_within_an_episode(servers, connect, mode):
+    server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
+    updated(client, server, 1)
+    asyncio.run(episode(client, 1, then=lambda: updated(client, server, 2)))
+    asyncio.run(episode(client, 2, then=lambda: None))
+    keys = [r["extra_key"] for r in server.requests]
+    first, second = keys[0], keys[2]
+    assert first.endswith("-v1") and second == first[:-1] + "2"
+    assert keys == [first, first if mode == "keep" else second, second, second]
+    client.set_version(0)  # back to older weights, after which other weights come
+    updated(client, server, 1)
+    generate(client, request())
+    assert server.requests[-1]["extra_key"] not in keys
+    other = connect(server.address)
+    other.set_version(1)
+    generate(other, request())
+    assert server.requests[-1]["extra_key"] not in keys
+
+
+@pytest.mark.parametrize(
+    ("mode", "cached", "tries"), [("recompute", 2, 2), ("recompute", 0, 1), ("flush", 2, 1)]
+)
+def test_an_answer_on_the_kv_of_older_weights_is_not_taken_for_recompute(
+    servers, connect, monkeypatch, mode, cached, tries
+):
+    """The request is on its way while an update comes, so it names the version before."""
+    server, client = servers[0], connect(servers[0].address, kv_after_sync=mode)
+    send = client._samples._dispatcher.generate
+
+    async def late(*args):
+        monkeypatch.setattr(client._samples._dispatcher, "generate", send)
+        await asyncio.to_thread(updated, client, server, 2)
+        server.cached = cached
+        return await send(*args)
+
+    updated(client, server, 1)
+    monkeypatch.setattr(client._samples._dispatcher, "generate", late)
+    response = generate(client, request())[0]
+    assert response.output_len == 6 and response.output_versions == [2] * 6
+    assert [r["extra_key"][-3:] for r in server.requests] == ["-v1", "-v2"][:tries]
+
+
+def test_a_treatment_of_kv_that_the_pause_undoes_is_refused(connect):
+    with pytest.raises(ValueError, match=r"kv_after_sync=recompute: .*pause_mode=abort"):
+        connect(
+            "127.0.0.1:1", sync=WeightSyncConfig(pause_mode="retract"), kv_after_sync="recompute"
+        )
+
+
 def test_last_error_names_the_server_and_the_cause(servers, connect, monkeypatch):
-    monkeypatch.setattr("megarl.rollout.server_pool.RETRY_DELAY", 0.01)
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
     servers[0].fail = [(500, {"error": {"message": "out of memory"}})] * 3
     client = connect(servers[0].address, request_retries=3)
     with pytest.raises(
@@ -394,6 +463,146 @@ def test_refused_request_is_not_retried(servers, connect):
     with pytest.raises(RuntimeError, match="400: longer than the context length"):
         generate(client, request())
     assert len(servers[0].requests) == 1
+
+
+@pytest.mark.parametrize("status", (429, 503))
+def test_a_server_that_asks_for_time_gets_it(servers, connect, status):
+    """While another has none to ask for, that one is asked."""
+    busy, other = servers
+    busy.fail = [(status, {"message": "full"}, {"Retry-After": "1"})]
+    begun = time.monotonic()
+    assert generate(connect(busy.address), request())[0].output_len == 6
+    assert len(busy.requests) == 2 and time.monotonic() - begun >= 1
+
+    busy.fail = [(status, {"message": "full"}, {"Retry-After": "1000"})]
+    client = connect(busy.address, other.address)
+    for _ in range(4):
+        assert generate(client, request())[0].output_len == 6
+    assert len(busy.requests) == 3 and len(other.requests) == 4
+
+
+def test_retry_after_is_seconds_or_a_date():
+    later = formatdate(time.time() + 100, usegmt=True)
+    assert retry_after("7") == 7.0 and 90 < retry_after(later) <= 100
+    assert retry_after(formatdate(0, usegmt=True)) == 0.0
+    assert retry_after(None) is retry_after("soon") is retry_after("nan") is None
+
+
+def test_delays_between_tries_double_within_a_bound_and_differ():
+    for attempt in range(40):
+        whole = min(RETRY_DELAY * 2**attempt, MAX_RETRY_DELAY)
+        delays = [backoff(attempt) for _ in range(20)]
+        assert all(whole / 2 <= d <= whole for d in delays) and len(set(delays)) > 1
+
+
+def turns(client, count, home):
+    async def ask():
+        current_home.set(home)
+        return [await client.agenerate(request()) for _ in range(count)]
+
+    return asyncio.run(ask())
+
+
+def test_an_episodes_requests_stay_with_one_server_until_it_fails(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    client, homes = connect(*(s.address for s in servers)), [Home() for _ in range(4)]
+    for _ in range(3):
+        for home in homes:
+            turns(client, 2, home)
+    assert sorted(h.address for h in homes) == sorted([s.address for s in servers] * 2)
+    assert [len(s.requests) for s in servers] == [12, 12]
+    lost, other = servers
+    lost.fail = ["drop"] * 100
+    turns(client, 1, next(h for h in homes if h.address == lost.address))
+    for home in homes:
+        turns(client, 3, home)
+    assert {h.address for h in homes} == {other.address}
+    assert len(lost.requests) <= 12 + 2
+
+
+def test_without_affinity_an_episodes_requests_are_spread(servers, connect):
+    turns(connect(*(s.address for s in servers), affinity=0.0), 8, Home())
+    assert [len(s.requests) for s in servers] == [4, 4]
+
+
+def test_an_overloaded_server_is_left(servers, connect):
+    """Each request has 9 tokens: the fourth finds 27 where the other would have 9 with it."""
+    client, (full, idle) = connect(*(s.address for s in servers)), servers
+    full.delay = idle.delay = 1.0
+    home = Home(full.address)
+
+    async def crowd():
+        tasks = []
+        for i in range(5):
+            tasks.append(asyncio.ensure_future(asyncio.to_thread(turns, client, 1, home)))
+            while len(full.requests) + len(idle.requests) == i:
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(crowd())
+    assert len(full.requests) == 3 and len(idle.requests) == 2
+    assert home.address == idle.address
+
+
+def test_drain_lets_answers_end_before_it_pauses(servers, connect):
+    client = connect(*(s.address for s in servers), sync=WeightSyncConfig(pause_mode="drain"))
+    for server in servers:
+        server.delay = 0.5
+
+    async def under_way():
+        task = asyncio.ensure_future(client.agenerate(request()))
+        while not any(s.requests for s in servers):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.pause)
+        assert task.done() and task.result().output_len == 6
+        late = asyncio.ensure_future(client.agenerate(request()))
+        await asyncio.sleep(0.2)
+        assert not late.done() and sum(len(s.requests) for s in servers) == 1
+        await asyncio.to_thread(client.resume)
+        return await asyncio.wait_for(late, 5)
+
+    assert asyncio.run(under_way()).output_len == 6
+    assert [s.calls[0] for s in servers] == [("/pause_generation", {"mode": "abort"})] * 2
+
+
+def test_what_a_drain_waits_for_too_long_is_interrupted(servers, connect, capsys):
+    sync = WeightSyncConfig(pause_mode="drain", timeout=0.5)
+    client = connect(servers[0].address, sync=sync)
+    servers[0].delay = 2.0
+
+    async def under_way():
+        task = asyncio.ensure_future(client.agenerate(request()))
+        while not servers[0].requests:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.pause)
+        assert not task.done() and servers[0].calls
+        await asyncio.to_thread(client.resume)
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(under_way()).output_len == 6
+    assert "weight_sync.pause_mode=drain" in capsys.readouterr().err
+
+
+def test_a_drain_does_not_wait_for_a_server_that_is_gone(servers, connect, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.dispatch.RETRY_DELAY", 0.01)
+    sync = WeightSyncConfig(pause_mode="drain", server_timeout=0.5)
+    client = connect(*(s.address for s in servers), sync=sync, request_timeout=600.0)
+    silent, other = servers
+    silent.delay = 600.0
+
+    async def under_way():
+        current_home.set(Home(silent.address))
+        task = asyncio.ensure_future(client.agenerate(request()))
+        while not silent.requests:
+            await asyncio.sleep(0.01)
+        silent.hang = True
+        await asyncio.to_thread(client.pause)
+        assert task.done() and client.addresses == [other.address]
+        silent.hang = False
+        return task.result()
+
+    assert asyncio.run(under_way()).output_len == 6
+    assert len(silent.requests) == len(other.requests) == 1
 
 
 def answer(**meta):

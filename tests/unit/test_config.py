@@ -224,7 +224,10 @@ def test_plus_adds_only_to_free_form_dicts() -> None:
         ("gconfig.temperature={a: 1}", "gconfig.temperature={'a': 1}: not of type float"),
         ("seed=null", "seed=null: needs a value of type int"),
         ("trial_name=yes", "trial_name=true: YAML reads a boolean; quote the text"),
-        ("actor.adv_norm=grp", "actor.adv_norm=grp: not one of group, group_mean, batch, none"),
+        (
+            "actor.adv_norm=grp",
+            "actor.adv_norm=grp: not one of group, group_mean, group_batch, batch, none",
+        ),
         ("nonsense", "'nonsense': an override is key=value, +key=value or ++key=value"),
         ("a..b=1", "'a..b=1': an override is key=value, +key=value or ++key=value"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from megarl.config.check import (
     trained_engines,
 )
 from megarl.config.check_parallel import check_parallel
+from megarl.config.check_rollout import rollout_problems
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
@@ -103,7 +105,7 @@ def test_problems_of_ppo(model: Path, override: str, names: list[str]) -> None:
 
 
 def test_routes_are_replayed_from_what_there_is(model: Path) -> None:
-    def given(replay: str) -> PPOConfig:
+    def given(replay: str) -> Any:
         return ppo(model, "actor.recompute_logprob=false", f"actor.moe.router_replay={replay}")
 
     (problem,) = problems(given("true"))
@@ -362,6 +364,39 @@ def test_adapters_alone_need_adapters_and_a_server_that_takes_them(model: Path) 
     taught = "server.extra_args=[--enable-lora,--max-lora-rank,'4',--lora-target-modules,q_proj]"
     check_config(grpo(model, *lora, "server.type=sglang", taught), 1)
     check_config(grpo(model, *lora, "server.type=sglang", "+server.options.enable_lora=true"), 1)
+
+
+KV = {  # what goes with each pause mode: on SGLang, on the embedded server
+    "flush": ({"abort", "retract", "drain"}, {"abort", "retract", "drain"}),
+    "recompute": ({"abort", "drain"}, {"abort", "drain"}),
+    "keep": ({"abort", "in_place", "drain"}, {"in_place"}),
+}
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_kv_caches_and_pauses_that_do_not_go_together_are_named(model: Path, kv: str) -> None:
+    for server, sound in zip(("sglang", "embedded"), KV[kv], strict=True):
+        for mode in ("abort", "retract", "in_place", "drain"):
+            cfg = grpo(model, f"rollout.kv_after_sync={kv}", f"server.type={server}")
+            cfg.weight_sync.pause_mode = mode
+            found = list(rollout_problems(cfg))
+            if mode in sound:
+                assert found == []
+            else:
+                (problem,) = found
+                assert problem.startswith(f"rollout.kv_after_sync={kv}: ")
+                assert f"pause_mode={mode}" in problem and "; use " in problem
+    (found,) = problems(
+        grpo(
+            model,
+            "rollout.kv_after_sync=keep",
+            "weight_sync.type=adapter",
+            "actor.lora.r=4",
+            "server.type=sglang",
+            "+server.options.enable_lora=true",
+        )
+    )
+    assert "weight_sync.type=adapter" in found and "kv_after_sync=flush" in found
 
 
 def test_more_owners_than_trainers_is_an_error_at_the_start(model):

@@ -26,6 +26,7 @@ from megarl.trainer.rl import RLTrainer
 from megarl.trainer.rollout_metrics import rollout_metrics
 from megarl.trainer.session import RolloutDriver, RolloutSession
 from tests.unit.bigram import BigramEngine
+from tests.unit.presets import NAMES, preset
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, rows, trajectory
 
 GARBAGE = torch.nan
@@ -74,8 +75,7 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> Batch:
     return Batch.from_local(batch_parts(episodes, group_ids=numbers))
 
 
-def everything(batch: Batch, norm: str, agg: str) -> dict[str, Any]:
-    config = PPOActorConfig(adv_norm=norm, loss_agg=agg)
+def everything(batch: Batch, config: PPOActorConfig) -> dict[str, Any]:
     actor = Actor(config, BigramEngine(), temperature=1.0)
     actor.compute_prox_logp(batch)
     actor.compute_advantages(batch)
@@ -88,16 +88,22 @@ def everything(batch: Batch, norm: str, agg: str) -> dict[str, Any]:
     valid=st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=4).filter(
         lambda groups: any(map(any, groups))
     ),
-    norm=st.sampled_from(["group", "group_mean", "batch", "none"]),
-    agg=st.sampled_from(["token-mean", "rollout-mean"]),
+    config=st.one_of(
+        st.builds(
+            PPOActorConfig,
+            adv_norm=st.sampled_from(["group", "group_mean", "group_batch", "batch", "none"]),
+            loss_agg=st.sampled_from(["token-mean", "rollout-mean", "token-sum"]),
+        ),
+        st.sampled_from(NAMES).map(preset),
+    ),
     forks=st.integers(0, 2),
 )
-def test_failed_samples_anywhere_change_no_bit(valid, norm, agg, forks):
+def test_failed_samples_anywhere_change_no_bit(valid, config, forks):
     def run(with_failed: bool) -> dict[str, Any]:
         parts = [
             an_episode(i, v, with_failed=with_failed, forks=forks) for i, v in enumerate(valid)
         ]
-        return everything(joined([p for p in parts if len(p["input_ids"])]), norm, agg)
+        return everything(joined([p for p in parts if len(p["input_ids"])]), config)
 
     spoilt, clean = run(True), run(False)
     numbers = {"episode_ids", "group_ids"}  # a group whose samples all failed keeps its number

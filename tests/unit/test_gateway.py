@@ -22,6 +22,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.gateway import CALL_FORMATS, GatewayConfig
 from megarl.config.loader import load_config
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.rollout.cache_keys import began
 from megarl.rollout.gateway.calls import call_parser
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
@@ -70,6 +71,7 @@ class StubEngine:
         self.eos, self.rng = tokenizer.eos_token_id, random.Random(0)
         self.wrote: list[ModelResponse] = []
         self.asked: list[ModelRequest] = []
+        self.began: list[int | None] = []  # of the episode that asks
         self.fails = 0
         self.gate: asyncio.Event | None = None
 
@@ -78,6 +80,7 @@ class StubEngine:
 
     async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
         self.asked += reqs
+        self.began.append(began.get())
         if self.gate is not None:
             await self.gate.wait()
         if self.fails:
@@ -442,6 +445,23 @@ def test_a_failed_generation_is_retried_or_told(tokenizer: Any) -> None:
         assert session.failures == []
 
     run(tokenizer, test)
+
+
+def test_requests_are_of_the_episode_that_opened_the_session(tokenizer: Any) -> None:
+    """The gateway, which all episodes share, starts in the context of another one."""
+
+    async def episode(gateway: Gateway, version: int) -> None:
+        began.set(version)
+        with gateway.session(GCONFIG, tokenizer) as session:
+            await post(session, "/chat/completions", ask("go"))
+
+    async def test() -> list[int | None]:
+        async with opened(tokenizer) as (_, engine, gateway):
+            for version in (5, 6):
+                await asyncio.create_task(episode(gateway, version))
+            return engine.began
+
+    assert asyncio.run(test()) == [5, 6]
 
 
 def test_token_ids_logprobs_and_several_answers_on_demand(tokenizer: Any) -> None:

@@ -32,7 +32,7 @@ def test_every_key_is_listed_with_default_choices_and_meaning() -> None:
             assert f" {key.name} " in text or f" {key.name}: " in text, key.name
             assert key.help, f"{key.name} has no help text"
     assert "actor.optimizer.lr peak learning rate [float, default 1e-05]" in text
-    assert "KL estimator [str, default k3] {k1, k2, k3}" in text
+    assert "[str, default k3] {k1, k2, k3, k1+, k3+, k3-weighted}" in text
     assert "eval_gconfig.greedy take the argmax (temperature 0) [bool, default true]" in text
     assert "ref: frozen reference" in text and "(null unless one of its keys is set)" in text
 

@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
-from megarl.algos import LOSS_WEIGHTS, grpo_loss, sft_loss, token_weight
+from megarl.algos import LOSS_WEIGHTS, PolicyLoss, sft_loss, token_weight
+from megarl.algos.correction import Correction
+from megarl.algos.surrogates import Clip
 from megarl.utils.batch import select
 
 ROLLOUTS = [0, 0, 1, 2, 2, 3]  # of the sequences
@@ -39,8 +41,28 @@ def make_batch(seed: int = 0, b: int = 6, s: int = 24) -> tuple[torch.Tensor, di
         "rollout_tokens": torch.tensor(
             [sum(int(mask[j].sum()) for j in range(b) if ROLLOUTS[j] == r) for r in ROLLOUTS]
         ),
+        "batch_share": mask.any(1).double() / mask.any(1).sum(),
     }
     return logps(0.6), batch
+
+
+def grpo_loss(
+    outputs,
+    batch,
+    *,
+    eps_clip=0.2,
+    eps_clip_higher=None,
+    c_clip=None,
+    decoupled=False,
+    behav_imp_weight_cap=None,
+    **rest,
+):
+    clip = Clip(eps_low=eps_clip, eps_high=eps_clip_higher, dual=c_clip)
+    correction = None
+    if decoupled:
+        high = math.inf if behav_imp_weight_cap is None else behav_imp_weight_cap
+        correction = Correction(mask="token", high=high)
+    return PolicyLoss(surrogate=clip, correction=correction, **rest)(outputs, batch)
 
 
 def kl(d: float, kind: str) -> float:
@@ -80,7 +102,7 @@ def reference(
         if loss_agg == "rollout-mean":
             n = int(batch["rollout_tokens"][i])
             rollouts.add(ROLLOUTS[i])
-        scale = 1.0 if loss_agg == "token-mean" else 1.0 / n
+        scale = 1.0 if loss_agg in ("token-mean", "sequence-sum", "token-sum") else 1.0 / n
         for t in range(s):
             if not batch["loss_mask"][i, t]:
                 continue
@@ -113,7 +135,13 @@ def reference(
                 slope += kl_coef * kl_slope(d, kl_estimator)
             total += scale * loss
             grad[i, t] += scale * slope
-    weights = {"token-mean": counts["tokens"], "sequence-mean": seqs, "rollout-mean": len(rollouts)}
+    weights = {
+        "token-mean": counts["tokens"],
+        "sequence-mean": seqs,
+        "sequence-sum": seqs,
+        "rollout-mean": len(rollouts),
+        "token-sum": 1,
+    }
     return total, grad, weights[loss_agg], counts
 
 
@@ -234,7 +262,8 @@ def test_masked_positions_may_hold_anything():
     want, _ = grpo_loss({"logprobs": logp}, batch, decoupled=True, kl_coef=0.1)
     off = ~batch["loss_mask"]
     dirty = {
-        k: v.masked_fill(off, math.nan) if v.is_floating_point() else v for k, v in batch.items()
+        k: v.masked_fill(off, math.nan) if v.is_floating_point() and v.ndim == 2 else v
+        for k, v in batch.items()
     }
     x = logp.masked_fill(off, math.nan).requires_grad_()
     loss, stats = grpo_loss({"logprobs": x}, dirty, decoupled=True, kl_coef=0.1)

@@ -377,6 +377,22 @@ def test_a_worker_that_is_killed_while_it_waits_costs_nothing():
         assert run(pool, pid) not in (first, os.getpid())
 
 
+def killed(path, times):
+    """Is killed, as for want of memory, at its first `times` calls."""
+    with open(path, "a") as file:
+        file.write("x")
+    if os.path.getsize(path) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def test_a_worker_that_is_killed_amid_a_reward_costs_nothing(pool, tmp_path):
+    assert run(pool, killed, str(tmp_path / "twice"), 2) == 1.0
+    with pytest.raises(RewardError, match="reward killed on row 6 ended its worker process"):
+        run(pool, killed, str(tmp_path / "always"), 9, row_id=6)
+    assert os.path.getsize(tmp_path / "always") == 3
+
+
 def test_reward_must_be_a_finite_number(pool):
     with pytest.raises(RewardError, match="nan, not a finite number"):
         run(pool, nan)

@@ -81,6 +81,8 @@ FORBIDDEN = {
     "a download": "import urllib.request as u; u.urlopen('http://127.0.0.1:80')",
     "killing the parent": "import os; os.kill(os.getppid(), 9)",
     "killing everybody": "import os; os.kill(-1, 9)",
+    "killing itself": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "killing its thread": "import signal as s; s.raise_signal(s.SIGKILL)",
     "a signal by SIGIO": "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
     "limits of the parent": "import os, resource as r; r.prlimit(os.getppid(), 0, (1, 1))",
     "higher limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 40, 1 << 40))",
@@ -138,6 +140,18 @@ def test_a_listening_server_hears_nothing() -> None:
         assert "PermissionError" in ran.stderr
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+def test_a_program_that_somebody_kills_is_a_failure_of_the_sandbox(tmp_path: Path) -> None:
+    async def killed() -> Ran:
+        program = asyncio.create_task(run_program("import time; time.sleep(60)", limits=SMALL))
+        await asyncio.sleep(0.5)
+        seen = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+        os.kill(int(seen.stdout.split()[0]), signal.SIGKILL)
+        return await program
+
+    with pytest.raises(SandboxError, match="somebody killed"):
+        asyncio.run(killed())
 
 
 def test_limits_end_a_program() -> None:

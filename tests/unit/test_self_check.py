@@ -19,6 +19,7 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import GRPOConfig, PPOConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.config.run import SelfCheckConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.trainer import self_check
@@ -425,13 +426,14 @@ def test_sft_has_the_same_protection(tmp_path, said):
 def test_the_first_sync_of_every_start_is_verified(tmp_path):
     """What a verification finds: test_a_corrupted_tensor_is_named_on_every_rank."""
 
-    def verified(verify: str, version: int) -> list[str]:
+    def verified(verify: str, version: int, kv: str = "flush") -> list[str]:
         """Of a process that starts at `version` and takes two steps."""
         metas: list[Any] = []
         arrival = SimpleNamespace(result=lambda timeout: None)
         client: Any = SimpleNamespace(
             pause=lambda: None, resume=lambda: None, addresses=["a:1"],
             update_weights=lambda meta: arrival, on_driver=lambda fn, *args: fn(*args),
+            config=RolloutConfig(kv_after_sync=kv),
         )  # fmt: skip
         actor: Any = SimpleNamespace(
             upload_weights=lambda meta: metas.append(meta) or {}, set_version=lambda v: None
@@ -442,10 +444,11 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
             stats = publisher.publish(v)
             assert stats["weight_sync/pause_s"] >= 0 and stats["weight_sync/resume_s"] >= 0
         assert [m.version for m in metas] == [version, version + 1, version + 2]
+        assert {m.flush_cache for m in metas} == {kv == "flush"}
         return [m.verify for m in metas]
 
     assert verified("sample", 0) == verified("sample", 7) == ["full", "sample", "sample"]
-    assert verified("full", 7) == ["full"] * 3
+    assert verified("full", 7, "recompute") == ["full"] * 3
     assert verified("off", 0) == ["off"] * 3
 
 

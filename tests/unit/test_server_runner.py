@@ -17,7 +17,7 @@ from tests.dist.moe_routing import hf_routers
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
 
 
-def make_sequence(prompt):
+def make_sequence(prompt, extra_key=None):
     return ServedSequence(
         rid="r",
         prompt=prompt,
@@ -26,6 +26,7 @@ def make_sequence(prompt):
         stop_ids=frozenset(),
         seed=0,
         call=None,
+        extra_key=extra_key,
         wants_logprobs=True,
     )
 
@@ -110,6 +111,17 @@ def test_equal_prompts_are_run_once_and_share_their_logits(pair, monkeypatch):
     for i, p in enumerate((a, b, a, a, b)):
         torch.testing.assert_close(got[i], reference(model, p, 3), atol=1e-4, rtol=1e-4)
     assert sorted(s.cached_tokens for s in seqs) == [0, 0, 6, 11, 11]
+
+
+def test_no_kv_is_shared_between_extra_keys(pair):
+    runner, model = pair
+    (a,) = prompts([9])
+    keys = ["v1", "v2", "v1", None, None]
+    seqs = [make_sequence(a, extra_key=key) for key in keys]
+    got = teacher_forced(runner, seqs, steps=2)
+    assert [s.cached_tokens for s in seqs] == [0, 0, 8, 0, 8]
+    for row in got:
+        torch.testing.assert_close(row, reference(model, a, 2), atol=1e-4, rtol=1e-4)
 
 
 def test_masked_positions_are_finite_whatever_memory_held(pair):

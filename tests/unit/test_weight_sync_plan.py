@@ -168,6 +168,8 @@ def test_only_the_last_bucket_flushes_and_bumps_the_version(table: PieceTable) -
     assert first["flush_cache"] is False and "weight_version" not in first
     assert last["flush_cache"] is True and last["weight_version"] == "7"
     assert first["load_format"] == "flattened_bucket" and "load_format" not in last
+    kept = update_body(bucket, group_name="g", flattened=True, version=7, last=True, flush=False)
+    assert kept["flush_cache"] is False and kept["weight_version"] == "7"
     at = first["names"].index(NORM)
     assert first["dtypes"][at] == "bfloat16" and first["shapes"][at] == [64]
 

@@ -1,4 +1,5 @@
-"""Fills the templates beside this file: page.html.jinja, and figure.html.jinja for one chart."""
+"""Fills the templates beside this file (page.html.jinja, and figure.html.jinja for one chart) and
+those of the viewer, which shares the colours."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ def fill(template: str, **values: Any) -> Markup:
 
 @cache
 def _environment() -> Environment:
+    here = Path(__file__).parent
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([here, here.parent / "viewer"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

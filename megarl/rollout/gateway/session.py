@@ -8,12 +8,13 @@ own, which is a fork.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.records import ModelRequest, ModelResponse
@@ -24,7 +25,10 @@ from megarl.rollout.gateway.messages import ChatRequest, Key, Message, keys_of
 from megarl.rollout.gateway.prompt import Renderer
 from megarl.rollout.gateway.token_ids import TokenRequest
 from megarl.rollout.generation import stable_seed
+from megarl.rollout.server_choice import Home, current_home
 from megarl.rollout.trajectory import Trajectory, Turn
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -104,6 +108,9 @@ class Session:
         self._asked: dict[tuple[int, ...], int] = {}
         self._errors: dict[str, str] = {}
         self._generating: set[asyncio.Task[Any]] = set()
+        # of the episode; requests arrive in the context of the gateway, which serves all of them
+        self._context = contextvars.copy_context()
+        self._context.run(current_home.set, Home(near=current_home.get()))
 
     @property
     def failures(self) -> list[str]:
@@ -142,7 +149,7 @@ class Session:
             seed=seed,
             routes_from=known if request.session else min(known, request.routes_from),
         )
-        work = asyncio.ensure_future(self._engine.agenerate_many([asked_for]))
+        work = self._started(self._engine.agenerate_many([asked_for]))
         self._generating.add(work)
         try:
             (response,) = await work
@@ -209,12 +216,13 @@ class Session:
                 same = call.waiting == 0 and fresh
             if same and not _failed(call):
                 return call
-        call = _Call(
-            answers=asyncio.ensure_future(self._generate(parent, request)), key=request.key
-        )
+        call = _Call(answers=self._started(self._generate(parent, request)), key=request.key)
         call.answers.add_done_callback(lambda _: setattr(call, "ended", time.monotonic()))
         calls.append(call)
         return call
+
+    def _started(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return asyncio.get_running_loop().create_task(work, context=self._context)
 
     async def _generate(self, parent: _Chat | None, request: ChatRequest) -> list[Answer]:
         prompt = self._prompt(parent, request)

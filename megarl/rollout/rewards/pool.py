@@ -32,6 +32,7 @@ log = get_logger(__name__)
 # a worker's interpreter start and the import of the reward's module are not the reward's time
 START_TIMEOUT = 120.0
 KILL_TIMEOUT = 10.0  # for the kernel to end a killed worker
+MOST_KILLED = 3  # workers that one reward may cost: a kill says nothing of the reward, more do
 # how a worker ended, by what it had said last
 _END = {
     "begun": " ended its worker process",
@@ -119,7 +120,7 @@ class _Worker:
             ) from e
         return self._drive(payload, what, timeout)
 
-    def _drive(self, payload: bytes, what: str, timeout: float) -> float:
+    def _drive(self, payload: bytes, what: str, timeout: float, killed: int = 0) -> float:
         kind, value, waited = "", None, self._pipe is not None
         try:
             pipe = self.start()
@@ -133,10 +134,11 @@ class _Worker:
             self.discard()
             raise
         except (EOFError, OSError) as e:
+            killed += self._was_killed()
             self.discard()
-            if waited and not kind:  # killed while it waited, for want of memory perhaps
+            if (waited and not kind) or 0 < killed < MOST_KILLED:  # for want of memory, perhaps
                 log.warning("a reward worker was killed: %s goes to a new one", what)
-                return self._drive(payload, what, timeout)
+                return self._drive(payload, what, timeout, killed)
             raise RewardError(what + _END[kind]) from e
         if kind == "error":
             raise RewardError(f"{what} raised {value}")
@@ -147,6 +149,15 @@ class _Worker:
         if not pipe.poll(timeout):
             raise RewardTimeout(late)
         return pipe.recv()
+
+    def _was_killed(self) -> bool:
+        """Returns whether somebody killed the process, which has closed its pipe; the pool's own
+        end does not count."""
+        with self._lock:
+            if self._process is None or self._ended:
+                return False
+            self._process.join(KILL_TIMEOUT)
+            return bool(self._process.exitcode == -signal.SIGKILL)
 
     def discard(self) -> None:
         """Kills the process and forgets it; the next job starts another."""

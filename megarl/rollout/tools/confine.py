@@ -5,8 +5,9 @@ own, imports nothing of megarl, and works for any user, without privileges and w
 
 First come the limits of the kernel (CPU, memory, files), then Landlock (no file but those named),
 then a seccomp filter that allows the system calls which computing needs, and no others: no process,
-no socket, no signal to others. None of it can be taken back. "1" on the pipe `status` says that all
-of it stands; "!" and a text, what did not work. The pipe is closed before the program begins.
+no socket, no signal to others, and no SIGKILL to itself, so that such an end came from outside.
+None of it can be taken back. "1" on the pipe `status` says that all of it stands; "!" and a text,
+what did not work. The pipe is closed before the program begins.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ def _filter(machine: str, pid: int) -> list[Instruction]:
     # threads, no processes and no namespaces
     flags = (_load(0), (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW))
     code += _where(n["clone"], [*flags, *_equal(_CLONE_THREAD)])
-    code += _where(n["kill"], [_load(0), *_equal(pid)])
-    code += _where(n["tgkill"], [_load(0), *_equal(pid)])
+    code += _where(n["kill"], [_load(0), *_equal(pid), _load(1), *_unequal(signal.SIGKILL)])
+    code += _where(n["tgkill"], [_load(0), *_equal(pid), _load(2), *_unequal(signal.SIGKILL)])
     # limits may be read, its own: the pointer to new ones, of 64 bits, is null
     reads = [_load(0), *_equal(0, pid), _load(2), *_equal(0), _load(2, high=True), *_equal(0)]
     code += _where(n["prlimit64"], reads)
@@ -220,6 +221,11 @@ def _equal(*values: int) -> list[Instruction]:
     """Returns code that refuses the call unless what was loaded is one of `values`."""
     tests = [(_JUMP_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [*tests, (_RETURN, 0, 0, _ERRNO | 1)]
+
+
+def _unequal(value: int) -> list[Instruction]:
+    """Returns code that refuses the call where what was loaded is `value`."""
+    return [(_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ERRNO | 1)]
 
 
 def _no_new_privileges() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -35,8 +36,8 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/ran
 
 
 class SandboxError(RuntimeError):
-    """Says that the sandbox itself failed: the machine cannot confine a process, or there was no
-    process to be had. It says nothing about the program."""
+    """Says that the sandbox itself failed: the machine cannot confine a process, there was no
+    process to be had, or somebody killed it. It says nothing about the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +91,24 @@ async def run_program(
 
 async def _run(program: Path, stdin: bytes, limits: Limits, show_last: bool) -> Ran:
     ours, theirs = os.pipe()
+    before = _cpu_of_children()
     try:
         try:
             process = await _start(program, limits, theirs, show_last)
         finally:
             os.close(theirs)
         ended, out, err = await _watch(process, stdin, limits, program.parent)
+        code = process.returncode or 0
+        # a program cannot do it to itself, and the kernel does not before its time is over
+        if not ended and -code == signal.SIGKILL and _cpu_of_children() - before < limits.cpu:
+            raise SandboxError("somebody killed the sandbox's process, for want of memory perhaps")
         os.set_blocking(ours, False)
         _check_status(ours)
     finally:
         os.close(ours)
-    code = process.returncode or 0
     if not ended:
         ended = "ok" if code == 0 else "error" if code > 0 else "signal"
-        if -code in (signal.SIGXCPU, signal.SIGKILL):  # nobody else can kill it, but for the kernel
+        if -code in (signal.SIGXCPU, signal.SIGKILL):
             ended = "time"
     return Ran(ended=ended, code=code, stdout=out, stderr=err)
 
@@ -131,6 +136,12 @@ async def _start(program: Path, limits: Limits, status: int, show_last: bool) ->
         pass_fds=(status,),
         start_new_session=True,
     )
+
+
+def _cpu_of_children() -> float:
+    """Returns the seconds of CPU time that processes have used which we started and which ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @cache

@@ -244,7 +244,10 @@ class ColocatedSession(BucketStream):
         assert self.servers is not None, "the sender speaks to the servers"
         self.counts["bytes"] += ready.bucket.nbytes
         body: dict[str, Any] = load_body(
-            flattened=self.meta.flattened, version=self.meta.number, last=self.is_last(ready.bucket)
+            flattened=self.meta.flattened,
+            version=self.meta.number,
+            last=self.is_last(ready.bucket),
+            flush=self.meta.flush_cache,
         )
         bodies = [
             body | {"serialized_named_tensors": [self._places[s, w] for w in range(len(ranks))]}

@@ -79,7 +79,11 @@ class DiskTransport(DirectoryTransport):
         self, servers: Servers, target: Path, meta: WeightUpdateMeta, deadline: Deadline
     ) -> None:
         """Has the servers load the directory as a whole model, under the version's number."""
-        body = {"model_path": str(target), "weight_version": str(meta.number)}
+        body = {
+            "model_path": str(target),
+            "weight_version": str(meta.number),
+            "flush_cache": meta.flush_cache,
+        }
         servers.call("/update_weights_from_disk", body, deadline)
 
 

@@ -299,6 +299,7 @@ class GroupStream(BucketStream):
             flattened=self.meta.flattened,
             version=self.meta.number,
             last=self.is_last(ready.bucket),
+            flush=self.meta.flush_cache,
             weights_id=None if self.changes is None else self.changes.id,
             changes=ready.changes,
         )

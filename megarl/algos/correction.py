@@ -1,0 +1,66 @@
+"""Weighs tokens that another policy wrote: an older one, or the same one as a server rounds it.
+
+w_t = exp(old_t - behaviour_t), where `old` is the proximal policy, which the trainer computed, and
+`behaviour` what the server reported. [b,S], n trained tokens in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algos.kl import safe_exp
+from megarl.algos.ratios import row_mean
+
+WEIGHTS = ("token", "sequence", "none")
+MASKS = ("none", "token", "sequence", "geometric")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Multiplies the loss of a token by a bounded weight, and drops tokens or rows that are too far
+    from the policy that trains.
+
+    weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298, eq. 5); "sequence", the product of
+    w over the row, which is unbiased and of high variance; "none", 1. cap: the weight is at most
+    this (truncated importance sampling, arXiv 1802.01561).
+    mask: what is dropped where it is below `low` or above `high`: "token", by w_t; a whole row by
+    the product of its w ("sequence") or by their geometric mean ("geometric"); "none".
+    veto: drops a row of which one token has w_t below it.
+
+    A dropped token gives no gradient. It stays in the mean's denominator, which must not depend on
+    the model.
+    """
+
+    weight: str = "token"
+    cap: float | None = None
+    mask: str = "none"
+    low: float = 0.0
+    high: float = math.inf
+    veto: float = 0.0
+
+    def of_tokens(self, old: Tensor, behaviour: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights [b,S], without gradient, and which tokens are dropped, [b,S] bool."""
+        log_w = torch.where(mask, old - behaviour, 0.0).detach()
+        weight = self._at(self.weight, log_w, mask)
+        if self.cap is not None:
+            weight = weight.clamp(max=self.cap)
+        far = torch.zeros_like(mask)
+        if self.mask != "none":
+            by = self._at(self.mask, log_w, mask)
+            far = (by < self.low) | (by > self.high)
+        if self.veto:
+            far = far | (log_w < math.log(self.veto)).any(1, keepdim=True)
+        return weight, far & mask
+
+    def _at(self, level: str, log_w: Tensor, mask: Tensor) -> Tensor:
+        """Returns exp of `log_w` [b,S] at a level, [b,S] or [b,1]."""
+        if level == "token":
+            return safe_exp(log_w)
+        if level == "none":
+            return torch.ones_like(log_w)
+        of_row = log_w.sum(1) if level == "sequence" else row_mean(log_w, mask)
+        return safe_exp(of_row)[:, None].expand_as(log_w)

@@ -1,0 +1,166 @@
+"""The loss of a policy: importance ratio x surrogate x correction + KL - entropy, aggregated.
+
+Each part is a small function of its own (ratios, surrogates, correction, kl, aggregation), chosen
+by the actor's section; docs/algorithms.md says which choices are which published algorithm.
+b sequences of a micro-batch, S positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megarl.algos.aggregation import (
+    LOSS_WEIGHTS,
+    Stats,
+    aggregate,
+    aggregation_needs,
+    token_means,
+    weight_of,
+)
+from megarl.algos.correction import Correction
+from megarl.algos.kl import kl_estimate, kl_term, safe_exp
+from megarl.algos.ratios import RATIOS
+from megarl.algos.specs import LossSpec, Metrics, Surrogate, SurrogateFn, surrogate_of
+from megarl.algos.surrogates import Clip
+from megarl.api.batch import Padded
+from megarl.config.algo import PPOActorConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """Sums the loss of a policy, and its figures; weight: `LOSS_WEIGHTS[loss_agg]`.
+
+    outputs: logprobs [b,S] with gradient, optionally entropy [b,S].
+    batch: loss_mask, advantages, logprobs (behaviour policy), `old_logp`, with kl_coef ref_logp.
+
+    ratio: a name of RATIOS. surrogate: see surrogates.py. correction: None is none.
+    kl_coef: adds kl_coef * KL(policy || reference) per token (GRPO, arXiv 2402.03300, eq. 3), by
+    `kl_estimator` (kl.kl_term). entropy_coef: subtracts entropy_coef * entropy per token.
+    scale: multiplies the loss (1 / actor.loss_agg_length).
+    """
+
+    old_logp: str = "prox_logp"
+    ratio: str = "token"
+    surrogate: SurrogateFn = field(default_factory=Clip)
+    correction: Correction | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    loss_agg: str = "token-mean"
+    scale: float = 1.0
+
+    def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
+        """Returns the summed loss, and {figure: (sum, weight)}."""
+        mask, old = batch["loss_mask"].bool(), batch[self.old_logp]
+        # where nothing is trained, anything may stand, and its gradient must not come through
+        logp, adv = (torch.where(mask, x, 0.0) for x in (outputs["logprobs"], batch["advantages"]))
+        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask)
+        loss, dropped = found.loss, torch.zeros_like(mask)
+        if self.correction is not None:
+            weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
+            loss = torch.where(dropped, 0.0, loss * weight)
+        pg_sum = total = self.scale * aggregate(loss, batch, self.loss_agg)
+        stats = _policy_stats(logp.detach(), old, found, batch, dropped)
+        stats["pg_loss"] = (pg_sum.detach(), weight_of(batch, self.loss_agg))
+        if "entropy" in outputs:
+            stats |= token_means({"entropy": outputs["entropy"].detach()}, mask)
+            if self.entropy_coef:
+                bonus = aggregate(outputs["entropy"], batch, self.loss_agg)
+                total = total - self.scale * self.entropy_coef * bonus
+        if self.kl_coef:
+            kl = kl_term(logp, batch["ref_logp"], old, self.kl_estimator)
+            total = total + self.scale * self.kl_coef * aggregate(kl, batch, self.loss_agg)
+        if "ref_logp" in batch:
+            kl = kl_estimate(logp.detach(), batch["ref_logp"], "k3")
+            stats |= token_means({"kl_ref": kl}, mask)
+        return total, stats
+
+
+def policy(config: PPOActorConfig) -> LossSpec:
+    """Returns the PolicyLoss of the settings of the actor's section."""
+    loss = PolicyLoss(
+        old_logp=config.old_logp,
+        ratio=config.ratio,
+        surrogate=surrogate_of(config),
+        correction=_correction(config),
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        loss_agg=config.loss_agg,
+        scale=1.0 / config.loss_agg_length,
+    )
+    return LossSpec(
+        fn=loss,
+        weight=LOSS_WEIGHTS[config.loss_agg],
+        outputs=("logprobs", "entropy"),
+        needs=(
+            *("logprobs", "advantages", config.old_logp),
+            *(["ref_logp"] if config.kl_coef else []),
+            *aggregation_needs(config.loss_agg),
+        ),
+        uses=("ref_logp",),
+        derive=_derived,
+    )
+
+
+def _correction(config: PPOActorConfig) -> Correction | None:
+    if config.use_decoupled_loss:
+        cap = config.behav_imp_weight_cap
+        return Correction() if cap is None else Correction(mask="token", high=cap)
+    if (c := config.correction) is None:
+        return None
+    high = math.inf if c.mask_high is None else c.mask_high
+    return Correction(
+        weight=c.weight, cap=c.weight_cap, mask=c.mask, low=c.mask_low, high=high, veto=c.veto
+    )
+
+
+def _derived(mean: Metrics, first: Metrics) -> Metrics:
+    """Adds the ratio's deviation at the first step, its root mean square and the sample size."""
+    rest = {k: v for k, v in mean.items() if k not in ("ratio_sq_dev", "behav_imp_weight_sq")}
+    square = mean["behav_imp_weight_sq"]
+    return rest | {
+        "first_ratio_abs_dev": first["ratio_abs_dev"],
+        "ratio_rms_dev": math.sqrt(mean["ratio_sq_dev"]),
+        # Kish's effective sample size, as a fraction of the tokens
+        "behav_ess": mean["behav_imp_weight"] ** 2 / square if square else 0.0,
+    }
+
+
+@torch.no_grad()
+def _policy_stats(
+    logp: Tensor, old: Tensor, found: Surrogate, batch: Padded, dropped: Tensor
+) -> Stats:
+    """Returns figures of the step, as means over trained tokens.
+
+    clip_frac counts the tokens that a bound of the surrogate acted on. approx_kl is the k3 estimate
+    of KL(behaviour || policy) (tokens were drawn from the behaviour policy). behav_imp_weight is
+    exp(old - behaviour): who wrote the token against the policy the ratio starts from.
+    """
+    mask, behav = batch["loss_mask"].bool(), batch["logprobs"]
+    none = torch.zeros_like(mask)
+    low, high, dual = (found.bounded.get(name, none) for name in ("low", "high", "dual"))
+    weight = safe_exp(torch.where(mask, old - behav, 0.0))
+    return token_means(
+        {
+            "logp": logp,
+            "advantage": batch["advantages"],
+            "ratio": found.ratio,
+            "ratio_abs_dev": (found.ratio - 1.0).abs(),
+            "ratio_sq_dev": (found.ratio - 1.0).square(),
+            "approx_kl": kl_estimate(behav, logp, "k3"),
+            "approx_kl_k1": kl_estimate(behav, logp, "k1"),
+            "clip_frac": low | high | dual,
+            "clip_frac_low": low,
+            "clip_frac_high": high,
+            "clip_frac_dual": dual,
+            "behav_imp_weight": weight,
+            "behav_imp_weight_sq": weight.square(),
+            "behav_dropped_frac": dropped,
+        },
+        mask,
+    )

@@ -1,0 +1,169 @@
+"""Keeps the episodes of a run on disk, as a stream that is only appended to.
+
+<run>/episodes/index.jsonl has a line for each record: {"kind", "step", "episode", "file", "at",
+"size", ...}. The record is the `size` bytes at `at` in <run>/episodes/<file>: zlib, and in it a
+line of JSON and then arrays of numbers. A line is written after its record, so what a killed
+process leaves behind is at worst bytes that no line names, and one line cut short. Every start
+writes data files of its own, and the line {"kind": "start", "after": k} where it goes on from step
+k: what earlier lines say of later steps is superseded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+FOLDER = "episodes"
+INDEX = "index.jsonl"
+GROUP, FIGURES, START = "group", "figures", "start"  # kinds of lines
+FILE_BYTES = 256 << 20  # of a data file, then the next one begins
+LEVEL = 1  # of zlib: numbers of a model hardly get smaller with more
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Holds one record: `about` is plain data, `arrays` are flat, by name."""
+
+    about: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+
+
+def pack(about: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """Returns a record as bytes. Of each array come first the lowest bytes of all numbers, then the
+    next ones: they are more alike, and pack better."""
+    named = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    fields = [[name, array.dtype.str, len(array)] for name, array in named.items()]
+    head = json.dumps({**about, "arrays": fields}, allow_nan=False, separators=(",", ":"))
+    planes = (a.view(np.uint8).reshape(len(a), a.itemsize).T.tobytes() for a in named.values())
+    return zlib.compress(head.encode() + b"\n" + b"".join(planes), LEVEL)
+
+
+def unpack(data: bytes) -> Record:
+    """Returns the record that `pack` made. Raises ValueError for bytes that are no record."""
+    try:
+        head, _, body = zlib.decompress(data).partition(b"\n")
+        about, arrays, at = json.loads(head), {}, 0
+        for name, kind, count in about.pop("arrays"):
+            dtype = np.dtype(kind)
+            planes = np.frombuffer(body, np.uint8, count * dtype.itemsize, at)
+            at += len(planes)
+            numbers = np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T)
+            arrays[name] = numbers.reshape(-1).view(dtype)
+    except (zlib.error, KeyError, TypeError) as e:
+        raise ValueError(f"a damaged record of episodes: {e}") from e
+    return Record(about=about, arrays=arrays)
+
+
+class EpisodeStream:
+    """Appends records to the stream of a run. One process writes, and each record is handed to the
+    system before the next."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Opens the stream behind what earlier starts wrote."""
+        self._folder = run_dir / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        index = self._folder / INDEX
+        cut_short = index.exists() and not _ends_with_newline(index)
+        self._index: BinaryIO = index.open("ab", buffering=0)
+        if cut_short:
+            _write_all(self._index, b"\n")
+        self._number = 1 + max(map(_number, self._folder.glob("data_*.bin")), default=-1)
+        self._data: BinaryIO = self._open_data()
+
+    def begin(self, after: int) -> None:
+        """Says that this start goes on from step `after`: records of later steps are superseded."""
+        self._write_line({"kind": START, "after": after})
+
+    def append(self, line: Mapping[str, Any], data: bytes) -> None:
+        """Appends a record. `line` is what the index says of it beside the place: kind, step,
+        episode, and what lists show. Raises OSError where there is no room, and leaves no half."""
+        if self._data.seek(0, os.SEEK_END) > FILE_BYTES:
+            self._data.close()
+            self._number += 1
+            self._data = self._open_data()
+        at = _write_all(self._data, data)
+        place = {"file": Path(self._data.name).name, "at": at, "size": len(data)}
+        self._write_line({**line, **place})
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._data.close()
+        self._index.close()
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+        _write_all(self._index, text.encode())
+
+    def _open_data(self) -> BinaryIO:
+        return (self._folder / f"data_{self._number:06d}.bin").open("ab", buffering=0)
+
+
+def read_index(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the records that count, in order of step and episode, groups before
+    figures; none where nothing was recorded. A line that was cut short is left out."""
+    index = run_dir / FOLDER / INDEX
+    found: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for line in _lines(index) if index.exists() else ():
+        if line["kind"] == START:
+            found = {key: kept for key, kept in found.items() if key[0] <= line["after"]}
+        else:
+            found[line["step"], line["episode"], line["kind"]] = line
+    return [found[key] for key in sorted(found, key=lambda k: (*k[:2], k[2] != GROUP))]
+
+
+def read_bytes(run_dir: Path, line: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of the record that a line of the index names; see `unpack`. Raises
+    ValueError where the file does not have them all."""
+    path = run_dir / FOLDER / line["file"]
+    with path.open("rb") as file:
+        file.seek(line["at"])
+        data = file.read(line["size"])
+    if len(data) < line["size"]:
+        raise ValueError(f"{path} ends before byte {line['at'] + line['size']}")
+    return data
+
+
+def _lines(index: Path) -> Iterator[dict[str, Any]]:
+    with index.open("rb") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:  # a crash cut it short, perhaps within a character
+                continue
+
+
+def _write_all(file: BinaryIO, data: bytes) -> int:
+    """Writes `data` at the end of an unbuffered file and returns where; where there is no room,
+    takes back what was written of it and raises OSError."""
+    at = file.seek(0, os.SEEK_END)
+    left = memoryview(data)
+    try:
+        while left:  # a disk takes what it has room for, and says so at the next write
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(at)
+        raise
+    return at
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.removeprefix("data_")
+    return int(digits) if digits.isdecimal() else -1

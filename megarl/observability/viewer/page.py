@@ -1,0 +1,243 @@
+"""Chooses what the page about a run's episodes holds, and writes it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from megarl.observability.episodes import GROUP, read_bytes, read_index
+from megarl.observability.report.runs import Run, load_run
+from megarl.observability.report.templates import fill
+from megarl.utils.staging import write_whole
+
+LISTED = 20_000  # groups in lists, the newest
+Line = dict[str, Any]
+_STATS = {  # what the list of steps takes from stats.jsonl, which knows every group
+    "reward": "reward/mean",
+    "length": "response_len/mean",
+    "gap": "train_rollout_logprob_abs_diff/mean",
+    "staleness": "staleness/max",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Holds the lines of the index about a group: `line`, and of what the trainer computed of it
+    `figures`, where it did."""
+
+    line: Line
+    figures: Line | None
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes that the group takes on the page."""
+        return sum(-(-line["size"] // 3) * 4 for line in (self.line, self.figures) if line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Says what was written: bytes of the file, groups with details, groups and steps listed; and
+    of the listed groups, bytes and tokens on disk and seconds of work to record them."""
+
+    size: int
+    detailed: int
+    groups: int
+    steps: int
+    recorded_bytes: int
+    recorded_tokens: int
+    seconds: float
+    step_seconds: float
+
+
+def write_viewer(
+    run_dir: Path,
+    out: Path,
+    *,
+    steps: tuple[int, int] | None = None,
+    groups: int | None = None,
+    max_bytes: int = 32 << 20,
+) -> Written | None:
+    """Writes the page about the episodes of a run to `out`; None where none are recorded.
+
+    steps: only steps from the first to the second, counted from 1. groups: details of so many
+    groups of a step at most: those with failures first, then those whose rewards differ most.
+    max_bytes: of details; those of the newest steps come first."""
+    found = _groups(read_index(run_dir), steps)[-LISTED:]
+    if not found:
+        return None
+    run = _run(run_dir)
+    details = dict(_details(run_dir, _chosen(found, groups, max_bytes)))
+    shown = [_listed(group) | {"details": _name(group) in details} for group in found]
+    about = {
+        "run": run.label,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "steps": list(_steps(shown, run)),
+        "groups": shown,
+    }
+    script = (Path(__file__).parent / "viewer.js").read_text(encoding="utf-8")
+    page = fill(
+        "viewer.html.jinja",
+        title=f"{run.label}: episodes",
+        script=Markup(script),
+        script_hash=_hash(script),
+        about=_inert(about),
+        details=[(name, [Markup(part) for part in parts]) for name, parts in details.items()],
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, page)
+    lines = [line for group in found for line in (group.line, group.figures) if line]
+    recorded = {group.line["step"] for group in found}
+    times = (row["timing/step_s"] for row in run.rows if row["step"] in recorded)
+    return Written(
+        size=len(page.encode()),
+        detailed=len(details),
+        groups=len(found),
+        steps=len(recorded),
+        recorded_bytes=sum(line["size"] for line in lines),
+        recorded_tokens=sum(group.line["tokens"] for group in found),
+        seconds=sum(line["seconds"] for line in lines),
+        step_seconds=sum(times),
+    )
+
+
+def _groups(lines: Iterable[Line], steps: tuple[int, int] | None) -> list[Group]:
+    found: dict[tuple[int, int], dict[str, Line]] = {}
+    for line in lines:
+        if steps is None or steps[0] <= line["step"] <= steps[1]:
+            found.setdefault((line["step"], line["episode"]), {})[line["kind"]] = line
+    return [
+        Group(line=of[GROUP], figures=next((v for k, v in of.items() if k != GROUP), None))
+        for of in found.values()
+        if GROUP in of
+    ]
+
+
+def _chosen(found: Sequence[Group], per_step: int | None, max_bytes: int) -> Iterator[Group]:
+    """Yields the groups whose details fit, the newest steps first."""
+    by_step: dict[int, list[Group]] = {}
+    for group in found:
+        by_step.setdefault(group.line["step"], []).append(group)
+    left = max_bytes
+    for step in sorted(by_step, reverse=True):
+        groups = by_step[step]
+        if per_step is not None:
+            groups = sorted(groups, key=_interest, reverse=True)[:per_step]
+        for group in groups:
+            left -= group.size
+            if left < 0:
+                return
+            yield group
+
+
+def _interest(group: Group) -> tuple[bool, float]:
+    return bool(group.line["failures"]), _spread(group.line["rewards"]) or 0.0
+
+
+def _details(run_dir: Path, chosen: Iterable[Group]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name of each group and its records as text; a group whose file is damaged is left
+    out, and figures that are damaged are."""
+    for group in chosen:
+        parts = []
+        for line in (group.line, group.figures):
+            try:
+                parts += [base64.b64encode(read_bytes(run_dir, line)).decode()] if line else []
+            except (OSError, ValueError):
+                break
+        if parts:
+            yield _name(group), parts
+
+
+def _name(group: Group) -> str:
+    return f"{group.line['step']}.{group.line['episode']}"
+
+
+def _listed(group: Group) -> Line:
+    """Returns what lists show of a group. Rewards are those that were trained on, where the trainer
+    has come so far; a rollout that left the batch counts as failed."""
+    hidden = ("kind", "file", "at", "size", "seconds", "rows", "tokens")
+    line = {k: v for k, v in group.line.items() if k not in hidden}
+    rollouts: list[int] = group.line["rows"]
+    count, failures = len(set(rollouts)), Counter(line["failures"])
+    if group.figures is not None:
+        trained = {rollouts[row]: reward for row, reward in group.figures["rewards"]}
+        left = {rollouts[row]: kind for row, kind in group.figures["left"]}
+        places = {rollout: i for i, rollout in enumerate(dict.fromkeys(rollouts))}
+        line["rewards"] = list(trained.values())
+        line["lengths"] = [line["lengths"][places[rollout]] for rollout in trained]
+        failures.update(left.values())
+    return line | {
+        "name": _name(group),
+        "failures": dict(failures),
+        "forks": len(rollouts) - count,
+        "reward": _mean(line["rewards"]),
+        "spread": _spread(line["rewards"]),
+        "length": _mean(line["lengths"]),
+        "staleness": line["step"] - 1 - line["versions"][0] if line["versions"] else None,
+    }
+
+
+def _steps(groups: Sequence[Line], run: Run) -> Iterator[Line]:
+    """Yields a line for each step, of its recorded groups; figures that stats.jsonl has of the
+    whole step are taken from there."""
+    stats = {row["step"]: row for row in run.rows}
+    by_step: dict[int, list[Line]] = {}
+    for group in groups:
+        by_step.setdefault(group["step"], []).append(group)
+    for step, own in by_step.items():
+        failures: Counter[str] = Counter()
+        for g in own:
+            failures.update(g["failures"])
+        line = {
+            "step": step,
+            "groups": len(own),
+            "reward": _mean([r for g in own for r in g["rewards"]]),
+            "spread": _mean([g["spread"] for g in own if g["spread"] is not None]),
+            "length": _mean([n for g in own for n in g["lengths"]]),
+            "failures": dict(failures),
+            "forks": sum(g["forks"] for g in own),
+            "cut": sum(g["cut"] for g in own),
+            "staleness": max((g["staleness"] or 0 for g in own), default=None),
+            "gap": None,
+        }
+        row = stats.get(step, {})
+        yield line | {k: row[key] for k, key in _STATS.items() if row.get(key) is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _spread(rewards: Sequence[float]) -> float | None:
+    """Returns the standard deviation of a group's rewards."""
+    return statistics.pstdev(rewards) if rewards else None
+
+
+def _run(run_dir: Path) -> Run:
+    try:
+        return load_run(run_dir)
+    except FileNotFoundError:  # before the end of the first step
+        return Run(label="/".join(run_dir.resolve().parts[-2:]), rows=[])
+
+
+def _inert(about: Mapping[str, Any]) -> Markup:
+    """Returns JSON for a script element, which nothing in it can end."""
+    text = json.dumps(about, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _hash(script: str) -> str:
+    """Returns how the page's security policy names the one script that may run."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return "sha256-" + base64.b64encode(digest).decode()

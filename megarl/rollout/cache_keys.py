@@ -1,0 +1,54 @@
+"""Names the part of a server's prefix cache in which a request finds KV, and leaves its own.
+
+SGLang shares KV among requests of one `extra_key` alone. The key names a weight version, so what
+`rollout.kv_after_sync` says of KV holds also for prefixes that were cached before an update.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextvars import ContextVar
+
+# the version at which the episode began whose workflow runs; tasks that it starts inherit it
+began: ContextVar[int | None] = ContextVar("began", default=None)
+
+
+class CacheKeys:
+    """Gives requests their keys: `version` is that of the weights now, `mode` is
+    rollout.kv_after_sync.
+
+    With keep, all requests of an episode have the version at which it began, so they go on with its
+    KV; no KV is older than the episode that reads it. Else requests have the version of now.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.version = mode, 0
+        self._run = _name()
+
+    def set_version(self, version: int) -> None:
+        """Sets the version of the weights. A lower one than before begins new keys: what is cached
+        under its number, and those that follow, comes from other weights."""
+        if version < self.version:
+            self._run = _name()
+        self.version = version
+
+    def begin(self) -> int:
+        """Returns the version at which the running episode began; outside of one, that of now."""
+        return self.version if (version := began.get()) is None else version
+
+    def version_for(self, begun: int) -> int:
+        """Returns the version that a request is to name, where its episode began at `begun`."""
+        return begun if self.mode == "keep" else self.version
+
+    def key(self, version: int) -> str:
+        """Returns the key of a version. Servers may have KV of other runs: no two share a key."""
+        return f"megarl-{self._run}-v{version}"
+
+    def crossed(self, version: int) -> bool:
+        """Tells whether a request that named `version` may have read KV of other weights than
+        wrote its answer, against the mode: an update has come since it was sent."""
+        return self.mode == "recompute" and version != self.version
+
+
+def _name() -> str:
+    return uuid.uuid4().hex[:8]

@@ -1,0 +1,94 @@
+"""Pauses generation for a weight update, by weight_sync.pause_mode, and has it go on.
+
+| mode | requests under way |
+| --- | --- |
+| abort | come back with the tokens so far, and are sent again after the pause |
+| drain | end first, which takes as long as the longest |
+| retract | wait in the server, which computes their tokens anew with the new weights |
+| in_place | wait in the server, and go on with the keys and values of the old weights |
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from megarl.config.rollout import RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.observability.logging import get_logger
+from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.pipeline import Pipeline
+from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
+from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers, silent
+
+log = get_logger(__name__)
+
+
+class Pauses:
+    """Pauses the servers of `pool` and what is sent to them. Its methods are for other threads than
+    the loop's."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        sync: WeightSyncConfig,
+        *,
+        loop: LoopThread,
+        pool: ServerPool,
+        samples: SampleLoop,
+        pipeline: Pipeline,
+    ) -> None:
+        self._config, self._sync = config, sync
+        self._loop, self._pool, self._samples, self._pipeline = loop, pool, samples, pipeline
+        self._cut: Future[None] | None = None  # of the answers, during a pause
+
+    def begin(self) -> None:
+        """Stops admitting requests, then pauses every server. Raises RuntimeError where none is
+        left."""
+        listed, mode = listed_servers(self._config), self._sync.pause_mode
+        self._pipeline.hold()
+        drains = self._sync.timeout if mode == "drain" else 0.0
+        limit = self._sync.timeout + drains + 2 * PROBE_TIMEOUT
+        self._loop.run(self._pause(mode, listed), timeout=limit)
+        if mode in ("abort", "drain"):  # the others bring no partial answers
+            self._cut = self._loop.submit(self._take_cut())
+
+    async def _pause(self, mode: str, listed: list[str] | None) -> None:
+        self._samples.hold()
+        if mode == "drain":
+            await self._drain()
+            mode = "abort"  # servers know no drain; what is left of it now is somebody else's
+        await self._pool.pause({"mode": mode}, timeout=self._sync.timeout, listed=listed)
+
+    async def _drain(self) -> None:
+        """Waits for the answers under way, at most weight_sync.timeout seconds. A server that gives
+        no sign of life meanwhile is lost, and its requests go to another."""
+        patience = self._sync.server_timeout
+        deadline = time.monotonic() + self._sync.timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if await self._samples.settled(min(patience, left)):
+                return
+            infos = await self._pool.everywhere("GET", "/model_info", timeout=patience)
+            self._pool.drop(silent(infos), bound=f" (weight_sync.server_timeout={patience:g} s)")
+        log.warning(
+            "weight_sync.pause_mode=drain: answers took longer than weight_sync.timeout="
+            "%g s; they are interrupted, and go on after the update",
+            self._sync.timeout,
+        )
+
+    async def _take_cut(self) -> None:
+        """Has the pipeline note all answers as they are, once what the pause cut short is here."""
+        if await self._samples.settled():
+            self._pipeline.cut()
+
+    def end(self) -> None:
+        """Has the servers go on and sends requests again."""
+        if self._cut is not None:
+            self._cut.result(SETTLE_TIMEOUT + PROBE_TIMEOUT)
+
+        async def work() -> None:
+            await self._pool.control("/continue_generation", {}, timeout=self._sync.timeout)
+            self._samples.release()
+
+        self._loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
+        self._pipeline.release()

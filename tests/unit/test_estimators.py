@@ -1,0 +1,132 @@
+"""Estimators of advantages against brute force and loops, written from the papers' formulas."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos import estimators, grpo_advantages
+from megarl.algos.estimators import (
+    asymre_advantages,
+    gpg_advantages,
+    max_at_k_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    rloo_advantages,
+)
+from megarl.algos.specs import NAMES, advantages_of
+from megarl.config.algo import PPOActorConfig
+
+
+def test_the_examples_of_the_docstrings_are_true():
+    found = doctest.testmod(estimators)
+    assert found.attempted > 8 and not found.failed
+
+
+@st.composite
+def grouped(draw):
+    """(rewards, group_ids, lengths): groups of 1 to 6 in any order, with ties."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    ids = draw(st.permutations([i for i, n in enumerate(sizes) for _ in range(n)]))
+    rewards = draw(
+        st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=len(ids), max_size=len(ids))
+    )
+    lengths = draw(st.lists(st.integers(1, 90), min_size=len(ids), max_size=len(ids)))
+    return torch.tensor(rewards), torch.tensor(ids), torch.tensor(lengths)
+
+
+def of_group(ids, i):
+    return [j for j in range(len(ids)) if ids[j] == ids[i]]
+
+
+@given(grouped())
+def test_baselines_equal_the_loop(drawn):
+    rewards, ids, lengths = drawn
+    r, telling = rewards.double().tolist(), 0
+    for i in range(len(r)):
+        same = [r[j] for j in of_group(ids, i)]
+        telling += min(same) < max(same)
+    batch_mean = [r[i] - statistics.fmean(r[j] for j in of_group(ids, i)) for i in range(len(r))]
+    batch_std = math.sqrt(sum(x * x for x in batch_mean) / max(1, len(r) - 1))
+    found = {
+        "rloo": rloo_advantages(rewards, ids),
+        "opo": opo_advantages(rewards, ids, lengths),
+        "gpg": gpg_advantages(rewards, ids),
+        "asymre": asymre_advantages(rewards, ids, -0.1),
+        "max": max_at_k_advantages(rewards, ids),
+        "group_batch": grpo_advantages(rewards, ids, "group_batch"),
+        "population": grpo_advantages(rewards, ids, "group", std="population"),
+    }
+    for i in range(len(r)):
+        same = of_group(ids, i)
+        values, tied = [r[j] for j in same], len({r[j] for j in same}) == 1
+        others = [r[j] for j in same if j != i]
+        n = [int(lengths[j]) for j in same]
+        mean = statistics.fmean(values)
+        weighted = sum(a * b for a, b in zip(n, values, strict=True)) / sum(n)
+        want = {
+            "rloo": 0.0 if tied else r[i] - statistics.fmean(others),
+            "opo": 0.0 if tied else r[i] - weighted,
+            "gpg": 0.0 if tied else (r[i] - mean) * len(r) / telling,
+            "asymre": r[i] - mean + 0.1,
+            # what the maximum loses without this sample
+            "max": max(values) - max(others) if others and r[i] > max(others) else 0.0,
+            "group_batch": 0.0 if tied else (r[i] - mean) / (batch_std + 1e-6),
+            "population": 0.0 if tied else (r[i] - mean) / (statistics.pstdev(values) + 1e-6),
+        }
+        for name, value in want.items():
+            assert found[name][i].item() == pytest.approx(value, abs=1e-5), name
+        if tied:
+            assert all(found[name][i] == 0.0 for name in want if name != "asymre")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@given(st.lists(st.booleans(), min_size=3, max_size=7))
+def test_pass_at_k_is_the_mean_over_all_draws_of_k(k, right):
+    """A draw of k answers earns 1 if one is right; an answer's advantage is the mean normalised
+    earning of the draws it is in (arXiv 2508.10751, sec. 2.3)."""
+    draws = list(itertools.combinations(range(len(right)), k))
+    earned = [float(any(right[i] for i in draw)) for draw in draws]
+    mean, std = statistics.fmean(earned), statistics.pstdev(earned)
+    rewards = torch.tensor([float(x) for x in right])
+    found = pass_at_k_advantages(rewards, torch.zeros(len(right), dtype=torch.long), k)
+    for i in range(len(right)):
+        mine = [e for draw, e in zip(draws, earned, strict=True) if i in draw]
+        want = (statistics.fmean(mine) - mean) / std if std else 0.0
+        assert found[i].item() == pytest.approx(want, abs=1e-5)
+
+
+def test_pass_at_1_is_grpo_with_the_population_std():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
+    torch.testing.assert_close(
+        pass_at_k_advantages(rewards, ids, 1),
+        grpo_advantages(rewards, ids, "group", eps=1e-12, std="population"),
+    )
+
+
+def test_a_group_smaller_than_k_is_refused():
+    with pytest.raises(ValueError, match=r"k=3, and a group has 2 samples.*gconfig.n_samples"):
+        pass_at_k_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), 3)
+
+
+def test_every_name_makes_advantages_of_a_batch():
+    options = {"pass_at_k": {"k": 1}, "reinforce_pp": {"baseline": "group"}}
+    batch = {
+        "rewards": torch.tensor([1.0, 0.0, 0.5, 0.5]),
+        "group_ids": torch.tensor([0, 0, 1, 1]),
+        "trained_tokens": torch.tensor([3.0, 4.0, 2.0, 9.0]),
+    }
+    for name in NAMES["advantages"]:
+        config = PPOActorConfig()
+        config.advantages.type = name
+        config.advantages.options = options.get(name, {})
+        numbers = advantages_of(config).per_sample(batch)
+        assert numbers.shape == (4,) and numbers.dtype == torch.float32, name
+        assert numbers[0] > numbers[1], name
