@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from megarl.config.engine import MoEConfig
 from tests.dist.engine_jobs import batch
@@ -16,6 +18,24 @@ REPLAY: dict[str, Any] = dict(moe=MoEConfig(router_replay=True))
 def hf_routers(hf: Any) -> dict[int, Any]:
     mlps = {i: layer.mlp for i, layer in enumerate(hf.model.layers)}
     return {i: mlp.gate for i, mlp in mlps.items() if hasattr(mlp, "gate")}
+
+
+def hf_routes(path: Path, tokens: list[int]) -> torch.Tensor:
+    """[n,L,k], ascending: what transformers' routers choose for all tokens but the last; 0 in dense
+    layers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found: dict[int, torch.Tensor] = {}
+    for i, router in hf_routers(model).items():
+        router.register_forward_hook(lambda _m, _a, said, i=i: found.update({i: said[2]}))
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    config = model.config
+    out = torch.zeros(
+        len(tokens), config.num_hidden_layers, config.num_experts_per_tok, dtype=torch.long
+    )
+    for i, chosen in found.items():
+        out[:, i] = chosen.sort().values
+    return out[:-1]
 
 
 def perturb(hf: Any, noise: float = 1.0) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.trajectory import Trajectory, to_batch
 from megarl.wire.routes import RouteShape
-from tests.dist.moe_routing import hf_routers
+from tests.dist.moe_routing import hf_routes
 from tests.dist.world import free_port
 from tests.embedded_server import Server, address, embedded_server, load
 from tests.tiny import save_tiny
@@ -59,20 +58,6 @@ def client(server: Server) -> Iterator[RemoteSGLangEngine]:
     engine.destroy()
 
 
-def chosen_by(path: Path, tokens: list[int]) -> torch.Tensor:
-    """[n,L,k], ascending: what transformers' routers choose for all tokens but the last."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    out = torch.zeros(len(tokens), SHAPE.layers, SHAPE.top_k, dtype=torch.int8)
-    found: dict[int, torch.Tensor] = {}
-    for i, router in hf_routers(model).items():
-        router.register_forward_hook(lambda _m, _a, said, i=i: found.update({i: said[2]}))
-    with torch.no_grad():
-        model(torch.tensor([tokens]))
-    for i, chosen in found.items():
-        out[:, i] = chosen
-    return out[:-1].sort().values
-
-
 def ask(tokens: list[int], n: int, known: int = 0) -> ModelRequest:
     g = GenerationHyperparameters(max_new_tokens=n, ignore_eos=True)
     return ModelRequest(input_ids=tokens, gconfig=g, routes_from=known)
@@ -89,7 +74,7 @@ def test_turns_bring_what_is_new(client: RemoteSGLangEngine, models: list[Path])
     assert asked == [0, 8, 16]
     routes = to_batch([talk], [1.0])["routed_experts"][0]
     assert routes.dtype == torch.int8 and (routes[-1] == -1).all()
-    assert torch.equal(routes[:-1].sort().values, chosen_by(models[0], talk.tokens))
+    assert torch.equal(routes[:-1].long().sort().values, hf_routes(models[0], talk.tokens))
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
@@ -113,8 +98,8 @@ def test_every_token_keeps_the_routes_it_was_written_with(
     tokens = response.input_tokens + response.output_tokens
     first = len(prompt) + versions.index(1)  # the first token of the new weights
     assert len(prompt) < first < len(tokens) - 1
-    old, later = (chosen_by(m, tokens) for m in models)
-    ours = routes.sort().values
+    old, later = (hf_routes(m, tokens) for m in models)
+    ours = routes.long().sort().values
     written = slice(len(prompt) - 1, first - 1)  # positions that predicted tokens of the old
     if mode == "retract":  # the server has read them again
         assert (ours[written] == -1).all()
