@@ -113,12 +113,16 @@ class Server(Client):
 
 @contextmanager
 def embedded_server(
-    model: Path, *flags: str, log: Path, port: int | None = None
+    model: Path,
+    *flags: str,
+    log: Path,
+    port: int | None = None,
+    module: str = "megarl.server",
 ) -> Iterator[Server]:
     """A healthy server of `model` at `port` (default: a free one); its output goes to `log` and
     into the error if it does not come up.
     """
-    with _started(model, *flags, log=log, port=port) as server:
+    with _started(model, *flags, log=log, port=port, module=module) as server:
         _wait_healthy(server, log)
         yield server
 
@@ -134,9 +138,15 @@ def two_servers(model: Path, logs: Path) -> Iterator[list[Server]]:
 
 
 @contextmanager
-def _started(model: Path, *flags: str, log: Path, port: int | None = None) -> Iterator[Server]:
+def _started(
+    model: Path,
+    *flags: str,
+    log: Path,
+    port: int | None = None,
+    module: str = "megarl.server",
+) -> Iterator[Server]:
     port = port or free_port()
-    command = [sys.executable, "-m", "megarl.server", "--model-path", str(model)]
+    command = [sys.executable, "-m", module, "--model-path", str(model)]
     command += ["--port", str(port), "--threads", "1", *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,10 @@ from megatron.core.transformer.moe import moe_utils  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 ROUTED = "routed_experts"  # output and batch key: [B,S,L,k], expert numbers, 0 in dense layers
+
+
+# (scores [T,E], k, groups, groups a token may go to) -> (scores of the chosen experts, numbers)
+Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterTape:
@@ -77,16 +80,14 @@ class RouterTape:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+        compute_topk: Choose,
     ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, their numbers), [T,k]; the router calls it."""
-        choose = compute_topk
-        if self._model_choice is not None:
-            choose = partial(self._model_choice.get_replay_topk, compute_topk=compute_topk)
+        how = (topk, num_groups, group_topk)
         if self.given is None:
-            values, chosen = choose(scores, topk, num_groups, group_topk)
+            values, chosen = self._own(scores, how, compute_topk)
         else:
-            _, own = choose(scores.detach(), topk, num_groups, group_topk)
+            _, own = self._own(scores.detach(), how, compute_topk)
             chosen = self._or_own(self._replayed(self.given), own)
             values = scores.gather(1, chosen)
         flat = chosen.flatten()
@@ -94,6 +95,17 @@ class RouterTape:
         if self.recorded is not None:
             self.recorded.append(chosen)
         return values, chosen
+
+    def _own(
+        self, scores: Tensor, how: tuple[int, int | None, int | None], compute_topk: Choose
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what get_replay_topk does, as the model chooses."""
+        if self._model_choice is None:
+            return compute_topk(scores, *how)
+        chosen: tuple[Tensor, Tensor] = self._model_choice.get_replay_topk(
+            scores, *how, compute_topk
+        )
+        return chosen
 
     def _or_own(self, given: Tensor, own: Tensor) -> Tensor:
         """Returns the choices [T,k] that were given, and the router's own where none was. Counts

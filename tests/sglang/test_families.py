@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.api.records import WeightUpdateMeta
+from megarl.api.records import ModelRequest, WeightUpdateMeta
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.trajectory import Trajectory, to_batch
+from megarl.wire.routes import RouteShape
+from tests.dist.moe_routing import hf_routes
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.servers import RealServer, hf_logprobs, launch, save_model, serving
@@ -25,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": dict(mlp_only_layers=[], norm_topk_prob=True),
 }
+FLAGS = {"mixtral": ["--enable-return-routed-experts"]}
 LAYOUTS = {
     "llama": dict(pp=2), "qwen2": dict(tp=2), "glm4": dict(tp=2), "mixtral": dict(etp=2),
     "qwen3_moe": dict(ep=2),
@@ -43,7 +49,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(models: Path) -> Iterator[dict[str, RealServer]]:
     """All at once: what they take is mostly imports."""
-    started = {kind: launch(models / f"{kind}0", models / f"{kind}.log") for kind in FAMILIES}
+    started = {
+        kind: launch(models / f"{kind}0", models / f"{kind}.log", flags=FLAGS.get(kind, ()))
+        for kind in FAMILIES
+    }
     with serving(*started.values()):
         yield started
 
@@ -85,3 +94,48 @@ def test_a_family(
         check_logprobs(server, new)
         server.load(saved)
         assert server.checksums() == streamed and server.said() == said
+
+
+def test_routes_over_turns_and_an_interruption(
+    servers: dict[str, RealServer], models: Path, tmp_path: Path
+) -> None:
+    """Prompts that the cache has, and an answer that newer weights go on with: every token keeps
+    the routes that it was written with."""
+    server, (old, new) = servers["mixtral"], (models / f"mixtral{i}" for i in (0, 1))
+    server.load(old)
+    client = RemoteSGLangEngine(RolloutConfig(addresses=[server.address], setup_timeout=60))
+    client.initialize()
+    try:
+        client.record_routes(RouteShape(layers=2, experts=4, top_k=2))
+        talk = Trajectory()
+        for told, n in ((PROMPT, 6), ([9, 8], 6), ([7], 400)):
+            asked = ModelRequest(
+                input_ids=talk.read(told).path_tokens(),
+                gconfig=GenerationHyperparameters(max_new_tokens=n, ignore_eos=True),
+                routes_from=talk.head.routed(),
+            )
+            answer = client._open()[0].submit(client.agenerate(asked))
+            if n == 400:
+                server.wait_running()
+                server.ok("/pause_generation", {"mode": "abort"})
+                server.ok("/update_weights_from_disk", _named(new, "1"))
+                server.ok("/continue_generation", {})
+            talk.wrote(answer.result(120))
+            assert talk.answers[-1].routes_from == asked.routes_from
+    finally:
+        client.destroy()
+        server.ok("/update_weights_from_disk", _named(old, "default"))
+    batch = to_batch([talk], [1.0])
+    routes, versions = batch["routed_experts"][0], batch["versions"][0].tolist()
+    assert routes.dtype == torch.int8 and (routes[-1] == -1).all()
+    first = versions.index(1)  # the first token that the new weights wrote
+    assert first > len(PROMPT) + 15
+    found = routes[:-1].long().sort().values
+    by_old, by_new = (hf_routes(model, talk.tokens) for model in (old, new))
+    assert torch.equal(found[: first - 1], by_old[: first - 1])
+    assert torch.equal(found[first - 1 :], by_new[first - 1 :])
+    assert not torch.equal(by_old, by_new)
+
+
+def _named(path: Path, version: str) -> dict[str, str]:
+    return {"model_path": str(path), "weight_version": version}

@@ -3,14 +3,16 @@
 import errno
 
 import pytest
+import torch
 
 from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.answers import AnswerLog, KeptAnswers
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.generation import Sample
+from megarl.rollout.generation import Sample, routes_from
 from megarl.trainer.answers_file import AnswersFile
+from megarl.wire.routes import RouteShape, encode
 from tests.unit.rollout_fakes import FakeServer, trajectory
 
 
@@ -69,6 +71,38 @@ def test_an_answer_is_for_the_same_request_only_and_once():
     assert same.sampling_params()["max_new_tokens"] == 2
     # before another cut, what a second resume finds is the same
     assert [a["tokens"].tolist() for a in again.state()] == [[5, 6]]
+
+
+def test_routes_are_kept_as_far_as_the_cut():
+    shape = RouteShape(layers=1, experts=200, top_k=1)
+
+    def routed():
+        request = ModelRequest(rid="r", input_ids=[1, 2], gconfig=GenerationHyperparameters())
+        return Sample(request, seed=1, routes=shape)
+
+    def absorb(s, tokens, routes, start):
+        meta = {"routed_experts": encode(torch.tensor(routes).view(-1, 1, 1))}
+        meta |= {"finish_reason": {"type": "abort"}, "weight_version": "3"}
+        meta["output_token_logprobs"] = [[-1.0, t, None] for t in tokens]
+        s.absorb({"meta_info": meta}, initial_version=0, routes_from=start)
+
+    log = AnswerLog()
+    log.begin(first := routed())
+    absorb(first, [5, 6], [150, 2, 3], 0)
+    log.cut()
+    absorb(first, [7], [4], 3)
+    log.end()
+    (kept,) = log.state()
+    assert kept["routes"].flatten().tolist() == [150, 2, 3] and kept["routes"].dtype == torch.int16
+    again = AnswerLog([kept])
+    again.begin(second := routed())
+    assert routes_from([second]) == 3
+    absorb(second, [8, 9], [5, 6], 3)
+    assert second.response.routed_experts.flatten().tolist() == [150, 2, 3, 5, 6]
+    # kept by a run that asked for none: what was read before stays unknown
+    AnswerLog([{k: v for k, v in kept.items() if k != "routes"}]).begin(third := routed())
+    absorb(third, [8], [5], 3)
+    assert third.response.routed_experts.flatten().tolist() == [-1, -1, -1, 5]
 
 
 def test_rows_that_are_in_flight_twice_get_their_answers_in_order():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,15 @@ def test_problems_of_ppo(model: Path, override: str, names: list[str]) -> None:
     (problem,) = problems(ppo(model, override, *more))
     for name in names:
         assert name in problem
+
+
+def test_routes_are_replayed_from_what_there_is(model: Path) -> None:
+    def given(replay: str) -> Any:
+        return ppo(model, "actor.recompute_logprob=false", f"actor.moe.router_replay={replay}")
+
+    (problem,) = problems(given("true"))
+    assert "actor.moe.router_replay=trainer: needs a pass to replay from" in problem
+    check_config(given("rollout"), 1)
 
 
 def test_a_reward_model_is_frozen_and_leaves_no_groups_to_pick(model: Path) -> None:

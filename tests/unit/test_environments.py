@@ -237,6 +237,9 @@ def test_routes_go_to_clients_that_are_no_workers() -> None:
     body = {"token_ids": [1, 2], "sampling_params": {"routed_experts_prompt_start": 1}}
     later = token_ids.write(token_ids.read(body, trace=""), "a", response)["choices"][0]
     assert base64.b64decode(later["routed_experts"]["data"]) == bytes([1, 3])
+    response.routes_from = 1
+    assert "routed_experts" not in token_ids.write(asked, "a", response)["choices"][0]
+    response.routes_from = 0
     body["sampling_params"] = {"session": "s"}
     ours = token_ids.write(token_ids.read(body, trace=""), "a", response)["choices"][0]
     response.routed_experts[0] = -1

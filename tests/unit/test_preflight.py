@@ -9,8 +9,9 @@ import os
 import huggingface_hub
 import pytest
 
+from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import SFTConfig
+from megarl.config.recipes import GRPOConfig, SFTConfig
 from megarl.trainer.preflight import (
     check_models,
     check_writable,
@@ -92,6 +93,15 @@ def test_the_largest_token_of_unigrams_and_of_tokens_added_later(tmp_path):
     added = {"added_tokens_decoder": {"7": {"content": "<x>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
     assert largest_token(tmp_path) == ("<x>", 7)
+
+
+def test_routes_of_a_dense_model_are_refused(tmp_path):
+    cfg = GRPOConfig(actor=PPOActorConfig(path=str(save_tiny(tmp_path / "m", "qwen3"))))
+    cfg.tokenizer_path, cfg.server.context_length = str(tmp_path / "m"), 64
+    check_models(cfg)
+    cfg.actor.moe.router_replay = "rollout"
+    with pytest.raises(ConfigError, match=r"router_replay=rollout: the model .* has no experts"):
+        check_models(cfg)
 
 
 def test_switches_of_attention_that_megatron_core_refuses_are_named(tmp_path, monkeypatch):

@@ -130,11 +130,14 @@ def test_commands():
             host="h",
             port=5,
             override_config={"eos_token_id": 7},
+            routes=True,
         )
+        assert "--enable-return-routed-experts" in given
         at = given.index("--json-model-override-args")
         assert json.loads(given[at + 1]) == {"eos_token_id": 7}
         if module == "embedded":
             assert parse_args(given[3:]).override == {"eos_token_id": 7}
+            assert parse_args(given[3:]).enable_return_routed_experts
     options = {
         "attention_backend": "triton",
         "enable_x": True,

@@ -13,7 +13,8 @@ from megarl.server.sampling_params import SamplingParams
 from megarl.server.sequence import ServedSequence
 from megarl.server.weights import WeightStore
 from megarl.utils.checksum import tensor_checksum
-from tests.tiny import KINDS, MLA_KINDS, VOCAB, save_tiny, tiny_hf
+from tests.dist.moe_routing import hf_routers
+from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny, tiny_hf
 
 
 def make_sequence(prompt, extra_key=None):
@@ -254,6 +255,38 @@ def test_latent_attention_is_served_and_loaded(kind, tmp_path, monkeypatch):
     assert (name in store.tensors) == (kind in ("deepseek_v3", "kimi_k2"))
     if kind == "deepseek_v3":
         assert torch.equal(store.tensors[name], other[name])
+
+
+@pytest.mark.parametrize("kind", (*MOE_KINDS, *MLA_KINDS))
+def test_routes_are_those_of_the_model(kind, tmp_path):
+    """Of every layer by its place in the model; two equal prompts, prefilled once, have their own
+    afterwards."""
+    path, model, chosen = save_tiny(tmp_path, kind, layers=3), tiny_hf(kind, layers=3), {}
+    args = ServerArgs(model_path=str(path), device="cpu", enable_return_routed_experts=True)
+    given = prompts([5, 12, 5])
+    seqs = [make_sequence(p) for p in [*given, given[0]]]
+    teacher_forced(ModelRunner(args), seqs, steps=3)
+    for i, router in hf_routers(model).items():
+        router.register_forward_hook(lambda _m, _a, out, i=i: chosen.update({i: out[2]}))
+    assert 0 < len(hf_routers(model)) <= 3
+    for s in seqs:
+        with torch.no_grad():
+            model(torch.tensor([s.tokens]))
+        got = torch.cat(s.routes).long()
+        assert got.shape == (s.length, 3, model.config.num_experts_per_tok)
+        for i in range(3):
+            want = chosen[i].sort().values if i in chosen else torch.zeros_like(got[:, i])
+            assert torch.equal(got[:, i].sort().values, want)
+
+
+def test_a_dense_model_has_no_routes_to_return(tmp_path):
+    args = ServerArgs(
+        model_path=str(save_tiny(tmp_path, "qwen3", layers=1)),
+        device="cpu",
+        enable_return_routed_experts=True,
+    )
+    with pytest.raises(ValueError, match=r"routed-experts: Qwen3ForCausalLM has no experts"):
+        ModelRunner(args)
 
 
 def test_checksum_is_of_the_bits_in_row_major_order():

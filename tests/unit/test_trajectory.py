@@ -176,6 +176,26 @@ def test_routes_are_those_of_the_first_response_that_knows_them():
     assert batch["routed_experts"].dtype == torch.int16
 
 
+def test_answers_bring_the_routes_that_earlier_ones_lack():
+    def routes(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int8).reshape(-1, 1, 1)
+
+    tree = Trajectory()
+    tree.read([1, 2])
+    assert tree.head.routed() == 0
+    first = tree.wrote(answer(tree.head, [3], routed_experts=routes(4, 5)))
+    assert first.routed() == 2
+    asked = tree.read([6])
+    assert asked.routed() == 2
+    last = tree.wrote(answer(asked, [7], routed_experts=routes(8, 9), routes_from=2))
+    assert last.routed() == 4
+    # a gap: positions 4 and 5 were never told, so they are asked for again
+    gap = tree.wrote(answer(last, [8, 9], routed_experts=routes(1), routes_from=6))
+    assert gap.routed() == 4
+    routes_ = to_batch([tree], [0.0])["routed_experts"]
+    assert routes_[0, :, 0, 0].tolist() == [4, 5, 8, 9, -1, -1, 1]
+
+
 def test_what_the_server_did_not_see_is_refused():
     tree = Trajectory()
     tree.read([1, 2])
