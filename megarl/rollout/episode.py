@@ -30,6 +30,7 @@ from megarl.rollout.retries import (
     by_kind,
     count_rollouts,
     numbered_through,
+    rewards_of,
 )
 from megarl.utils.batch import select
 
@@ -47,6 +48,7 @@ class Episode:
     failed: kind and length of rollouts that are not in `batch` because something failed.
     good: how many rollouts did not fail, whether they are in `batch` or were rejected.
     retried: how many of these were made anew in place of failed ones.
+    rewards: of these, once the episode has ended, one for each rollout.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
@@ -65,6 +67,7 @@ class Episode:
     failed: Sequence[Failed] = ()
     good: int = 0
     retried: int = 0
+    rewards: Sequence[float] = ()
     began: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
@@ -103,6 +106,7 @@ async def run_episode(
     try:
         async with clock:
             batch = await _with_retries(episode, engine, vocab_size, retries, min_rollouts)
+        episode.rewards = rewards_of(batch)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
             episode.batch = batch
