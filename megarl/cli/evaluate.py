@@ -4,8 +4,8 @@
 
     MODEL         a Hugging Face directory, such as a run's final model
     --datasets    gsm8k, arithmetic, reasoning_gym or a function's import path; without it, the
-                  configuration's valid_dataset
-    --config      a recipe: its valid_dataset, eval_gconfig, server and rollout are used
+                  configuration's valid_dataset and valid_datasets
+    --config      a recipe: its validation sets, eval_gconfig, server and rollout are used
     --n           answers to each prompt (1); with more than one they are sampled
     --out         where results.json, samples.jsonl and server logs go (eval/<name of MODEL>)
 
@@ -32,7 +32,7 @@ from megarl.config.command_line import CommandLine, help_or_command_line
 from megarl.config.dataset import DatasetConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, held_out_sets
 from megarl.utils.staging import write_whole
 
 USAGE = "megarl eval MODEL [--datasets A,B] [key=value ...]"
@@ -77,16 +77,16 @@ def _configuration(
         raise ConfigError([f"--n {n}: use a whole number of at least 1"])
     first = [f"valid_dataset.type={named[0]}"] if named else []
     cfg = load_config(source, [*first, *overrides])
-    data = cfg.valid_dataset
-    if not isinstance(cfg, GRPOConfig) or data is None:
+    sets = held_out_sets(cfg)
+    if not isinstance(cfg, GRPOConfig) or not sets:
         raise ConfigError([f"{source}: evaluation needs an RL recipe with a valid_dataset"])
     sampled = cfg.eval_gconfig.new(n_samples=int(n))
     if int(n) > 1 and sampled.greedy:
         sampled = sampled.new(greedy=False, temperature=sampled.temperature or 1.0)
     cfg = replace(cfg, eval_gconfig=sampled)
     if not named:
-        return cfg, {data.type: data}
-    return cfg, {name: replace(data, type=name) for name in named}
+        return cfg, {name or data.type: data for name, data in sets.items()}
+    return cfg, {name: replace(sets[""], type=name) for name in named}
 
 
 def _table(results: dict[str, dict[str, float]]) -> Table:

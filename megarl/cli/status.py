@@ -98,6 +98,9 @@ def status(directory: Path) -> dict[str, Any]:
         "elapsed_s": run.elapsed,
         "last_step_s_ago": round(time.time() - last["time"], 1) if "time" in last else None,
         **{name: _last(rows, keys) for name, keys in _METRICS.items()},
+        "eval_by_dataset": {
+            name: _last(run.rows, (f"eval/{name}/accuracy",)) for name in run.datasets
+        },
         **_pace(rows),
         "processes": processes,
         "servers": _servers(people) if state not in OVER else [],
@@ -274,6 +277,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     values = {name: found[name] for name in _METRICS if found[name] is not None}
     if values:
         yield "numbers", ", ".join(f"{n} {v:.4g}" for n, v in values.items()), ""
+    if sets := {name: v for name, v in found["eval_by_dataset"].items() if v is not None}:
+        yield "eval", ", ".join(f"{name} {value:.4g}" for name, value in sets.items()), ""
     if found["seconds_per_step"] is not None:
         pace = f"{found['seconds_per_step']:.3g} s a step, {found['tokens_per_s']:,.0f} tokens/s"
         yield "pace", f"{pace} trained", ""

@@ -70,8 +70,11 @@ _THEIRS: Mapping[str, str] = {
     "train_dataset.batch_size": "train_batch_size batch_size global_batch_size "
     "per_device_train_batch_size rollout_batch_size num_prompts_per_step",
     "train_dataset.max_length": "max_prompt_length max_prompt_len",
-    "train_dataset.path": "train_files prompt_data dataset_name dataset_path",
-    "valid_dataset.path": "val_files eval_dataset",
+    "train_dataset.path": "prompt_data dataset_name dataset_path",
+    "train_dataset.files": "train_files",
+    "train_dataset.parts": "datasets data_mixture blend",
+    "valid_dataset.path": "eval_dataset",
+    "valid_dataset.files": "val_files",
     "evaluator.max_samples": "val_batch_size",
     "train_dataset.size": "max_train_samples train_max_samples",
     "train_dataset.reward": "reward_fn reward_funcs custom_reward_function.path rm_type "

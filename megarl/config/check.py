@@ -19,7 +19,9 @@ from megarl.config.check_cluster import allocation_problems, cluster_problems
 from megarl.config.check_data import (
     batching_problems,
     dataset_problems,
+    held_out_problems,
     model_path_problems,
+    name_problems,
     reward_problems,
     tokenizer_problems,
 )
@@ -34,7 +36,15 @@ from megarl.config.check_rollout import (
 )
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
-from megarl.config.recipes import BaseConfig, GRPOConfig, PPOConfig, SFTConfig
+from megarl.config.generation import GenerationConfig
+from megarl.config.recipes import (
+    BaseConfig,
+    GRPOConfig,
+    PPOConfig,
+    SFTConfig,
+    held_out_key,
+    held_out_sets,
+)
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import choice_problems
 
@@ -175,8 +185,9 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
     yield from _profiler_problems(cfg.profiler)
     yield from dataset_problems("train_dataset", cfg.train_dataset)
     yield from batching_problems("train_dataset", cfg.train_dataset)
-    if cfg.valid_dataset is not None:
-        yield from dataset_problems("valid_dataset", cfg.valid_dataset)
+    yield from name_problems("valid_datasets", cfg.valid_datasets)
+    for name, data in held_out_sets(cfg).items():
+        yield from held_out_problems(held_out_key(name), data)
     for name in engines(cfg):
         yield from model_path_problems(
             f"{name}.path",
@@ -196,8 +207,31 @@ def _profiler_problems(cfg: ProfilerConfig) -> Iterator[str]:
 
 def _sft_problems(cfg: SFTConfig) -> Iterator[str]:
     bound = cfg.stop_at_exact_match
-    if bound is not None and cfg.valid_dataset is None:
+    if bound is not None and not held_out_sets(cfg):
         yield f"stop_at_exact_match={bound}: needs held-out data; set valid_dataset.type"
+    if cfg.train_dataset.curriculum is not None:
+        yield "train_dataset.curriculum: goes by rewards, which SFT has none of; leave it out"
+    if cfg.generation is not None:
+        yield from _sft_generation_problems(cfg, cfg.generation)
+
+
+def _sft_generation_problems(cfg: SFTConfig, g: GenerationConfig) -> Iterator[str]:
+    key, bound = "generation", cfg.stop_at_exact_match
+    yield from generation_problems(f"{key}.gconfig", g.gconfig)
+    if not held_out_sets(cfg):
+        yield f"{key}: needs held-out data to answer; set valid_dataset.type"
+    for name, data in held_out_sets(cfg).items():
+        yield from reward_problems(held_out_key(name), data)
+    if bound is not None and not g.loss:
+        yield f"stop_at_exact_match={bound}: goes by the loss; leave {key}.loss true"
+    if g.server.context_length <= g.gconfig.max_new_tokens:
+        yield (
+            f"{key}.server.context_length={g.server.context_length}: leaves no room for a prompt "
+            f"beside {key}.gconfig.max_new_tokens={g.gconfig.max_new_tokens}"
+        )
+    if not g.rollout.addresses and (g.server.count < 1 or cfg.model.override_config):
+        why = "model.override_config" if cfg.model.override_config else f"{key}.server.count=0"
+        yield f"{key}: rank 0 starts no server with {why}; set {key}.rollout.addresses"
 
 
 def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
@@ -266,6 +300,11 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     for key, weight in (("actor.kl_coef", a.kl_coef), ("kl_ctl", cfg.kl_ctl)):
         if weight > 0 and cfg.ref is None:
             yield f"{key}={weight}: needs a reference; set ref.path (or ref={{}})"
-    for name, data in (("train_dataset", cfg.train_dataset), ("valid_dataset", cfg.valid_dataset)):
-        if data is not None:
-            yield from reward_problems(name, data)
+    yield from reward_problems("train_dataset", cfg.train_dataset)
+    for name, data in held_out_sets(cfg).items():
+        yield from reward_problems(held_out_key(name), data)
+    if cfg.train_dataset.curriculum is not None and cfg.reward_model is not None:
+        yield (
+            "train_dataset.curriculum: goes by the rewards of the rollout, which reward_model "
+            "replaces; set one of them off"
+        )

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.gateway import MATCHES
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
 from megarl.config.transports import Requirements, built_in_transport
@@ -269,8 +269,8 @@ def _named(s: ServerConfig, *flags: str) -> str:
 def _context_problems(cfg: GRPOConfig) -> Iterator[str]:
     room = cfg.server.context_length
     pairs = [("gconfig", cfg.gconfig, "train_dataset", cfg.train_dataset)]
-    if cfg.valid_dataset is not None:
-        pairs.append(("eval_gconfig", cfg.eval_gconfig, "valid_dataset", cfg.valid_dataset))
+    for name, data in held_out_sets(cfg).items():
+        pairs.append(("eval_gconfig", cfg.eval_gconfig, held_out_key(name), data))
     for gkey, g, dkey, data in pairs:
         if room <= g.max_new_tokens:
             yield (

@@ -35,6 +35,7 @@ from megarl.config.schema import (
     Key,
     children,
     choice_problems,
+    find_key,
     free_form_parent,
     key_table,
     nearest_keys,
@@ -200,7 +201,7 @@ def _apply_override(
     *parents, last = name.split(".")
     for depth, part in enumerate(parents, start=1):
         above = ".".join(parents[:depth])
-        if _is_seam(table.get(above)) and isinstance(tree.get(part), str):
+        if _is_seam(find_key(cls, above)) and isinstance(tree.get(part), str):
             tree[part] = {"type": tree[part]}
         if not isinstance(tree.get(part), dict):
             if tree.get(part) is not None:
@@ -214,13 +215,13 @@ def _apply_override(
 def _type_of_seam(cls: type[BaseConfig], name: str, value: Any) -> str:
     """Returns the key that `name` is short for: of a seam its type, where a text is given."""
     short = isinstance(value, str) and not _is_interpolation(value)
-    return f"{name}.type" if short and _is_seam(key_table(cls).get(name)) else name
+    return f"{name}.type" if short and _is_seam(find_key(cls, name)) else name
 
 
 def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> None:
     """Drops the options that the file gave a section's type, where `name` sets another type."""
     *sections, last = name.split(".")
-    key = key_table(cls).get(name)
+    key = find_key(cls, name)
     if last != "type" or key is None:
         return
     for section in sections:
@@ -252,6 +253,8 @@ def _merge(
             value = {"type": value}
         if key is None:
             problems += [_unknown(root, n) for n in _leaves(value, f"{prefix}{name}")]
+        elif key.element is not None and isinstance(value, dict):
+            _merge_elements(node, key, value, problems, root)
         elif key.section is None or value is None or _is_interpolation(value):
             _set(node, str(name), key, value, problems)
         elif not isinstance(value, dict):
@@ -261,6 +264,21 @@ def _merge(
             if OmegaConf.is_interpolation(node, name) or node[name] is None:
                 OmegaConf.update(node, name, OmegaConf.structured(key.section))
             _merge(node[name], value, key.section, key.name + ".", problems, root)
+
+
+def _merge_elements(
+    node: DictConfig, key: Key, sections: Tree, problems: list[str], root: type
+) -> None:
+    """Sets the sections of a dict by name, each of the dataclass `key.element`."""
+    assert key.element is not None
+    inside = node[key.name.rsplit(".", 1)[-1]]
+    for name, value in sections.items():
+        if not isinstance(value, dict):
+            problems.append(f"{key.name}.{name}={show(value)}: a section, not a value")
+            continue
+        if name not in inside:
+            inside[name] = OmegaConf.structured(key.element)
+        _merge(inside[name], value, key.element, f"{key.name}.{name}.", problems, root)
 
 
 def _allocate(node: DictConfig, tree: Tree, cls: type[BaseConfig], problems: list[str]) -> None:

@@ -18,10 +18,11 @@ from megarl.config.bounds import (
     Bounds,
 )
 from megarl.config.cluster import ClusterConfig
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import DatasetConfig, SourceConfig
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
+from megarl.config.generation import GenerationConfig
 from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
@@ -82,6 +83,11 @@ class BaseConfig:
     )
     train_dataset: DatasetConfig = arg(factory=DatasetConfig, help="training data")
     valid_dataset: DatasetConfig | None = arg(None, help="held-out data; null is no evaluation")
+    valid_datasets: dict[str, DatasetConfig] = arg(
+        factory=dict,
+        help="more held-out data by name, each with the keys of valid_dataset; metrics are "
+        "eval/<name>/...",
+    )
     saver: SaverConfig = arg(factory=SaverConfig, help="HF saves")
     recover: RecoverConfig = arg(factory=RecoverConfig, help="checkpoints to continue from")
     self_check: SelfCheckConfig = arg(
@@ -102,6 +108,9 @@ class SFTConfig(BaseConfig):
         None,
         bounds=FRACTION_ABOVE_ZERO,
         help="stop once this fraction of held-out answers is greedily right; null is off",
+    )
+    generation: GenerationConfig | None = arg(
+        None, help="evaluate by generation, too, as RL does; null is by loss alone"
     )
 
 
@@ -175,6 +184,33 @@ class PPOConfig(GRPOConfig):
         False,
         help="an answer cut at max_new_tokens ends with the value of going on, not with nothing",
     )
+
+
+def held_out_sets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
+    """Returns the validation data sets by name; that of valid_dataset is ""."""
+    alone = {} if cfg.valid_dataset is None else {"": cfg.valid_dataset}
+    return {**alone, **cfg.valid_datasets}
+
+
+def held_out_key(name: str) -> str:
+    """Returns the key of the validation data set `name`."""
+    return f"valid_datasets.{name}" if name else "valid_dataset"
+
+
+def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
+    """Returns every data set of a recipe by its key."""
+    held_out = {held_out_key(name): data for name, data in held_out_sets(cfg).items()}
+    return {"train_dataset": cfg.train_dataset, **held_out}
+
+
+def sources(cfg: BaseConfig) -> dict[str, SourceConfig]:
+    """Returns where all data of a recipe comes from, by key: data sets, or the parts of one."""
+    found: dict[str, SourceConfig] = {}
+    for key, data in datasets(cfg).items():
+        found |= {f"{key}.parts.{name}": part for name, part in data.parts.items()}
+        if not data.parts:
+            found[key] = data
+    return found
 
 
 def main_role(cls: type[BaseConfig]) -> str:

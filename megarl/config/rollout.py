@@ -70,7 +70,7 @@ class ServerConfig:
         bounds=NOT_NEGATIVE,
         help="servers the launcher starts (0 with rollout.addresses or addresses_file set)",
     )
-    path: str = arg("", help="HF model the servers start from; empty is actor.path")
+    path: str = arg("", help="HF model the servers start from; empty is the trained one")
     dtype: str = arg("auto", help="auto is the trainer's", choices=("auto", "float32", "bfloat16"))
     context_length: int = arg(2048, bounds=POSITIVE, help="prompt plus response bound in tokens")
     max_running_requests: int = arg(

@@ -141,7 +141,13 @@ class EvaluatorConfig(FrequencyConfig):
     at_start: bool = arg(True, help="evaluate before the first step")
     at_end: bool = arg(True, help="evaluate after the last step")
     max_samples: int | None = arg(
-        None, bounds=POSITIVE, help="evaluate the first n validation rows; null is all"
+        None, bounds=POSITIVE, help="evaluate the first n rows of each validation set; null is all"
+    )
+    overlap: str = arg(
+        "drop",
+        help="validation rows whose prompt is also in the training data: leave them out and log "
+        "how many, refuse to start, or keep them",
+        choices=("drop", "refuse", "keep"),
     )
 
 

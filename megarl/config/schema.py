@@ -31,6 +31,7 @@ class Key:
     bounds: Any = None  # a megarl.config.bounds.Bounds, where the number has some
     or_path: bool = False  # beside the choices, an import path is a value
     true: str | None = None  # the choice that the boolean stands for
+    element: type | None = None  # of a dict of sections by name: the dataclass of each
 
     def allows(self, value: Any) -> bool:
         """Returns whether `value` is one of the choices, or an import path where those are."""
@@ -46,7 +47,7 @@ class Key:
     @property
     def free_form(self) -> bool:
         """Returns whether the key is a plain dict, which takes keys of any name."""
-        return typing.get_origin(self.annotation) is dict
+        return typing.get_origin(self.annotation) is dict and self.element is None
 
     @property
     def base_type(self) -> Any:
@@ -62,6 +63,8 @@ class Key:
 def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
+    if (element := _element(annotation)) is not None:
+        return f"dict[str, {element.__name__}]"
     return str(annotation).replace("typing.", "")
 
 
@@ -70,6 +73,14 @@ def _strip_none(annotation: Any) -> Any:
         return annotation
     rest = [a for a in typing.get_args(annotation) if a is not type(None)]
     return rest[0] if len(rest) == 1 else annotation
+
+
+def _element(annotation: Any) -> type | None:
+    """Returns the dataclass of a dict of sections, None for any other annotation."""
+    if typing.get_origin(annotation) is not dict:
+        return None
+    value = typing.get_args(annotation)[1]
+    return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
 def _default(field: dataclasses.Field[Any], parent: Any) -> Any:
@@ -101,6 +112,7 @@ def children(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
             bounds=field.metadata.get("bounds"),
             or_path=field.metadata.get("or_path", False),
             true=field.metadata.get("true"),
+            element=_element(annotation),
         )
 
 
@@ -111,6 +123,9 @@ def all_keys(cls: type, prefix: str = "", parent: Any = None) -> Iterator[Key]:
         if key.section is not None:
             default = key.default if isinstance(key.default, key.section) else None
             yield from all_keys(key.section, key.name + ".", default)
+        if key.element is not None and parent is not None:
+            for name, element in key.default.items():
+                yield from all_keys(key.element, f"{key.name}.{name}.", element)
 
 
 def key_table(cls: type) -> dict[str, Key]:
@@ -123,11 +138,24 @@ def _key_table(cls: type) -> dict[str, Key]:
     return {k.name: k for k in all_keys(cls)}
 
 
+def find_key(cls: type, name: str) -> Key | None:
+    """Returns the key `name`, which may lie in a dict of sections (valid_datasets.math.size); None
+    for one that there is not."""
+    if (key := key_table(cls).get(name)) is not None:
+        return key
+    for above in (k for k in key_table(cls).values() if k.element is not None):
+        _, _, rest = name.removeprefix(above.name + ".").partition(".")
+        if name.startswith(above.name + ".") and rest:
+            assert above.element is not None
+            return find_key(above.element, rest)
+    return None
+
+
 def free_form_parent(cls: type, name: str) -> Key | None:
     """Returns the free-form dict that `name` lies in, None where it lies in none."""
-    table, parts = key_table(cls), name.split(".")
+    parts = name.split(".")
     for i in range(1, len(parts)):
-        key = table.get(".".join(parts[:i]))
+        key = find_key(cls, ".".join(parts[:i]))
         if key is not None and key.free_form:
             return key
     return None
@@ -190,7 +218,7 @@ def not_a_choice(key: Key, value: Any) -> str:
 def absent(cfg: Any, name: str) -> bool:
     """Returns whether `name` lies in a section that is null in `cfg`."""
     for part in name.split(".")[:-1]:
-        cfg = getattr(cfg, part)
+        cfg = cfg[part] if isinstance(cfg, dict) else getattr(cfg, part)
         if cfg is None:
             return True
     return False

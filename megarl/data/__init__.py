@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.data.dataset import RowDataset, build_dataset, check_context
-    from megarl.data.loader import build_dataloader, collate_sft, collator
-    from megarl.data.sources import check_batches, load_rows
+    from megarl.data.loader import build_dataloader, collate_pairs, collate_sft, collator, go_on
+    from megarl.data.sources import check_batches, load_rows, sources_of
 
 _HOME = {
     "RowDataset": "dataset",
     "build_dataset": "dataset",
     "check_context": "dataset",
     "build_dataloader": "loader",
+    "collate_pairs": "loader",
     "collate_sft": "loader",
     "collator": "loader",
     "check_batches": "sources",
+    "go_on": "loader",
     "load_rows": "sources",
+    "sources_of": "sources",
 }
 __all__ = [
     "RowDataset",
@@ -29,9 +32,12 @@ __all__ = [
     "build_dataset",
     "check_batches",
     "check_context",
+    "collate_pairs",
     "collate_sft",
     "collator",
+    "go_on",
     "load_rows",
+    "sources_of",
 ]
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import SourceConfig
 from megarl.data.problem import Problem, in_split
 
 _OPS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -18,7 +18,7 @@ _TRIES = 200  # draws per wanted problem before the level counts as exhausted
 
 
 def arithmetic(
-    cfg: DatasetConfig,
+    cfg: SourceConfig,
     *,
     seed: int,
     level: int | list[int] = 2,
@@ -67,7 +67,7 @@ def arithmetic(
 
 
 def _too_few(
-    cfg: DatasetConfig, level: int | list[int], ops: list[str], there: int, wanted: int
+    cfg: SourceConfig, level: int | list[int], ops: list[str], there: int, wanted: int
 ) -> ValueError:
     return ValueError(
         f"arithmetic: level={level} ops={''.join(ops)!r} has only about {there} distinct "

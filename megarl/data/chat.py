@@ -6,37 +6,39 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import SourceConfig
 from megarl.data.files import Row, check_size, read_dataset, shown
 
 Message = dict[str, Any]
 
 
 def chat(
-    cfg: DatasetConfig,
+    cfg: SourceConfig,
     *,
     seed: int,
     columns: dict[str, str] | None = None,
     instruction: str = "",
     subset: str | None = None,
+    revision: str | None = None,
 ) -> list[Row]:
     """Reads rows with `messages` (a list of {role, content}, or the text of one user's message) in
     the source's order; every other column stays in the row. Raises ValueError naming the file and
     the line or row that is wrong.
 
     columns: name in the row -> column of the source, `a.b` for b inside of column a. instruction:
-    appended to the last user's message; nothing is by default. subset: the hub's configuration.
+    appended to the last user's message; nothing is by default. subset, revision: the hub's
+    configuration, and its commit, tag or branch.
     """
     rows = []
     try:
-        for place, source in islice(read_dataset(cfg, subset), cfg.size):
-            row = _renamed(source, columns or {}, place)
+        for place, source in islice(read_dataset(cfg, subset, revision), cfg.size):
+            row = renamed(source, columns or {}, place)
             if "messages" not in row:
                 raise ValueError(
                     f"{place} lacks the column messages; it has {sorted(row)}: name the one that "
                     "has them in options.columns.messages"
                 )
-            row["messages"] = _instructed(messages_of(row["messages"], place), instruction, place)
+            row["messages"] = instructed(messages_of(row["messages"], place), instruction, place)
             rows.append(row)
     except ValueError as e:
         raise ValueError(f"chat: {e}") from e
@@ -44,7 +46,7 @@ def chat(
     return rows
 
 
-def _renamed(source: Row, columns: dict[str, str], place: str) -> Row:
+def renamed(source: Row, columns: dict[str, str], place: str) -> Row:
     """Returns the row with the names of `columns`; a renamed column keeps no second name."""
     found = {}
     for name, column in columns.items():
@@ -82,7 +84,9 @@ def _message(message: Any, place: str) -> Message:
     return message | {"content": content}
 
 
-def _instructed(messages: list[Message], instruction: str, place: str) -> list[Message]:
+def instructed(messages: list[Message], instruction: str, place: str) -> list[Message]:
+    """Returns the messages with `instruction` after the last user's. Raises ValueError, with
+    `place`, where there is no such message."""
     if not instruction:
         return messages
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import SourceConfig
 from megarl.config.rollout import GenerationHyperparameters
+from megarl.data.overlap import apart, prompt_key
 from megarl.data.problem import Row
-from megarl.data.sources import describe, load_rows
+from megarl.data.sources import DATASET, PURPOSES, describe, load_rows, sources_of
 from megarl.data.template import Template
 from megarl.observability.logging import get_logger
 
@@ -18,10 +19,21 @@ log = get_logger(__name__)
 
 
 class RowDataset(Dataset[Row]):
-    """Holds rows in memory and gives them by index."""
+    """Holds rows in memory and gives them by index.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = list(rows)
+    prompts: the keys (overlap.prompt_key) of the prompts of its source. parts: which rows are of
+    which part of a mixture.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        prompts: frozenset[int] = frozenset(),
+        parts: Mapping[str, range] | None = None,
+    ) -> None:
+        self._rows, self.prompts = list(rows), prompts
+        self.parts = dict(parts or {"": range(len(self._rows))})
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -30,25 +42,64 @@ class RowDataset(Dataset[Row]):
         return self._rows[index]
 
 
-def build_dataset(cfg: DatasetConfig, tokenizer: Any, *, purpose: str, seed: int) -> RowDataset:
+def build_dataset(
+    cfg: SourceConfig,
+    tokenizer: Any,
+    *,
+    purpose: str,
+    seed: int,
+    apart_from: RowDataset | None = None,
+    overlap: str = "drop",
+) -> RowDataset:
     """Returns the rows of `cfg` with their tokens.
 
-    purpose "rl": rows {row_id, messages, prompt, prompt_ids} and every other column of the source.
-    purpose "sft": rows {row_id, input_ids, loss_mask}; the loss is on what the policy has to write:
-    the text `response` and EOS, or the assistant's turns (Template.conversation).
+    purpose "rl": rows {row_id, messages, prompt, prompt_ids} and every other column of the source;
+    "prompts" is the same of rows for SFT, without the answers that these end with. "sft": rows
+    {row_id, input_ids, loss_mask}; the loss is on what the policy has to write: the text `response`
+    and EOS, or the assistant's turns (Template.conversation). "pairs": rows {row_id, chosen_ids,
+    chosen_mask, rejected_ids, rejected_mask}, each the whole conversation with the mask of the
+    answer.
+
+    apart_from: training data; what `overlap` does with rows of the same prompt, see overlap.apart.
 
     options of every type: system (a system message), chat_template_kwargs, train_on (SFT on
     conversations: all turns, or the last). Rows longer than `cfg.max_length` tokens (prompts for
-    RL, sequences for SFT) are dropped, their count logged. Raises ValueError for a row or an option
-    that is wrong.
+    RL, sequences for SFT and pairs) are dropped, their count logged. Raises ValueError for a row or
+    an option that is wrong.
     """
-    if purpose not in ("rl", "sft"):
-        raise ValueError(f"build_dataset: purpose={purpose!r}: use 'rl' or 'sft'")
-    sources = load_rows(cfg, seed=seed, purpose=purpose)
-    template = Template(tokenizer, cfg.options)
-    encode = _rl_row if purpose == "rl" else _sft_row
-    rows = [{"row_id": i} | encode(i, row, template) for i, row in enumerate(sources)]
-    return RowDataset(_short_enough(rows, cfg, "prompt_ids" if purpose == "rl" else "input_ids"))
+    if purpose not in PURPOSES:
+        raise ValueError(f"build_dataset: purpose={purpose!r}: use one of {list(PURPOSES)}")
+    made: list[Row] = []
+    parts: dict[str, range] = {}
+    prompts: set[int] = set()
+    first_id = 0
+    for name, part in sources_of(cfg).items():
+        sources: Sequence[Row] = load_rows(part, seed=seed, purpose=purpose, part=name)
+        if apart_from is not None:
+            sources = apart(sources, part, apart_from.prompts, overlap)
+        prompts.update(prompt_key(row, part) for row in sources)
+        rows = _with_tokens(sources, part, tokenizer, purpose, first_id, name)
+        parts[name] = range(len(made), len(made) + len(rows))
+        made, first_id = made + rows, first_id + len(sources)
+    return RowDataset(made, prompts=frozenset(prompts), parts=parts)
+
+
+def _with_tokens(
+    sources: Sequence[Row],
+    cfg: SourceConfig,
+    tokenizer: Any,
+    purpose: str,
+    first_id: int,
+    name: str,
+) -> list[Row]:
+    """Returns the rows of one source with their tokens, numbered from `first_id`; `name` is its
+    part's in a mixture."""
+    template, named = Template(tokenizer, cfg.options), {DATASET: name} if name else {}
+    encode = {"rl": _rl_row, "prompts": _rl_row, "sft": _sft_row, "pairs": _pair_row}[purpose]
+    rows = [
+        {"row_id": first_id + i} | encode(i, row, template) | named for i, row in enumerate(sources)
+    ]
+    return _short_enough(rows, cfg)
 
 
 def _rl_row(index: int, source: Row, template: Template) -> Row:
@@ -74,6 +125,26 @@ def _sft_row(index: int, source: Row, template: Template) -> Row:
     }
 
 
+def _pair_row(index: int, source: Row, template: Template) -> Row:
+    messages, tools = template.told(source["messages"]), source.get("tools")
+    row: Row = {}
+    for side in ("chosen", "rejected"):
+        try:
+            ids, mask = template.conversation(
+                [*messages, *source[side]], tools=tools, start=len(messages)
+            )
+        except ValueError as e:
+            raise ValueError(f"row {index}: {side}: {e}") from e
+        row |= {f"{side}_ids": ids, f"{side}_mask": mask}
+    return row
+
+
+def _length(row: Row) -> int:
+    """Returns the tokens that max_length bounds: of the prompt, else of the longest sequence."""
+    keys = ("prompt_ids", "input_ids", "chosen_ids", "rejected_ids")
+    return max(len(row[key]) for key in keys if key in row)
+
+
 def check_context(
     dataset: Dataset[Row], gconfig: GenerationHyperparameters, context_length: int
 ) -> None:
@@ -91,13 +162,13 @@ def check_context(
             )
 
 
-def _short_enough(rows: list[Row], cfg: DatasetConfig, key: str) -> list[Row]:
+def _short_enough(rows: list[Row], cfg: SourceConfig) -> list[Row]:
     if cfg.max_length is None:
         return rows
-    kept = [row for row in rows if len(row[key]) <= cfg.max_length]
+    kept = [row for row in rows if _length(row) <= cfg.max_length]
     dropped = len(rows) - len(kept)
     if not kept:
-        shortest = min(len(row[key]) for row in rows)
+        shortest = min(map(_length, rows))
         raise ValueError(
             f"{describe(cfg)} is empty: all {dropped} rows are longer than "
             f"max_length={cfg.max_length} tokens (the shortest has {shortest})"

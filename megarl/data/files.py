@@ -8,51 +8,66 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.check_data import HUB
+from megarl.config.dataset import SourceConfig
 
 Row = dict[str, Any]
 FORMATS = (".parquet", ".jsonl", ".json")
 
 
-def read_dataset(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row]]:
-    """Yields (place, row) of every row of `cfg.path`: a file, a directory with files of the split,
-    or a data set of the hub with its configuration `subset`. Raises ValueError for none of these.
+def read_dataset(
+    cfg: SourceConfig, subset: str | None, revision: str | None = None
+) -> Iterator[tuple[str, Row]]:
+    """Yields (place, row) of every row of `cfg.files` in their order, or of `cfg.path`: a file, a
+    directory with files of the split, or a data set of the hub with its configuration `subset` at
+    `revision`. Raises ValueError for none of these.
     """
     path = Path(cfg.path)
-    if not cfg.path:
+    if cfg.files:
+        for name in cfg.files:
+            yield from read_rows(Path(name))
+    elif not cfg.path:
         raise ValueError("set path to a hub name (openai/gsm8k), a file or a directory")
-    if path.exists():
+    elif cfg.path.startswith(HUB):
+        yield from _hub_rows(cfg, subset, revision)
+    elif path.exists():
         for file in [path] if path.is_file() else _split_files(path, cfg.split):
             yield from read_rows(file)
     elif path.suffix in FORMATS or path.is_absolute():
         raise ValueError(f"{path} does not exist")
     else:
-        yield from _hub_rows(cfg, subset)
+        yield from _hub_rows(cfg, subset, revision)
 
 
-def check_size(cfg: DatasetConfig, rows: int) -> None:
+def check_size(cfg: SourceConfig, rows: int) -> None:
     """Raises ValueError where a source has fewer rows than `cfg.size`."""
     if cfg.size is not None and 0 < rows < cfg.size:
         raise ValueError(
-            f"{cfg.type}: size={cfg.size}, but {cfg.path}, split {cfg.split}, has {rows} rows; "
-            "lower size, or leave it null for all"
+            f"{cfg.type}: size={cfg.size}, but {', '.join(cfg.files) or cfg.path}, split "
+            f"{cfg.split}, has {rows} rows; lower size, or leave it null for all"
         )
 
 
-def _hub_rows(cfg: DatasetConfig, subset: str | None) -> Iterator[tuple[str, Row]]:
+def _hub_rows(
+    cfg: SourceConfig, subset: str | None, revision: str | None
+) -> Iterator[tuple[str, Row]]:
+    """Yields the rows that the library `datasets` finds: on the hub, or in its cache."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    name = cfg.path.removeprefix(HUB)
     try:
-        source = load_dataset(cfg.path, subset, split=cfg.split)
+        source = load_dataset(name, subset, split=cfg.split, revision=revision)
     except (OSError, ValueError, DatasetsError) as e:
-        of = f"{subset}, split {cfg.split}" if subset else f"split {cfg.split}"
+        words = {"": subset, "split ": cfg.split, "revision ": revision}
+        which = ", ".join(f"{word}{value}" for word, value in words.items() if value)
         raise ValueError(
-            f"{cfg.path} ({of}) is neither a file nor to be had from the hub: "
-            f"{' '.join(str(e).split())}"
+            f"{name} ({which}) is neither a file nor to be had from the hub: "
+            f"{' '.join(str(e).split())}; look at name, subset, split and revision, or download it "
+            "where the hub can be reached and name the files"
         ) from e
     for i, row in enumerate(source):
-        yield f"{cfg.path} row {i}", row
+        yield f"{name} row {i}", row
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from itertools import islice
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import SourceConfig
 from megarl.data.files import Row, check_size, read_dataset, text
 from megarl.data.problem import Problem
 
@@ -18,15 +18,21 @@ _CALCULATOR = re.compile(r"<<[^>]*>>")
 
 
 def gsm8k(
-    cfg: DatasetConfig, *, seed: int, subset: str = "main", instruction: str = INSTRUCTION
+    cfg: SourceConfig,
+    *,
+    seed: int,
+    subset: str = "main",
+    revision: str | None = None,
+    instruction: str = INSTRUCTION,
 ) -> list[Problem]:
-    """Reads problems in the source's order. subset: the hub's configuration. instruction: appended
-    to every question. Raises ValueError naming the file and the line or row that is wrong.
+    """Reads problems in the source's order. subset, revision: the hub's configuration, and its
+    commit, tag or branch. instruction: appended to every question. Raises ValueError naming the
+    file and the line or row that is wrong.
     """
     try:
         problems = [
             _problem(place, row, instruction)
-            for place, row in islice(read_dataset(cfg, subset), cfg.size)
+            for place, row in islice(read_dataset(cfg, subset, revision), cfg.size)
         ]
     except ValueError as e:
         raise ValueError(f"gsm8k: {e}") from e

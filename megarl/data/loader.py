@@ -12,6 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from megarl.config.dataset import DatasetConfig
+from megarl.data.dataset import RowDataset
+from megarl.data.draws import Draws
 from megarl.data.problem import Row
 from megarl.data.sources import check_batches
 from megarl.utils.batch import Padded
@@ -28,13 +30,16 @@ def build_dataloader(
     """Yields `collate` of `cfg.batch_size` rows (default: `collator(cfg)`). Every epoch has its own
     order, given by `seed`; state_dict and load_state_dict resume in the middle of one.
 
-    A sampler of the user's (cfg.sampler) gives the order instead; with state_dict and
+    Mixtures and curricula draw by `Draws`, for which the dataset has to be `build_dataset`'s. A
+    sampler of the user's (cfg.sampler) gives the order instead; with state_dict and
     load_state_dict of its own it resumes where it was, else torchdata draws again what was drawn.
     """
     check_batches(len(dataset), cfg)  # type: ignore[arg-type]
     # a generator of its own: the loader draws from a shared one too, which a resume would not redo
     generator = torch.Generator().manual_seed(seed)
     sampler: Any = RandomSampler(dataset, generator=generator) if cfg.shuffle else None  # type: ignore[arg-type]
+    if cfg.parts or cfg.curriculum:
+        sampler = _draws(dataset, cfg, seed)
     if cfg.sampler.type:
         make = load_object(cfg.sampler.type, what="sampler")
         sampler = make(dataset, seed=seed, **cfg.sampler.options)
@@ -48,6 +53,23 @@ def build_dataloader(
     )
 
 
+def go_on(loader: StatefulDataLoader[Any], state: dict[str, Any]) -> None:
+    """Has the loader and its sampler continue from what `loader.state_dict` returned. By itself the
+    loader would tell its sampler only when the next row is drawn, which a run with rows in flight
+    may do long after it has told it of pass rates."""
+    loader.load_state_dict(state)
+    loader.state_dict()
+
+
+def _draws(dataset: Dataset[Row], cfg: DatasetConfig, seed: int) -> Draws:
+    if not isinstance(dataset, RowDataset):
+        raise ValueError(
+            f"a {type(dataset).__name__} does not know the parts of a mixture, nor the row_id that "
+            "a curriculum goes by; make it with build_dataset"
+        )
+    return Draws(dataset, cfg, seed=seed)
+
+
 def collator(
     cfg: DatasetConfig, default: Callable[[list[Row]], Any] = list
 ) -> Callable[[list[Row]], Any]:
@@ -56,6 +78,20 @@ def collator(
     if not cfg.collate.type:
         return default
     return partial(load_object(cfg.collate.type, what="collate"), **cfg.collate.options)
+
+
+def collate_pairs(rows: Sequence[Row]) -> Padded:
+    """Returns the sequences of pairs as `collate_sft` does, [2B,S]: the chosen one of each pair and
+    then the rejected one, with group_ids and unit_ids [2B], the pair's number, and `chosen` [2B]
+    bool."""
+    sides = [
+        {"input_ids": row[f"{side}_ids"], "loss_mask": row[f"{side}_mask"]}
+        for row in rows
+        for side in ("chosen", "rejected")
+    ]
+    pair = torch.arange(len(rows)).repeat_interleave(2)
+    chosen = torch.arange(len(sides)) % 2 == 0
+    return collate_sft(sides) | {"group_ids": pair, "unit_ids": pair.clone(), "chosen": chosen}
 
 
 def collate_sft(rows: Sequence[Row]) -> Padded:

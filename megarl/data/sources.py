@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import MIX, DatasetConfig, SourceConfig
 from megarl.data.arithmetic import arithmetic
 from megarl.data.chat import chat, messages_of
 from megarl.data.gsm8k import gsm8k
+from megarl.data.preference import preference
 from megarl.data.problem import Problem, Row
 from megarl.data.reasoning_gym import reasoning_gym
 from megarl.utils.importing import in_one_line, is_import_path, load_object
@@ -21,18 +22,46 @@ SOURCES: dict[str, Callable[..., Iterable[Row | Problem]]] = {
     "gsm8k": gsm8k,
     "reasoning_gym": reasoning_gym,
     "chat": chat,
+    "preference": preference,
 }
 # options of every source: they shape what the tokenizer makes of the rows
 TEMPLATE_OPTIONS = ("system", "chat_template_kwargs", "train_on")
+PURPOSES = ("rl", "sft", "pairs", "prompts")
+DATASET = "dataset"  # the column of a mixture's rows that holds the name of their part
 # names that a row gets after its source, or that a reward gets beside it
 _RESERVED = ("row_id", "prompt", "prompt_ids", "completion", "completion_ids", "episode_id")
 
 
-def load_rows(cfg: DatasetConfig, *, seed: int, purpose: str = "rl") -> list[Row]:
+def sources_of(cfg: SourceConfig) -> dict[str, SourceConfig]:
+    """Returns the parts of a mixture by name, or {"": cfg} for any other data set."""
+    if isinstance(cfg, DatasetConfig) and cfg.type == MIX:
+        return dict(cfg.parts)
+    return {"": cfg}
+
+
+def load_rows(cfg: SourceConfig, *, seed: int, purpose: str = "rl", part: str = "") -> list[Row]:
     """Returns at least one row, before any tokenizer: `messages` and, for "rl", what the reward
-    gets; for "sft" the messages hold the assistant's, or `response` is the text to be written after
-    them. Raises ValueError naming the option, the file and the line, or the row that is wrong.
+    gets. For "sft" the messages hold the assistant's, or `response` is the text to be written after
+    them; "prompts" is "rl" of such rows, without their answers. For "pairs" `chosen` and `rejected`
+    are the messages to be compared after them. The rows of a mixture are its parts' in their order;
+    those of a part have its name in `dataset`. Raises ValueError naming the option, the file and
+    the line, or the row that is wrong.
     """
+    if purpose not in PURPOSES:
+        raise ValueError(f"purpose={purpose!r}: use one of {list(PURPOSES)}")
+    if isinstance(cfg, DatasetConfig) and cfg.type == MIX:
+        parts = [load_rows(p, seed=seed, purpose=purpose, part=n) for n, p in cfg.parts.items()]
+        return [row for rows in parts for row in rows]
+    rows = _load(cfg, seed, purpose)
+    if part and any(DATASET in row for row in rows):
+        raise ValueError(
+            f"{describe(cfg)} has a column {DATASET}, which in a mixture names the part; give the "
+            "column another name"
+        )
+    return [row | {DATASET: part} for row in rows] if part else rows
+
+
+def _load(cfg: SourceConfig, seed: int, purpose: str) -> list[Row]:
     make = _source(cfg)
     options = {k: v for k, v in cfg.options.items() if k not in TEMPLATE_OPTIONS}
     problems = option_problems(make, options, key="options", positional=1, by_name=("seed",))
@@ -46,7 +75,7 @@ def load_rows(cfg: DatasetConfig, *, seed: int, purpose: str = "rl") -> list[Row
     return rows if cfg.size is None or not is_import_path(cfg.type) else rows[: cfg.size]
 
 
-def _source(cfg: DatasetConfig) -> Callable[..., Any]:
+def _source(cfg: SourceConfig) -> Callable[..., Any]:
     if cfg.type in SOURCES:
         return SOURCES[cfg.type]
     if not is_import_path(cfg.type):
@@ -59,7 +88,7 @@ def _source(cfg: DatasetConfig) -> Callable[..., Any]:
     return make
 
 
-def _made(make: Callable[..., Any], cfg: DatasetConfig, seed: int, options: Row) -> Iterator[Any]:
+def _made(make: Callable[..., Any], cfg: SourceConfig, seed: int, options: Row) -> Iterator[Any]:
     """The rows of a source. What a function of the user's raises is a ValueError that names it."""
     try:
         yield from _all(make(cfg, seed=seed, **options))
@@ -78,9 +107,10 @@ def _all(made: Any) -> Iterable[Any]:
     raise ValueError(f"it gave a {type(made).__name__}, not rows")
 
 
-def _row(index: int, row: Any, cfg: DatasetConfig, purpose: str) -> Row:
-    row = row.row(purpose) if isinstance(row, Problem) else row
+def _row(index: int, row: Any, cfg: SourceConfig, purpose: str) -> Row:
     what = f"dataset type {cfg.type}: row {index}"
+    if isinstance(row, Problem):
+        row = row.row(purpose)
     if not isinstance(row, Mapping) or not row.get("messages"):
         names = sorted(row) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(f"{what} has no messages; it has {names}")
@@ -92,12 +122,28 @@ def _row(index: int, row: Any, cfg: DatasetConfig, purpose: str) -> Row:
     row = dict(row)
     if is_import_path(cfg.type):
         row["messages"] = messages_of(row["messages"], what)
-    if purpose == "rl" and row["messages"][-1]["role"] == "assistant":
+    if purpose == "prompts":
+        row = _asked(row)
+    if purpose == "pairs" and (missing := {"chosen", "rejected"} - set(row)):
+        raise ValueError(f"{what} lacks {sorted(missing)}: pairs are of type preference")
+    if purpose == "sft" and cfg.type == "preference":  # to learn the chosen answers
+        row["messages"] = [*row["messages"], *row["chosen"]]
+    if purpose != "sft" and row["messages"][-1]["role"] == "assistant":
         raise ValueError(
-            f"{what} ends with an assistant's message, which in RL the policy is to write; leave "
-            "it out"
+            f"{what} ends with an assistant's message, which is for the policy to write; leave it "
+            "out"
         )
     return row
+
+
+def _asked(row: Row) -> Row:
+    """Returns a row for SFT as one for RL: without the answer that it ends with, which `answer` has
+    where the row has none of that name."""
+    *asked, last = row["messages"]
+    found = {"answer": row["response"]} if row.get("response") is not None else {}
+    if last["role"] == "assistant":
+        row, found = row | {"messages": asked}, {"answer": last["content"]}
+    return found | row
 
 
 def check_batches(rows: int, cfg: DatasetConfig) -> None:
@@ -109,7 +155,7 @@ def check_batches(rows: int, cfg: DatasetConfig) -> None:
         )
 
 
-def describe(cfg: DatasetConfig) -> str:
+def describe(cfg: SourceConfig) -> str:
     """Returns a data set's type, path and split in words, to begin a message with."""
-    where = f" ({cfg.path})" if cfg.path else ""
+    where = f" ({cfg.path or ', '.join(cfg.files)})" if cfg.path or cfg.files else ""
     return f"dataset {cfg.type}{where}, split {cfg.split},"

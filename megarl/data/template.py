@@ -71,10 +71,11 @@ class Template:
         return ids
 
     def conversation(
-        self, messages: Sequence[Message], *, tools: Any = None
+        self, messages: Sequence[Message], *, tools: Any = None, start: int = 0
     ) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which of them the assistant wrote: its turns
-        with the special token that ends each, or with train_on=last the last turn alone. Where the
+        with the special token that ends each, or with train_on=last the last turn alone. Turns
+        before messages[start] count as told, not as written. Where the
         template ends no turn with one, EOS follows the last turn, as generation has to end.
 
         A template that marks the assistant's text ({% generation %}) is taken at its word. With
@@ -83,10 +84,12 @@ class Template:
         that drops earlier thoughts does, and for messages without an assistant's.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if not turns:
+        told = sum(i < start for i in turns)
+        if len(turns) == told:
             raise ValueError("the messages have no assistant's among them to train on")
         if _MARKED.search(self._tokenizer.chat_template):
-            return self._marked(messages, tools)
+            return self._marked(messages, tools, told)
+        turns = turns[told:]
         turns = turns[-1:] if self._train_on == "last" else turns
         ids: list[int] = []
         mask: list[bool] = []
@@ -130,7 +133,10 @@ class Template:
         """Returns whether `text` ends with a special token."""
         return text.endswith(self._special)
 
-    def _marked(self, messages: Sequence[Message], tools: Any) -> tuple[list[int], list[bool]]:
+    def _marked(
+        self, messages: Sequence[Message], tools: Any, told: int
+    ) -> tuple[list[int], list[bool]]:
+        """Returns tokens and mask by the template's marks, without the first `told` turns."""
         found = self._apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -140,6 +146,10 @@ class Template:
                 f"the chat template of tokenizer {self._name} marks no token of the assistant's; "
                 "put its text between {% generation %} and {% endgeneration %}"
             )
+        for _ in range(told):
+            begin = mask.index(True)
+            end = mask.index(False, begin)
+            mask[begin:end] = [False] * (end - begin)
         if self._train_on == "last":
             end = max(i for i, m in enumerate(mask) if m) + 1
             begin = next((i for i in range(end - 1, -1, -1) if not mask[i]), -1) + 1

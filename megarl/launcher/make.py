@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.loader import run_dir
-from megarl.config.recipes import GRPOConfig
+from megarl.config.recipes import GRPOConfig, sources
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
 from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV
@@ -278,8 +278,8 @@ class _Maker:
 
 def _folders(cfg: GRPOConfig) -> Iterable[str]:
     """Yields the folders of rewards that the configuration names by their files."""
-    for data in (cfg.train_dataset, cfg.valid_dataset):
-        if data is not None and (file := data.reward.type.partition(":")[0]).endswith(".py"):
+    for data in sources(cfg).values():
+        if (file := data.reward.type.partition(":")[0]).endswith(".py"):
             yield str(Path(file).resolve().parent)
 
 

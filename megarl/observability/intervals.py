@@ -6,6 +6,7 @@ each sample, and lets whole prompts vary.
 proportion_ci   of an accuracy: Wilson's score interval, which is right at 0 and 100 % too
 bootstrap_ci    of a mean of any scores: bootstrap over prompts
 difference_ci   of a gain, from the intervals of both sides
+mean_ci         of the mean over several data sets, from the interval of each
 correlation     how far both sides move together, where they answered the same prompts
 """
 
@@ -103,6 +104,15 @@ def difference_ci(
     low = gain - reach(after.value - after.low, before.high - before.value)
     high = gain + reach(after.high - after.value, before.value - before.low)
     return low, high
+
+
+def mean_ci(estimates: Sequence[Estimate]) -> tuple[float, float]:
+    """Returns (low, high) of the mean of independent estimates, each with the same weight, from
+    their intervals (G. Zou and A. Donner, Statistics in Medicine 27, 2008)."""
+    mean = sum(e.value for e in estimates) / len(estimates)
+    below = math.sqrt(sum((e.value - e.low) ** 2 for e in estimates)) / len(estimates)
+    above = math.sqrt(sum((e.high - e.value) ** 2 for e in estimates)) / len(estimates)
+    return mean - below, mean + above
 
 
 def correlation(before: Sequence[Scores], after: Sequence[Scores]) -> float:

@@ -31,6 +31,7 @@ from megarl.rollout.retries import (
     by_kind,
     count_rollouts,
     numbered_through,
+    rewards_of,
 )
 from megarl.rollout.rewards.errors import RewardError, fails_sample
 from megarl.rollout.routes import wanted as routes_wanted
@@ -55,6 +56,7 @@ class Episode:
     retried: how many of these were made anew in place of failed ones.
     notes: {"rollout": its index, name: text} of every reward that came with texts, such as a
         judge's, in the order of scoring.
+    rewards: of these, once the episode has ended, one for each rollout.
     began: the oldest version that its tokens may be of: that of its begin, or of answers that are
         kept; None before it begins.
     place: place in the order of completion, None until the pipeline has counted it as accepted.
@@ -76,6 +78,7 @@ class Episode:
     good: int = 0
     retried: int = 0
     notes: list[dict[str, Any]] = field(default_factory=list)
+    rewards: Sequence[float] = ()
     began: int | None = None
     place: int | None = None
     wanted_by: Callable[[Padded], bool] | None = None
@@ -121,6 +124,7 @@ async def run_episode(
         async with clock:
             found = await _gathered(episode, engine, vocab_size, retries, on_reward_error)
         batch = None if found is None else found.joined(min_rollouts)
+        episode.rewards = rewards_of(batch)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
             episode.batch = batch

@@ -22,6 +22,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError, SampleAccounting
 from megarl.rollout.episode import Episode, batch_parts
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.outcomes import Outcome
 from megarl.rollout.pipeline import DEFAULT_CONCURRENCY, GRACE, Pipeline, ShouldAccept
 from megarl.rollout.row_stream import RowStream
 from megarl.utils.batch import concat_padded
@@ -39,6 +40,7 @@ class RolloutExecutor:
         self.config, self._loop = config, loop
         self.pipeline = Pipeline(config, engine=engine, loop=loop)
         self.accounting = SampleAccounting()  # for a consumer that reports to it
+        self.outcomes: list[Outcome] = []  # told with the last batch: its own, and rejected ones
         self._rows: RowStream | None = None
         self._batch_stats: dict[str, float] = {}
         self._failed_before = 0  # rollouts, by the end of the last batch that was trained
@@ -232,6 +234,8 @@ class RolloutExecutor:
         return self._rows
 
     def _hand_out(self, episodes: list[Episode], begun: float) -> list[Padded]:
+        with self.pipeline.changed:
+            self.outcomes = self.pipeline.outcomes.tell(max(e.number for e in episodes))
         latencies = [e.latency for e in episodes]
         self._batch_stats = {
             "wait_time": time.monotonic() - begun,

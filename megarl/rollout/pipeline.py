@@ -24,6 +24,7 @@ from megarl.rollout.accounting import FailedSamples, FailureRate
 from megarl.rollout.answers import AnswerLog, Kept, KeptAnswers
 from megarl.rollout.episode import Episode, run_episode
 from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.outcomes import Outcomes
 from megarl.rollout.staleness import StalenessManager
 from megarl.utils import stopping
 
@@ -58,6 +59,7 @@ class Pipeline:
         self.rejected_in_a_row = 0
         self.failed_samples = FailedSamples()  # of episodes that were handed out, or rejected
         self.failure_rate = FailureRate(config.max_failure_rate)
+        self.outcomes = Outcomes()
         self.last_progress = time.monotonic()
         self.keeps_answers = False  # of drawn rows, for a resume
         self.kept = KeptAnswers()  # by episodes of before a resume
@@ -203,6 +205,7 @@ class Pipeline:
             "answers": _answers(again),
             "next_number": again[0].number if again and not numbers else self._next_number,
             "failed_samples": self.failed_samples.state_dict(),
+            "outcomes": self.outcomes.state_dict(),
             "counters": self.staleness.state_dict(untold=len(self._failed)),
         }
 
@@ -228,6 +231,7 @@ class Pipeline:
             self._next_number = state["next_number"]
             self._numbers = deque(state["numbers"][: len(state["rows"])])  # no rows of other data
             self.failed_samples.load_state_dict(state["failed_samples"])
+            self.outcomes.load_state_dict(state.get("outcomes", ()))
             self.kept = KeptAnswers(state["answers"])
             self.staleness.load_state_dict(state["counters"])
             self.staleness.begin(self._engine.get_version())
@@ -363,6 +367,7 @@ class Pipeline:
 
     def _settle(self, episode: Episode) -> None:
         self.failure_rate.add(episode.failed, episode.good)
+        self.outcomes.add(episode)
         if episode.batch is not None:
             self.staleness.accept()
             episode.place = next(self._places)

@@ -74,6 +74,15 @@ def count_rollouts(batch: Padded) -> int:
     return len(_rollout_ids(batch).unique())
 
 
+def rewards_of(batch: Padded | None) -> list[float]:
+    """Returns the reward of each rollout of an episode, however many rows it has; [] for None."""
+    if batch is None:
+        return []
+    rewards = batch["rewards"].tolist()
+    ids = batch["rollout_ids"].tolist() if "rollout_ids" in batch else range(len(rewards))
+    return list(dict(zip(ids, rewards, strict=True)).values())
+
+
 def numbered_through(parts: Sequence[Padded]) -> list[Padded]:
     """Returns batches [n,S] whose unit_ids and rollout_ids [n], where there are any, are numbered
     through all of them."""

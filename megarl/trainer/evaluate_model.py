@@ -15,9 +15,10 @@ from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.local import SGLangEngine
-from megarl.rollout.rewards import RewardPool, check_rows, reward_of
-from megarl.trainer.scores import final_answer, majority_reward, pass_at_k, steps_of_k
-from megarl.utils.importing import load_object
+from megarl.rollout.rewards import RewardPool
+from megarl.trainer.evaluation import answer_texts
+from megarl.trainer.held_out import make_workflow
+from megarl.trainer.scores import final_answer, of_several, with_interval
 
 Sample = dict[str, Any]  # dataset, prompt_number, prompt, completion, answer, expected, reward
 
@@ -61,32 +62,10 @@ def scores(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
         "reward_hi": reward_high,
     }
     if n > 1:
-        found |= _of_several(samples, n, seed=seed)
+        several = of_several(prompts, rewards, [s["answer"] for s in samples], n=n)
+        for name, values in several.items():
+            found |= {name + end: value for end, value in with_interval(values, seed).items()}
     return found
-
-
-def _of_several(samples: Sequence[Sample], n: int, *, seed: int) -> dict[str, float]:
-    """Returns pass@k and maj@n with their intervals; a prompt some of whose answers failed, and
-    left the batch, counts with those it has where they are enough."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample["prompt_number"], []).append(sample)
-    found: dict[str, float] = {}
-    for k in steps_of_k(n):
-        enough = [g for g in groups.values() if len(g) >= k]
-        if not enough:
-            continue
-        each = [pass_at_k(sum(s["reward"] >= 1 for s in g), len(g), k) for g in enough]
-        found |= _with_interval(f"pass@{k}", each, seed)
-    each = [
-        majority_reward([s["answer"] for s in g], [s["reward"] for s in g]) for g in groups.values()
-    ]
-    return found | _with_interval(f"maj@{n}", each, seed)
-
-
-def _with_interval(name: str, values: Sequence[float], seed: int) -> dict[str, float]:
-    low, high = bootstrap_ci(values, seed=seed)
-    return {name: sum(values) / len(values), f"{name}_lo": low, f"{name}_hi": high}
 
 
 def _client(cfg: GRPOConfig, model: str, out: Path, tokenizer: Any) -> RemoteSGLangEngine:
@@ -115,21 +94,11 @@ def _answers(
     dataset = build_dataset(data, tokenizer, purpose="rl", seed=cfg.seed)
     check_context(dataset, cfg.eval_gconfig, cfg.server.context_length)
     rows = [dataset[i] for i in range(len(dataset))]
-    reward_fn = reward_of(data)
-    check_rows(reward_fn, rows)
-    flow = load_object(cfg.rollout.workflow.type, what="rollout.workflow")(
-        reward_fn,
-        cfg.eval_gconfig,
-        tokenizer,
-        reward_pool=pool,
-        **cfg.rollout.workflow.options,
-    )
+    flow = make_workflow(cfg.rollout, data, dataset, cfg.eval_gconfig, tokenizer, pool)
     batch: Padded = client.executor.rollout_batch(rows, workflow=flow)
-    rollouts = rollouts_of(batch)
-    for k in rollouts.first.tolist():
+    texts = answer_texts(batch, tokenizer)
+    for k, text in zip(rollouts_of(batch).first.tolist(), texts, strict=True):
         number = int(batch["group_ids"][k])
-        ids = batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True)
         yield {
             "dataset": name,
             "prompt_number": number,

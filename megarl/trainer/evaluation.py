@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +17,9 @@ from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, proportion_ci
 from megarl.observability.report.runs import EVAL_REWARDS_FILE
 from megarl.observability.stats_logger import supersede
+from megarl.trainer.frequency import EvaluationTimes
 from megarl.trainer.rollout_metrics import completions
-from megarl.trainer.scores import pass_at_k, steps_of_k
+from megarl.trainer.scores import final_answer, of_several, with_interval
 
 N_SAMPLES_SHOWN = 12
 
@@ -52,19 +55,36 @@ class Evaluator:
         *,
         config: EvaluatorConfig,
         seed: int,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
         shows: int = 0,
     ) -> None:
+        """Takes the name of the data set, where there are several: metrics are eval/<name>/...;
+        clock: in seconds, for config.freq_secs."""
         n = len(rows) if config.max_samples is None else min(len(rows), config.max_samples)
         self.rows = [rows[i] for i in range(n)]
         self._engine, self._workflow, self._tokenizer = engine, workflow, tokenizer
-        self._seed, self._shows = seed, shows
+        self._seed, self._name, self._shows = seed, name, shows
         self.shown: list[dict[str, Any]] = []
+        self._times = EvaluationTimes(config, clock)
+
+    def maybe_evaluate(
+        self, samples_path: Path, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
+    ) -> dict[str, float]:
+        """Evaluates where config says so: before the first step (step 0), after a step when it is
+        due, and after the last one. Returns the metrics, {} where nothing was due. `step` and
+        `epoch` count from 1."""
+        label = self._times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
+        if label is None:
+            return {}
+        return self.evaluate(samples_path, None if label == "during" else label)
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows, with the bounds of their confidence
         intervals.
 
-        With several answers to each prompt eval/pass_at_<k> is the chance that one of k is right.
+        With several answers to each prompt eval/pass_at_<k> is the chance that one of k is right,
+        and eval/maj_at_<n> the reward of the answer that most of n give.
         A rollout is right when its reward is at least 1; some_credit is the share with any reward,
         for scorers that give parts of a point. The rewards of every prompt go to eval_rewards.jsonl
         beside `samples_path`. With `when` ("before" or "after") the first completions go to
@@ -74,8 +94,9 @@ class Evaluator:
             records = completions(batch, self._tokenizer, self.rows)
             self.shown = records[: self._shows]
         if when is not None:
-            supersede(samples_path, lambda row: row["when"] != when)
-            _append(samples_path, [{"when": when} | r for r in records[:N_SAMPLES_SHOWN]])
+            supersede(samples_path, lambda row: row["when"] != when or not self._is_mine(row))
+            told = [{"when": when} | self._mark() | r for r in records[:N_SAMPLES_SHOWN]]
+            _append(samples_path, told)
         rollouts = rollouts_of(batch)
         prompts = rollouts.of_first(batch["group_ids"]).tolist()
         rewards = rollouts.common(batch["rewards"].float(), "rewards")
@@ -84,17 +105,34 @@ class Evaluator:
         right = (rewards >= 1).tolist()
         low, high = proportion_ci(right, groups=prompts)
         reward_low, reward_high = bootstrap_ci(rewards.tolist(), seed=self._seed, groups=prompts)
+        found = {
+            "accuracy": sum(right) / len(right),
+            "accuracy_lo": low,
+            "accuracy_hi": high,
+            "some_credit": (rewards > 0).float().mean().item(),
+            "reward": rewards.mean().item(),
+            "reward_lo": reward_low,
+            "reward_hi": reward_high,
+            "response_len": lengths.mean().item(),
+            "samples": float(len(right)),
+        } | self._of_several(batch, prompts, rewards.tolist())
+        return {metric(self._name, figure): value for figure, value in found.items()}
+
+    def _of_several(
+        self, batch: Padded, prompts: Sequence[int], rewards: Sequence[float]
+    ) -> dict[str, float]:
+        """Returns pass_at_<k> and maj_at_<n> with their intervals; {} where prompts have one answer
+        each."""
+        if len(set(prompts)) == len(prompts):
+            return {}
+        answers = [final_answer(text) for text in answer_texts(batch, self._tokenizer)]
+        most = max(Counter(prompts).values())
+        found = of_several(prompts, rewards, answers, n=most)
         return {
-            "eval/accuracy": sum(right) / len(right),
-            "eval/accuracy_lo": low,
-            "eval/accuracy_hi": high,
-            "eval/some_credit": (rewards > 0).float().mean().item(),
-            "eval/reward": rewards.mean().item(),
-            "eval/reward_lo": reward_low,
-            "eval/reward_hi": reward_high,
-            "eval/response_len": lengths.mean().item(),
-            "eval/samples": float(len(right)),
-        } | _pass_at(right, prompts)
+            f"{name.replace('@', '_at_')}{end}": value
+            for name, values in found.items()
+            for end, value in with_interval(values, self._seed).items()
+        }
 
     def _keep(self, path: Path, prompts: Sequence[int], rewards: Sequence[float]) -> None:
         """Appends {"step", "rewards": {prompt: its samples' rewards}}, for paired comparisons."""
@@ -102,21 +140,31 @@ class Evaluator:
         by_prompt: dict[str, list[float]] = {}
         for i, reward in zip(prompts, rewards, strict=True):
             by_prompt.setdefault(_prompt_key(self.rows[i]), []).append(reward)
-        supersede(path, lambda row: row["step"] < step)  # what a start before this one wrote
-        _append(path, [{"step": step, "rewards": by_prompt}])
+        # without what a start before this one wrote
+        supersede(path, lambda row: row["step"] < step or not self._is_mine(row))
+        _append(path, [{"step": step} | self._mark() | {"rewards": by_prompt}])
+
+    def _mark(self) -> dict[str, str]:
+        """Returns what tells the records of this data set from those of others."""
+        return {"dataset": self._name} if self._name else {}
+
+    def _is_mine(self, record: dict[str, Any]) -> bool:
+        return record.get("dataset", "") == self._name
 
 
-def _pass_at(right: Sequence[bool], prompts: Sequence[int]) -> dict[str, float]:
-    """Returns eval/pass_at_<k> over the prompts that have k answers, for each k of steps_of_k above
-    1; {} where prompts have one each."""
-    groups: dict[int, list[bool]] = {}
-    for prompt, is_right in zip(prompts, right, strict=True):
-        groups.setdefault(prompt, []).append(is_right)
-    found = {}
-    for k in steps_of_k(max(map(len, groups.values())))[1:]:
-        each = [pass_at_k(sum(g), len(g), k) for g in groups.values() if len(g) >= k]
-        found[f"eval/pass_at_{k}"] = sum(each) / len(each)
-    return found
+def metric(name: str, figure: str) -> str:
+    """Returns the metric of a figure of the data set `name`, "" where there is one alone."""
+    return f"eval/{name}/{figure}" if name else f"eval/{figure}"
+
+
+def answer_texts(batch: Padded, tokenizer: Any) -> list[str]:
+    """Returns what the model wrote in the first row of each rollout of a batch, as text."""
+    return [
+        tokenizer.decode(
+            batch["input_ids"][k][batch["loss_mask"][k].bool()].tolist(), skip_special_tokens=True
+        )
+        for k in rollouts_of(batch).first.tolist()
+    ]
 
 
 def _prompt_key(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megarl.config.run import FrequencyConfig
+from megarl.config.run import EvaluatorConfig, FrequencyConfig
 
 
 class Frequency:
@@ -40,3 +40,18 @@ class Frequency:
                 self._last = now
                 return True
         return False
+
+
+class EvaluationTimes(Frequency):
+    """Says when to evaluate: before the first step, when it is due, and after the last step."""
+
+    config: EvaluatorConfig
+
+    def label(self, *, step: int, epoch: int, epoch_ended: bool, last: bool = False) -> str | None:
+        """Returns which evaluation the end of a step asks for: "before" (of step 0, before the
+        first), "during" or "after" (the last step); None for none."""
+        if step == 0:
+            return "before" if self.config.at_start else None
+        if last and self.config.at_end:
+            return "after"
+        return "during" if self.due(step=step, epoch=epoch, epoch_ended=epoch_ended) else None

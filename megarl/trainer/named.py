@@ -10,26 +10,28 @@ import errno
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config.base import SeamConfig
 from megarl.config.check import engines, model_path
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, own_class, run_dir
-from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, datasets, sources
 from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of
 from megarl.data import check_batches, load_rows
+from megarl.data.overlap import apart, prompt_key
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
 from megarl.utils.importing import is_import_path
 from megarl.utils.isolated import call_isolated
 
 T = TypeVar("T")
+Rows = Sequence[dict[str, Any]]
 IMPORT_TIMEOUT = 300.0  # seconds the import of a user's modules may take
 _TOKENIZER_FILES = ("*tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -102,20 +104,14 @@ def check_tokenizer(cfg: BaseConfig) -> None:
         )
 
 
-def datasets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
-    """Returns the data sets that a recipe names, by their key."""
-    found = {"train_dataset": cfg.train_dataset, "valid_dataset": cfg.valid_dataset}
-    return {key: data for key, data in found.items() if data is not None}
-
-
 def check_data(
     cfg: BaseConfig, *, isolated: bool = False, path: Sequence[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Reads all data as the run will; returns, by key of the data set, the names that a reward gets
-    of its rows. Raises ConfigError naming each set that is not sound. With `isolated`, data that
+    """Reads all data as the run will; returns, by key of the source, the names that a reward gets
+    of its rows. Raises ConfigError naming each that is not sound. With `isolated`, data that
     the user's code reads is read in a process of its own, with `path` in front of the import path.
     """
-    own = [f"{k}={d.type}" for k, d in datasets(cfg).items() if is_import_path(d.type)]
+    own = [f"{k}={d.type}" for k, d in sources(cfg).items() if is_import_path(d.type)]
     if isolated and own:
         problems, row_keys = _isolated(_read_data, cfg, path, what=own)
     else:
@@ -130,20 +126,34 @@ def _read_data(
     sys.path[:0] = path
     purpose = "rl" if isinstance(cfg, GRPOConfig) else "sft"
     problems, row_keys = [], {}
-    for key, data in datasets(cfg).items():
+    trained: set[int] = set()
+    count = 0
+    for key, data in sources(cfg).items():
+        _, _, part = key.partition(".parts.")
+        trains = key.startswith("train_dataset")
+        asks = _rewards(cfg) and (purpose == "rl" or not trains)
+        reads = "prompts" if asks and purpose == "sft" else purpose
         try:
-            rows = load_rows(data, seed=cfg.seed, purpose=purpose)
-            if key == "train_dataset":  # the other is not cut into batches
-                check_batches(len(rows), data)
-            if purpose == "rl":
+            rows: Rows = load_rows(data, seed=cfg.seed, purpose=reads, part=part)
+            if trains:
+                count += len(rows)
+                trained.update(prompt_key(row, data) for row in rows)
+            else:
+                rows = apart(rows, data, frozenset(trained), cfg.evaluator.overlap, quiet=True)
+            if asks:
                 _check_answers(data, rows)
             row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
         except ValueError as e:
             problems.append(f"{key}: {e}")
+    try:
+        if trained and not any(problem.startswith("train_dataset") for problem in problems):
+            check_batches(count, cfg.train_dataset)
+    except ValueError as e:
+        problems.insert(0, f"train_dataset: {e}")
     return problems, row_keys
 
 
-def _check_answers(data: DatasetConfig, rows: Sequence[dict[str, Any]]) -> None:
+def _check_answers(data: SourceConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Has a reward of megarl's own look at every row. Other rewards look when the run begins, for
     their code is not imported here."""
     name = data.reward.type or data.type
@@ -213,6 +223,14 @@ def _named_code(cfg: BaseConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterat
                 yield _named(f"{key}.{kind}", seam, kind)
     if isinstance(cfg, GRPOConfig):
         yield from _named_rl_code(cfg, row_keys)
+    elif _rewards(cfg):
+        held_out = {k: data for k, data in sources(cfg).items() if not k.startswith("train")}
+        yield from _named_rewards(held_out, row_keys, own_workflow=False)
+
+
+def _rewards(cfg: BaseConfig) -> bool:
+    """Returns whether answers of the run are rewarded."""
+    return isinstance(cfg, GRPOConfig) or getattr(cfg, "generation", None) is not None
 
 
 def _named_rl_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Iterator[Named]:
@@ -228,10 +246,22 @@ def _named_rl_code(cfg: GRPOConfig, row_keys: dict[str, tuple[str, ...]]) -> Ite
     for kind in ALGORITHMS:
         if (seam := getattr(cfg.actor, kind)) != getattr(ours.actor, kind):
             yield _named(f"actor.{kind}", seam, kind, config=cfg.actor)
-    for key, data in datasets(cfg).items():
-        name = data.reward.type or data.type
+    yield from _named_rewards(sources(cfg), row_keys, own_workflow=own_workflow)
+
+
+def _named_rewards(
+    found: Mapping[str, SourceConfig],
+    row_keys: dict[str, tuple[str, ...]],
+    *,
+    own_workflow: bool,
+) -> Iterator[Named]:
+    for key, data in found.items():
+        name, own = data.reward.type or data.type, own_workflow
+        if isinstance(data, PartConfig) and data.workflow.type:
+            own = True
+            yield _named(f"{key}.workflow", data.workflow, "workflow")
         if not is_registered(name) or data.reward.options:
-            row = None if own_workflow else row_keys[key]
+            row = None if own else row_keys[key]
             seam = SeamConfig(type=name, options=data.reward.options)
             yield _named(f"{key}.reward", seam, "reward", row=row)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.api.records import FinetuneSpec
-from megarl.config.recipes import SFTConfig
-from megarl.data import build_dataloader, build_dataset, collate_sft, collator
+from megarl.config.dataset import DatasetConfig
+from megarl.config.recipes import SFTConfig, held_out_sets
+from megarl.data import RowDataset, build_dataloader, build_dataset, collate_sft, collator
 from megarl.observability import stats_tracker
 from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.frequency import Frequency
+from megarl.trainer.evaluation import metric
+from megarl.trainer.frequency import EvaluationTimes
+from megarl.trainer.generation import Generation
+from megarl.trainer.held_out import with_means
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
 from megarl.trainer.rollout_metrics import batch_metrics, update_speed
@@ -22,13 +26,18 @@ from megarl.utils import stopping
 from megarl.utils.batch import Padded
 
 log = get_logger(__name__)
+SAMPLES = "samples.jsonl"
+_JOINED = ("loss", "ppl", "token_accuracy", "exact_match", "accuracy")
 
 
 def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
     """Runs supervised fine-tuning from start to end. Every rank calls it."""
     with RunContext(cfg, model_path=cfg.model.path) as ctx:
         trainer = (trainer_class or SFTTrainer)(cfg, ctx, **cfg.trainer.options)
-        trainer.fit()
+        try:
+            trainer.fit()
+        finally:
+            trainer.end_generation()  # waits for no other rank, so also after a failure
         trainer.model.destroy()  # collective, so only where every rank got here
 
 
@@ -40,11 +49,9 @@ class SFTTrainer:
         data = build_dataset(cfg.train_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
         collate = collator(cfg.train_dataset, collate_sft)
         self.loader = build_dataloader(data, cfg.train_dataset, seed=cfg.seed, collate=collate)
-        self.held_out = None
-        if cfg.valid_dataset is not None:
-            rows = build_dataset(cfg.valid_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
-            n = min(len(rows), cfg.evaluator.max_samples or len(rows))
-            self.held_out = collator(cfg.valid_dataset, collate_sft)([rows[i] for i in range(n)])
+        by_loss = cfg.generation is None or cfg.generation.loss
+        sets = held_out_sets(cfg) if by_loss else {}
+        self.held_out = {name: self._held_out(held_out, data) for name, held_out in sets.items()}
         self.spec = FinetuneSpec.for_run(cfg, dataset_size=len(data))
         self.model = MegatronSFT(cfg.model, seed=cfg.seed)
         self.model.initialize(None, self.spec)
@@ -63,12 +70,29 @@ class SFTTrainer:
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
-        self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
+        self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         self.data_key = data_of(cfg, len(data))
         self.exact_match = 0.0  # the last evaluation's
-        clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
+        clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
         self.recovery = Recovery(ctx, {"model": self.model}, clocks)
         self.steps_done = self.recovery.restore(self._load_state)
+        self.generation: Generation | None = None
+        if cfg.generation is not None:
+            self.generation = Generation(cfg, cfg.generation, ctx, self.model, data)
+
+    def _held_out(self, data: DatasetConfig, trained: RowDataset) -> Padded:
+        """Returns the sequences of a validation set, without prompts of the training data."""
+        rows = build_dataset(
+            data,
+            self.ctx.tokenizer,
+            purpose="sft",
+            seed=self.cfg.seed,
+            apart_from=trained,
+            overlap=self.cfg.evaluator.overlap,
+        )
+        n = min(len(rows), self.cfg.evaluator.max_samples or len(rows))
+        held_out: Padded = collator(data, collate_sft)([rows[i] for i in range(n)])
+        return held_out
 
     def fit(self) -> None:
         """Trains until the last step, max_train_seconds, stop_at_exact_match or a signal, and
@@ -79,7 +103,8 @@ class SFTTrainer:
         if self.recovery.ended_already(self.saver, total=total, over=done):
             return
         if self.cfg.evaluator.at_start and not step:
-            self.ctx.log_stats(0, self._evaluate(), total_steps=total)
+            stats = self._evaluate(step=0, epoch=0, epoch_ended=False)
+            self.ctx.log_stats(0, stats, total_steps=total)
         stopping.work_begins()
         while not done:
             for batch in self.loader:
@@ -93,10 +118,9 @@ class SFTTrainer:
                     saved = self.recovery.save_now(self._state, step=step, epoch=epoch)
                     return self.ctx.stop(saved, step)
                 done = step >= total or self._out_of_time()
-                due = self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended)
-                if due or (done and self.cfg.evaluator.at_end):
-                    stats |= self._evaluate()
-                    done = done or self._good_enough()
+                found = self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=done)
+                stats |= found
+                done = done or (bool(found) and self._good_enough())
                 self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
                 self._log(step, stats)
                 with record_timing("recover"):
@@ -123,15 +147,35 @@ class SFTTrainer:
             peak_tflops=self.cfg.profiler.peak_tflops,
         )
 
-    def _evaluate(self) -> dict[str, float]:
-        if self.held_out is None:
+    def _evaluate(
+        self, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
+    ) -> dict[str, float]:
+        """Evaluates where it is due and returns the metrics; {} otherwise. Collective."""
+        label = self.eval_times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
+        if label is None:
             return {}
         with record_timing("eval"):
-            stats = self.model.evaluate(self.held_out)
-        self.exact_match, n = stats["exact_match"], len(self.held_out["input_ids"])
-        low, high = wilson(stats["exact_match"], n)
-        interval = {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
-        return {f"eval/{k}": v for k, v in (stats | interval).items()}
+            found: dict[str, float] = {}
+            for name, held_out in self.held_out.items():
+                found |= self._by_loss(name, held_out)
+            found = with_means(found, list(self.held_out), _JOINED)
+            if self.generation is not None:  # its accuracy counts, not that by loss
+                when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES
+                found |= self.generation.evaluate(step, path, when)
+        self.exact_match = found.get("eval/exact_match", self.exact_match)
+        return found
+
+    def end_generation(self) -> None:
+        """Ends the servers of evaluations; waits for no other rank."""
+        if self.generation is not None:
+            self.generation.close()
+
+    def _by_loss(self, name: str, held_out: Padded) -> dict[str, float]:
+        """Returns the metrics of one validation set. Collective."""
+        stats = self.model.evaluate(held_out)
+        low, high = wilson(stats["exact_match"], len(held_out["input_ids"]))
+        stats |= {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
+        return {metric(name, figure): value for figure, value in stats.items()}
 
     def _good_enough(self) -> bool:
         bound = self.cfg.stop_at_exact_match

@@ -213,7 +213,9 @@ def data_of(cfg: BaseConfig, size: int) -> State:
     """Returns what a place in the training data depends on, to see whether a saved place still
     holds."""
     data = fingerprint_tree(cfg)["train_dataset"]
-    del data["reward"]  # says nothing about the rows
+    for source in (data, *data["parts"].values()):
+        for name in ("reward", "workflow"):  # which say nothing about the rows
+            source.pop(name, None)
     return data | {"rows": size, "seed": cfg.seed}
 
 

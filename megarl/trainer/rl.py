@@ -15,7 +15,7 @@ from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer.context import RunContext
-from megarl.trainer.frequency import Frequency
+from megarl.trainer.frequency import EvaluationTimes
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.recover import Recovery
 from megarl.trainer.roles import (
@@ -109,8 +109,8 @@ class RLTrainer:
             clock=ctx.clock,
             is_zero=ctx.is_zero,
         )
-        self.eval_freq = Frequency(cfg.evaluator, ctx.clock)
-        clocks = {"saver": self.saver.freq, "evaluator": self.eval_freq}
+        self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
+        clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
         self.recovery = Recovery(ctx, trained, clocks)
         self.steps_done = self.recovery.restore(self.session.load_state_dict)
 
@@ -144,7 +144,7 @@ class RLTrainer:
         self.session.expect(total - step)
         # servers may hold anything: other weights, or those of an earlier run
         self.publisher.publish(self.actor.get_version())
-        stats = self._evaluate("before") if self.cfg.evaluator.at_start and not step else {}
+        stats = {} if step else self._evaluate(step=0, epoch=0, epoch_ended=False)
         if stats:
             self.ctx.log_stats(0, stats, total_steps=total, completions=self.session.completions())
         stopping.work_begins()
@@ -162,10 +162,8 @@ class RLTrainer:
                 with record_timing("save"):
                     self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
             last = step == total or self._out_of_time()
-            if last and self.cfg.evaluator.at_end and not stop:
-                stats |= self._evaluate("after")
-            elif not stop and self.eval_freq.due(step=step, epoch=epoch, epoch_ended=ended):
-                stats |= self._evaluate(None)
+            if not stop:
+                stats |= self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=last)
             self.ctx.log_stats(
                 step,
                 stats | stats_tracker.export(over_ranks=False),
@@ -252,8 +250,15 @@ class RLTrainer:
             if role is not None:
                 role.destroy()
 
-    def _evaluate(self, when: str | None) -> dict[str, float]:
+    def _evaluate(
+        self, *, step: int, epoch: int, epoch_ended: bool, last: bool = False
+    ) -> dict[str, float]:
+        """Evaluates where it is due and returns the metrics; {} otherwise. Collective."""
+        label = self.eval_times.label(step=step, epoch=epoch, epoch_ended=epoch_ended, last=last)
+        if label is None:
+            return {}
         with record_timing("eval"):
+            when = None if label == "during" else label
             return self.session.evaluate(self.ctx.run_dir / "samples.jsonl", when)
 
     def _out_of_time(self) -> bool:

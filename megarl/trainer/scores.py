@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from megarl.observability.intervals import bootstrap_ci
+
 _BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
@@ -39,6 +41,33 @@ def majority_reward(answers: Sequence[str], rewards: Sequence[float]) -> float:
             mine = [r for a, r in zip(answers, rewards, strict=True) if a == answer]
             found.append(sum(mine) / len(mine))
     return sum(found) / len(found)
+
+
+def of_several(
+    prompts: Sequence[int], rewards: Sequence[float], answers: Sequence[str], *, n: int
+) -> dict[str, list[float]]:
+    """Returns maj@<n> of every prompt, and pass@<k> of those that have k answers, of the n that
+    were asked for. prompts: that of each answer. A prompt some of whose answers failed, and left
+    the batch, counts with those it has."""
+    groups: dict[int, list[tuple[str, float]]] = {}
+    for prompt, reward, answer in zip(prompts, rewards, answers, strict=True):
+        groups.setdefault(prompt, []).append((answer, reward))
+    found = {}
+    for k in steps_of_k(n):
+        enough = [g for g in groups.values() if len(g) >= k]
+        if not enough:
+            break
+        found[f"pass@{k}"] = [pass_at_k(sum(r >= 1 for _, r in g), len(g), k) for g in enough]
+    found[f"maj@{n}"] = [
+        majority_reward([a for a, _ in g], [r for _, r in g]) for g in groups.values()
+    ]
+    return found
+
+
+def with_interval(values: Sequence[float], seed: int) -> dict[str, float]:
+    """Returns the mean of one number of each prompt under "", its interval under "_lo", "_hi"."""
+    low, high = bootstrap_ci(values, seed=seed)
+    return {"": sum(values) / len(values), "_lo": low, "_hi": high}
 
 
 def final_answer(text: str) -> str:

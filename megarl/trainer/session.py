@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,22 @@ from torch import Tensor
 
 from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch, Padded
-from megarl.api.inference import RolloutWorkflow
 from megarl.config.check import model_path
-from megarl.config.dataset import DatasetConfig
 from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
 from megarl.config.recipes import GRPOConfig
-from megarl.config.rollout import GenerationHyperparameters
-from megarl.data import RowDataset, build_dataloader, build_dataset, check_context
+from megarl.data import build_dataloader, build_dataset, check_context, go_on
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.rewards import RewardPool, check_rows, reward_of
+from megarl.rollout.rewards import RewardPool
 from megarl.trainer.answers_file import AnswersFile
 from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
-from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.held_out import HeldOut, make_workflow
 from megarl.trainer.recover import data_of, same_data
+from megarl.trainer.results import Results
 from megarl.trainer.rollout_metrics import trained_completions
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
@@ -155,7 +152,7 @@ class RolloutDriver:
     """Does rank 0's part of a RolloutSession: reads the data and talks to the servers."""
 
     def __init__(self, cfg: GRPOConfig, tokenizer: Any, client: RemoteSGLangEngine) -> None:
-        self.config, self.client, self._tokenizer = cfg.rollout, client, tokenizer
+        self.client = client
         self.model, self.override = model_path(cfg, "actor"), cfg.actor.override_config
         self.replays_rollout = cfg.actor.moe.router_replay == "rollout"
         self.data = build_dataset(cfg.train_dataset, tokenizer, purpose="rl", seed=cfg.seed)
@@ -168,7 +165,9 @@ class RolloutDriver:
             addresses=cfg.rollout.reward_addresses,
             on_error=cfg.rollout.on_reward_error,
         )
-        self.workflow = self._workflow(self.data, cfg.train_dataset, cfg.gconfig)
+        self.workflow = make_workflow(
+            cfg.rollout, cfg.train_dataset, self.data, cfg.gconfig, tokenizer, self.pool
+        )
         self.answers: AnswersFile | None = None
         if cfg.recover.mode != "disabled":
             path = run_dir(cfg) / RECOVER_DIR / "answers.pt"
@@ -180,28 +179,19 @@ class RolloutDriver:
         wandb = cfg.stats_logger.wandb
         self.shows = wandb.completions if wandb.mode != "disabled" else 0
         self.shown: dict[str, list[dict[str, Any]]] = {}
-        self.evaluator = None
-        if cfg.valid_dataset is not None:
-            held_out = build_dataset(cfg.valid_dataset, tokenizer, purpose="rl", seed=cfg.seed)
-            check_context(held_out, cfg.eval_gconfig, cfg.server.context_length)
-            self.evaluator = Evaluator(
-                held_out,
-                self,
-                self._workflow(held_out, cfg.valid_dataset, cfg.eval_gconfig),
-                tokenizer,
-                config=cfg.evaluator,
-                seed=cfg.seed,
-                shows=self.shows,
-            )
-
-    def _workflow(
-        self, rows: RowDataset, data: DatasetConfig, gconfig: GenerationHyperparameters
-    ) -> RolloutWorkflow:
-        named, reward_fn = self.config.workflow, reward_of(data)
-        check_rows(reward_fn, (rows[i] for i in range(len(rows))))
-        return load_object(named.type, what="rollout.workflow")(
-            reward_fn, gconfig, self._tokenizer, reward_pool=self.pool, **named.options
+        self._tokenizer = tokenizer
+        self.held_out = HeldOut(
+            cfg,
+            client,
+            tokenizer,
+            self.pool,
+            gconfig=cfg.eval_gconfig,
+            rollout=cfg.rollout,
+            context_length=cfg.server.context_length,
+            trained=self.data,
+            shows=self.shows,
         )
+        self.results = Results(cfg.train_dataset, self.loader.sampler)
 
     def opened(self) -> None:
         """Has answers checked against the model's vocabulary, kept for a resume and, to be
@@ -234,18 +224,11 @@ class RolloutDriver:
         )
         if self.shows:
             self.shown["train"] = trained_completions(parts, self._tokenizer, self.shows)
+        self.results.take(self.client.executor.outcomes)
         self.client.executor.received(torch.cat([p["episode_ids"] for p in parts]))
         if self.recorder is not None:
             self.recorder.handed_out(self.client.get_version())
         return parts
-
-    def rollout_batch(self, rows: Sequence[dict[str, Any]], workflow: RolloutWorkflow) -> Padded:
-        """Returns the samples of held-out rows, which stay on this rank."""
-        return self.client.executor.rollout_batch(rows, workflow, routes=False)
-
-    def get_version(self) -> int:
-        """Returns the version of the servers' weights."""
-        return self.client.get_version()
 
     def failed(self, batch: Batch, failed: Tensor, kind: str) -> None:
         """Books the samples under `failed` [B], which leave the batch, as failed."""
@@ -270,19 +253,17 @@ class RolloutDriver:
         """Books the samples of `episode_ids` [B] as trained, but for those `skipped` [B] (None:
         none); returns the counters."""
         self.client.executor.trained(episode_ids, skipped)
-        return self.counters()
+        return self.counters() | self.results.figures
 
     def evaluate(self, samples_path: Path, when: str | None) -> dict[str, float]:
-        """Returns the `eval/...` metrics of the held-out rows (Evaluator.evaluate); none without a
-        validation set, or where a signal ends the evaluation."""
-        if self.evaluator is None:
-            return {}
+        """Returns the `eval/...` metrics of the validation sets (HeldOut.evaluate); none where a
+        signal ends the evaluation."""
         try:
-            figures = self.evaluator.evaluate(samples_path, when)
+            figures = self.held_out.evaluate(samples_path, when)
         except StopRequested:  # the loop looks for itself, where all ranks agree
             return {}
         if self.shows:
-            self.shown["eval"] = self.evaluator.shown
+            self.shown["eval"] = self.held_out.shown
         return figures
 
     def counters(self) -> dict[str, float]:
@@ -308,11 +289,11 @@ class RolloutDriver:
         rollout = state["rollout"]
         written = self.answers.read(state["version"]) if self.answers else None
         if same_data(state["data"], self.data_key):
-            self.loader.load_state_dict(state["loader"])
+            go_on(self.loader, state["loader"])
             if written is not None:  # since the checkpoint
                 rollout = rollout | {"answers": written}
         else:
-            rollout = rollout | {"rows": [], "answers": []}
+            rollout = rollout | {"rows": [], "answers": [], "outcomes": []}
         if kept := [a for _, answers in rollout["answers"] for a in answers]:
             tokens = sum(len(a["tokens"]) for a in kept)
             log.info("going on with %d answers of before, of %d tokens", len(kept), tokens)

@@ -60,3 +60,58 @@ def test_what_is_wrong_is_one_line(arguments: list[str], why: str, tmp_path: Pat
     arguments = [str(tmp_path) if a == "MODEL" else a for a in arguments]
     done = evaluate(*arguments)
     assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+
+
+def test_supervised_training_evaluates_by_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sets, answered by a server that the run starts and brings every step's weights."""
+    mark = Mark()
+    for name, value in mark.env.items():
+        monkeypatch.setenv(name, value)
+    make_model(tmp_path / "model", hidden=64, layers=1)
+    pairs = [{"messages": f"{i}+{i}", "response": str(2 * i)} for i in range(5, 10)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    command = [sys.executable, "-m", "megarl.run", "recipe=sft", f"fileroot={tmp_path}"]
+    command += [f"model.path={tmp_path / 'model'}", "model.optimizer.lr=1e-3"]
+    command += ["experiment_name=e", "trial_name=t", "total_train_steps=2", "recover.mode=disabled"]
+    command += ["train_dataset.size=16", "train_dataset.options.level=1", "evaluator.freq_steps=1"]
+    command += ["valid_datasets.sums.size=10", "valid_datasets.sums.split=test"]
+    command += ["valid_datasets.mine.type=chat", f"valid_datasets.mine.path={tmp_path}/pairs.jsonl"]
+    command += ["valid_datasets.mine.reward=exact", "evaluator.overlap=keep"]
+    command += ["generation.server.context_length=64", "generation.gconfig.max_new_tokens=3"]
+    command += ["generation.weight_sync.verify=full", "generation.gconfig.n_samples=2"]
+    command += ["generation.gconfig.greedy=false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    mark.assert_none_left()
+    run = tmp_path / "e" / "t"
+    rows = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        for name, prompts in (("sums", 10), ("mine", 5)):
+            assert row[f"eval/{name}/samples"] == 2 * prompts and f"eval/{name}/loss" in row
+            assert row[f"eval/{name}/pass_at_1"] <= row[f"eval/{name}/pass_at_2"]
+        both = [row[f"eval/{name}/accuracy"] for name in ("sums", "mine")]
+        assert row["eval/accuracy"] == pytest.approx(sum(both) / 2)
+    kept = [json.loads(line) for line in (run / "eval_rewards.jsonl").read_text().splitlines()]
+    assert [(k["step"], k["dataset"]) for k in kept] == [
+        (step, name) for step in (0, 1, 2) for name in ("sums", "mine")
+    ]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {(s["when"], s["dataset"]) for s in samples} == {
+        (when, name) for when in ("before", "after") for name in ("sums", "mine")
+    }
+    assert {s["answer"] for s in samples if s["dataset"] == "mine"} == {
+        "10",
+        "12",
+        "14",
+        "16",
+        "18",
+    }
+    assert "tensors agree with server" in done.stdout + done.stderr
+    status = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "status", str(run)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "sums 0" in status.stdout and "mine 0" in status.stdout

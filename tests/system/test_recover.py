@@ -32,7 +32,8 @@ COMMON = [
     "experiment_name=e", "trial_name=t", f"total_train_steps={STEPS}", "total_train_epochs=9",
     "train_dataset.size=12", "train_dataset.batch_size=4", "train_dataset.options.level=1",
     "recover.freq_steps=2", "saver.freq_steps=2", "evaluator.freq_steps=2",
-    "valid_dataset.size=4", "valid_dataset.options.level=1", "stats_logger.table=false",
+    "valid_dataset.size=4", "valid_dataset.options.level=1", "valid_dataset.split=test",
+    "stats_logger.table=false",
     "collective_timeout=120",
 ]  # fmt: skip
 OPTIMIZER = ["lr=1e-2", "lr_scheduler_type=linear", "warmup_steps_proportion=0.4"]
@@ -43,6 +44,17 @@ GRPO = [
     "server.threads=1", "train_dataset.reward=tests.system.recover_run:even",
 ]  # fmt: skip
 SFT = ["recipe=sft", *(f"model.optimizer.{o}" for o in OPTIMIZER)]
+# in place of the plain data set: two parts, by weight and by pass rate, and a second validation set
+MIXED = [
+    "train_dataset.type=mix", "train_dataset.size=null", "train_dataset.options={}",
+    "train_dataset.reward.type=", "train_dataset.curriculum.passes_at=0.5",
+    "train_dataset.curriculum.explore=0.5", "valid_datasets.two.options.level=2",
+    "valid_datasets.two.split=test", "valid_datasets.two.size=4",
+    "train_dataset.parts.one.reward=tests.system.recover_run:even",
+    "train_dataset.parts.two.reward=tests.system.recover_run:even",
+    "train_dataset.parts.one.size=5", "train_dataset.parts.one.options.level=1",
+    "train_dataset.parts.two.size=7", "train_dataset.parts.two.weight=2",
+]  # fmt: skip
 LAYOUTS = {
     "tp2": ["actor.parallel.tp=2"],
     "pp2": ["actor.parallel.pp=2"],
@@ -196,9 +208,9 @@ def rewards_differ(whole: Run) -> bool:
 def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     """In the update of step 5, while the checkpoint after step 4 is written behind it; and again
     before that checkpoint is renamed, with all its files there, at the end of step 5."""
-    whole = uninterrupted(*grpo(model, "tp2"))
+    whole = uninterrupted(*grpo(model, "tp2", *MIXED))
     assert rewards_differ(whole)
-    run = Run(tmp_path, grpo(model, "tp2"))
+    run = Run(tmp_path, grpo(model, "tp2", *MIXED))
     for kill in ("writing:4", "checkpoint:4"):
         status, output = run.start(kill=kill)
         assert status in SIGKILLED, output
@@ -208,13 +220,22 @@ def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     assert VERIFIED in output  # after a resume as at the start
     check_same(run, whole, model)
     assert run.rows("samples") == whole.rows("samples")
+    last = run.rows()[-1]
+    # of 5 batches of 4 draws, one third and two thirds; of 12 rows not all are in the band
+    drawn = [sum(r[f"dataset/{part}/prompts"] for r in run.rows()[1:]) for part in ("one", "two")]
+    assert drawn == [7, 13] and 0 < last["curriculum/in_band"] < last["curriculum/answered"]
+    assert 10 <= last["curriculum/explored"] < 20
+    assert {"eval/accuracy", "eval/two/accuracy"} <= set(last)
     assert [r["step"] for r in run.rows("stats.superseded")] == [3, 4, 3, 4, 5]
 
 
 def test_answers_of_the_step_under_way_are_not_made_again(model, uninterrupted, tmp_path):
     """Killed in the update of step 3, with its answers written beside the checkpoint of step 2."""
-    whole = uninterrupted(*grpo(model, "tp2"))
-    run = Run(tmp_path, grpo(model, "tp2", "recover.async_save=false", "recover.answers_secs=1e-3"))
+    whole = uninterrupted(*grpo(model, "tp2", *MIXED))
+    run = Run(
+        tmp_path,
+        grpo(model, "tp2", *MIXED, "recover.async_save=false", "recover.answers_secs=1e-3"),
+    )
     status, output = run.start(kill="update:3", asked="first")
     assert status in SIGKILLED and "answers so far: " in output, output
     output = run.finish(asked="second")
@@ -296,7 +317,7 @@ def test_killed_in_every_phase(layout, model, uninterrupted, tmp_path):
 def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
     """SIGTERM while answers are generated: that step begins anew. SIGINT in an update: the step is
     finished first. What is damaged then costs one step."""
-    command = grpo(model, "tp2")
+    command = grpo(model, "tp2", *MIXED)
     whole, run = uninterrupted(*command), Run(tmp_path, command)
     for kill, number, done in (("rollout:2", signal.SIGTERM, 1), ("update:3", signal.SIGINT, 3)):
         status, output = run.start(kill=kill, number=number)

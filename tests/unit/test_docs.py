@@ -43,7 +43,7 @@ FIGURES = {
     "timing": 'record_timing("{phase}")',
     "rollout": '"{name}"',
     "weight_sync": '"{phase}"',
-    "eval": '"eval/{name}"',
+    "eval": '"{name}"',
     "reward": '"reward/{name}"',
     "response_len": '"response_len/{name}"',
     "staleness": '"staleness/{name}"',

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarl.cli.status import status
 from megarl.config.run import EvaluatorConfig
 from megarl.observability.intervals import bootstrap_ci, wilson
-from megarl.observability.report import load_run
+from megarl.observability.report import load_run, write_report
 from megarl.trainer.evaluation import Evaluator
+from megarl.trainer.held_out import with_means
 from megarl.trainer.rollout_metrics import completions
 
 SPECIAL = 99
@@ -68,6 +71,10 @@ def test_pass_at_k_where_prompts_have_several_answers(tmp_path):
     figures = an_evaluator(Engine(batch), 3).evaluate(tmp_path / "s.jsonl", None)
     assert figures["eval/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert figures["eval/pass_at_4"] == 0.5  # of the prompts that have four
+    assert figures["eval/pass_at_1"] == pytest.approx((0.25 + 0 + 1) / 3)
+    # every sample says its own number: a tie of four, of four and of two
+    assert figures["eval/maj_at_4"] == pytest.approx((0.25 + 0 + 1) / 3)
+    assert figures["eval/maj_at_4_lo"] <= figures["eval/maj_at_4"] <= figures["eval/maj_at_4_hi"]
     alone = an_evaluator(Engine(a_batch([[1.0]] * 3)), 3).evaluate(tmp_path / "s.jsonl", None)
     assert not [name for name in alone if "pass_at" in name]
 
@@ -127,3 +134,62 @@ def test_turns_are_what_the_model_wrote_and_was_told():
     # a closing token that is not trained on is nobody's turn; a tool's last word is
     assert turns_of([1, 2, SPECIAL], [0, 1, 0]) == []
     assert turns_of([1, 2, 3], [0, 1, 0]) == [("model", "2"), ("environment", "3")]
+
+
+def test_it_decides_by_itself_when_to_evaluate(tmp_path):
+    """Before the first step, after every second one, and after the last."""
+    engine, path = Engine(a_batch([[1.0]] * 3)), tmp_path / "s.jsonl"
+    config = EvaluatorConfig(freq_steps=2)
+    data = [{"prompt": f"q{i}", "answer": i} for i in range(3)]
+    evaluator = Evaluator(data, engine, None, tokenizer, config=config, seed=0, name="sums")
+    done = []
+    for step in range(6):
+        engine.version = step
+        found = evaluator.maybe_evaluate(
+            path, step=step, epoch=1, epoch_ended=False, last=step == 5
+        )
+        assert not found or found["eval/sums/accuracy"] == 1.0
+        done += [step] if found else []
+    assert done == [0, 2, 4, 5]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["when"] for r in records] == ["before"] * 3 + ["after"] * 3
+    assert {r["dataset"] for r in records} == {"sums"}
+
+
+def test_records_of_one_data_set_leave_those_of_another(tmp_path):
+    engine, path = Engine(a_batch([[1.0]])), tmp_path / "samples.jsonl"
+    (tmp_path / "stats.jsonl").write_text("")
+    for name in ("", "a", "b", "a"):  # the last in place of an earlier one
+        Evaluator(
+            [{"prompt": "q"}], engine, None, tokenizer, config=EvaluatorConfig(), seed=0, name=name
+        ).evaluate(path, "before")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(r.get("dataset", "") for r in records) == ["", "a", "b"]
+    kept = (tmp_path / "eval_rewards.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line).get("dataset", "") for line in kept) == ["", "a", "b"]
+    assert load_run(tmp_path).eval_rewards == {0: json.loads(kept[0])["rewards"]}
+
+
+def test_without_one_data_set_of_its_own_the_accuracy_is_the_mean_over_all():
+    found = {}
+    for name, value in (("a", 0.25), ("b", 0.75)):
+        ends = {"": value, "_lo": value - 0.06, "_hi": value + 0.08}
+        found |= {f"eval/{name}/accuracy{end}": v for end, v in ends.items()}
+    joined = with_means(found, ["a", "b"], ("accuracy", "reward"))
+    assert joined["eval/accuracy"] == 0.5 and "eval/reward" not in joined
+    # two independent means: the width of one over the square root of two
+    assert 0.5 - joined["eval/accuracy_lo"] == pytest.approx(0.06 / 2**0.5)
+    assert joined["eval/accuracy_hi"] - 0.5 == pytest.approx(0.08 / 2**0.5)
+    assert with_means(found, ["", "a", "b"], ("accuracy",)) == found
+
+
+def test_the_report_and_the_status_show_every_data_set(tmp_path):
+    rows = [
+        {"step": step, "eval/easy/accuracy": 0.5 + step / 10, "eval/hard/accuracy": 0.1,
+         "eval/accuracy": 0.3, "time": 0.0}
+        for step in range(3)
+    ]  # fmt: skip
+    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path / "report.html", [tmp_path]).read_text()
+    assert "Held-out accuracy by data set" in page and "easy" in page and "hard" in page
+    assert status(tmp_path)["eval_by_dataset"] == {"easy": 0.7, "hard": 0.1}

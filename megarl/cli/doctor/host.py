@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.cli.doctor.finding import FAIL, OK, WARN, Finding
 from megarl.config.check import engines, model_path, smallest_world_size, trained_engines
 from megarl.config.check_data import looks_like_hub_name
-from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, sources
 from megarl.config.servers import server_addresses
 from megarl.models.hf_config import parse_hf_config
 from megarl.models.value_model import language_model
@@ -169,8 +169,8 @@ def credential_findings(cfg: BaseConfig, env: Mapping[str, str]) -> Iterator[Fin
     if cfg.stats_logger.wandb.mode == "online":
         yield _wandb(env)
     wanted = {n: model_path(cfg, n) for n in engines(cfg) if _is_hub_name(model_path(cfg, n))}
-    for data in (cfg.train_dataset, cfg.valid_dataset):
-        if data is not None and data.path and _is_hub_name(data.path):
+    for data in sources(cfg).values():
+        if data.path and _is_hub_name(data.path):
             wanted.setdefault(data.path, data.path)
     for path in dict.fromkeys(wanted.values()):
         yield _hub(path, env)

@@ -11,10 +11,10 @@ from megarl.cli.rehearse.layout import Shrunk
 from megarl.config.base import SeamConfig
 from megarl.config.check import engines
 from megarl.config.cluster import ClusterConfig
-from megarl.config.dataset import GENERATED, DatasetConfig
+from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.loader import config_yaml
-from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.run import FrequencyConfig, ProfilerConfig, StatsLoggerConfig
 from megarl.utils.importing import is_import_path
@@ -47,8 +47,13 @@ def shrink_config(
     cfg.train_dataset = _small_data(cfg.train_dataset, rl=rl, split="train")
     if cfg.valid_dataset is not None:
         cfg.valid_dataset = _small_data(cfg.valid_dataset, rl=rl, split="test")
+    cfg.valid_datasets = {
+        name: _small_data(data, rl=rl, split="test") for name, data in cfg.valid_datasets.items()
+    }
     if isinstance(cfg, GRPOConfig):
         _shrink_generation(cfg, layouts.world_size)
+    elif isinstance(cfg, SFTConfig):
+        cfg.generation = None  # its servers would be of the real model
     return cfg
 
 
@@ -106,10 +111,23 @@ def _never(section: FrequencyConfig) -> None:
 def _small_data(data: DatasetConfig, *, rl: bool, split: str) -> DatasetConfig:
     """Returns a few rows: the data set's own where it makes them or the user's code does, else
     sums. A reward of the user's stays, where its rows do."""
+    parts = {
+        name: PartConfig(
+            type="arithmetic",
+            options={"level": 2},
+            size=32,
+            weight=part.weight,
+            split=split,
+            reward=SeamConfig(type=REWARD if rl else ""),
+        )
+        for name, part in data.parts.items()
+    }
+    if parts:
+        return replace(data, parts=parts, batch_size=4 if rl else SAMPLES, num_workers=0)
     own = is_import_path(data.type)
     if not own and data.type not in GENERATED:
         data = DatasetConfig(type="arithmetic", split=split, options={"level": 2})
-    data = replace(data, size=64, batch_size=4, max_length=None, num_workers=0)
+    data = replace(data, files=[], size=64, batch_size=4, max_length=None, num_workers=0)
     if not rl:
         return replace(data, batch_size=SAMPLES)
     if not is_import_path(data.reward.type):

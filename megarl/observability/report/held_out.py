@@ -142,6 +142,39 @@ def _correlation(run: Run, measure: Measure, first: float, last: float) -> float
     return correlation(*sides)
 
 
+def by_dataset(run: Run, measure: Measure) -> Markup:
+    """Draws the measure of every validation set of a run with its confidence intervals; nothing
+    where there is one set alone."""
+    lines = []
+    for color, name in enumerate(run.datasets):
+        keys = [f"eval/{name}/{key.removeprefix('eval/')}" for key in measure.keys]
+        points = run.points(*keys)
+        ends = (f"eval/{name}/{measure.name}_{end}" for end in ("lo", "hi"))
+        low, high = (dict(run.points(end)) for end in ends)
+        lines.append(
+            Line(
+                label=name,
+                points=points,
+                color=color % COLORS,
+                markers=len(points) <= 30,
+                whiskers=[(x, low[x], high[x]) for x in low if x in high],
+            )
+        )
+    if not lines:
+        return Markup()
+    return line_chart(
+        LineChart(
+            title=f"Held-out {measure.name} by data set",
+            note="bars: 95% confidence interval" if any(li.whiskers for li in lines) else "",
+            lines=lines,
+            format=measure.format,
+            y_from=None if measure is REWARD else 0.0,
+            x_label="step",
+            named=True,
+        )
+    )
+
+
 def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> Markup:
     """Draws the measure with its confidence intervals, by step or by minutes of the run."""
     x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)

@@ -140,6 +140,7 @@ def all_charts(runs: list[Run]) -> Markup:
         measures.append(held_out.REWARD)
     charts = [held_out.curve(runs, m, by_time=True) for m in measures[:1] if len(runs) > 1]
     charts += [held_out.curve(peers, measure, by_time=False) for measure in measures]
+    charts += [held_out.by_dataset(runs[0], measure) for measure in measures]
     charts += [_metric(peers, metric) for metric in METRICS]
     charts += [step_time(run, several=len(runs) > 1) for run in peers]
     return Markup().join(charts)

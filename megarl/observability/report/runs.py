@@ -9,7 +9,8 @@ from typing import Any
 
 Points = list[tuple[float, float]]
 
-# one object per evaluation: {"step", "rewards": {prompt: the rewards of its samples}}
+# one object per evaluation: {"step", "rewards": {prompt: the rewards of its samples}}, and the
+# "dataset" where it is one of valid_datasets
 EVAL_REWARDS_FILE = "eval_rewards.jsonl"
 
 
@@ -39,6 +40,12 @@ class Run:
     def values(self, *keys: str) -> list[float]:
         """Returns the values of `points`, by step."""
         return [y for _, y in self.points(*keys)]
+
+    @property
+    def datasets(self) -> list[str]:
+        """Returns the names of the validation sets that have metrics of their own."""
+        found = (key.split("/") for row in self.rows for key in row if key.startswith("eval/"))
+        return list(dict.fromkeys(parts[1] for parts in found if len(parts) == 3))
 
     @property
     def elapsed(self) -> float | None:
@@ -72,6 +79,7 @@ def load_run(source: str | Path) -> Run:
         eval_rewards={
             row["step"]: row["rewards"]
             for row in (_read_jsonl(rewards) if rewards.exists() else [])
+            if "dataset" not in row  # of valid_datasets, the headline is not theirs
         },
     )
 

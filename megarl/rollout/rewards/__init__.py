@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any, cast
 
-from megarl.config.dataset import DatasetConfig
+from megarl.config.dataset import SourceConfig
 from megarl.rollout.rewards.errors import RewardError, RewardTimeout
 from megarl.rollout.rewards.parts import MixedReward, weighted_reward
 from megarl.rollout.rewards.pool import RewardPool
@@ -152,7 +152,7 @@ def get_reward_fn(name: str, options: Mapping[str, Any] | None = None) -> Reward
     return update_wrapper(partial(fn, **options), fn, ("__module__", "__name__"), ())
 
 
-def reward_of(cfg: DatasetConfig) -> RewardFn:
+def reward_of(cfg: SourceConfig) -> RewardFn:
     """Returns the reward of a data set: the one it names, else that of its type."""
     return get_reward_fn(cfg.reward.type or cfg.type, cfg.reward.options)
 
