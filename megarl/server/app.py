@@ -36,13 +36,14 @@ _STOP_TIMEOUT = 2.0
 # the event loop and the scheduler share the GIL; the default of 5 ms would show in every step
 _SWITCH_INTERVAL = 5e-4
 
-# an endpoint's route has its name, and its method is POST but for these
+# an endpoint's route has its name, and its method is POST, but for these
+_PATHS = {"v1_loads": "/v1/loads"}
 _METHODS = {
-    **dict.fromkeys(("health", "ready", "model_info", "server_info"), ("GET",)),
+    **dict.fromkeys(("health", "ready", "model_info", "server_info", "v1_loads"), ("GET",)),
     **dict.fromkeys(("flush_cache", "weights_checker"), ("GET", "POST")),
 }
 # endpoints that neither show nor change anything of the server but its requests
-_OPEN = {"health", "ready", "model_info", "server_info", "generate"}
+_OPEN = {"health", "ready", "model_info", "server_info", "v1_loads", "generate"}
 
 
 def build_app(core: ServerCore, access: Access) -> Starlette:
@@ -53,7 +54,8 @@ def build_app(core: ServerCore, access: Access) -> Starlette:
             if not name.startswith("_"):
                 check = functools.partial(access.check, control=name not in _OPEN)
                 methods = _METHODS.get(name, ("POST",))
-                routes.append(Route(f"/{name}", guarded(handler, check), methods=methods))
+                path = _PATHS.get(name, f"/{name}")
+                routes.append(Route(path, guarded(handler, check), methods=methods))
     have = ", ".join(route.path for route in routes)
 
     async def unknown(request: Request) -> Response:
