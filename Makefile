@@ -25,7 +25,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
-	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv
+	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv \
+	bench-client
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -151,6 +152,10 @@ bench-sync: install  ## a weight sync beside one plain broadcast
 
 bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
 	$(CPU) $(BIN)/python benchmarks/data_plane.py
+
+bench-client: install  ## what a request costs the client, and what each way to pause costs generation
+	$(CPU) $(BIN)/python benchmarks/client.py
+	$(CPU) $(BIN)/python benchmarks/client.py --pauses
 
 bench-gateway: install  ## what the gateway for agents adds to a request, samples per episode
 	$(CPU) $(BIN)/python benchmarks/gateway.py

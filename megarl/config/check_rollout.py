@@ -58,9 +58,17 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         for address in getattr(r, key):
             if not is_address(address):
                 yield f"rollout.{key}: {address!r} is not host:port, like 127.0.0.1:30000"
+    if r.router and not is_address(r.router):
+        yield f"rollout.router: {r.router!r} is not host:port, like 127.0.0.1:30000"
     for match in r.gateway.match:
         if match not in MATCHES:
             yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"
+    if r.max_queue is not None and r.max_concurrent_rollouts is not None:
+        yield (
+            f"rollout.max_queue={r.max_queue}: adapts the episodes in flight, which "
+            f"rollout.max_concurrent_rollouts={r.max_concurrent_rollouts} fixes; leave one of them "
+            "out"
+        )
     if r.addresses_file:
         yield from _address_file_problems(r.addresses_file)
     embedded = cfg.server.type == "embedded" and cfg.server.count > 0

@@ -144,6 +144,11 @@ class RolloutConfig:
         help="file with a line host:port for each further server, read at every weight update: a "
         "server that is added joins the run, one that is removed leaves it",
     )
+    router: str = arg(
+        "",
+        help="host:port of SGLang's router, through which requests reach the servers: the run "
+        "makes them its workers. Pauses and weights go to the servers' own addresses",
+    )
     workflow: SeamConfig = seam(
         "megarl.rollout.workflows.rlvr:RLVRWorkflow", help="class that turns a row into samples"
     )
@@ -158,6 +163,13 @@ class RolloutConfig:
         None,
         bounds=POSITIVE,
         help="episodes in flight at once; null is the batch of one training step",
+    )
+    max_queue: int | None = arg(
+        None,
+        bounds=NOT_NEGATIVE,
+        help="requests that may wait in a server's queue: episodes in flight grow from a batch, as "
+        "far as the staleness bound lets them, while queues are empty, and shrink where one is "
+        "longer; null does not look",
     )
     max_head_offpolicyness: int = arg(
         0,

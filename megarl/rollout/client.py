@@ -18,6 +18,7 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.answers import current as current_answers
 from megarl.rollout.cache_keys import CacheKeys
+from megarl.rollout.concurrency import adapt
 from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
@@ -27,6 +28,7 @@ from megarl.rollout.generation import Sample, attempt_key, stable_seed
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
+from megarl.rollout.router import Router
 from megarl.rollout.routes import wanted
 from megarl.rollout.sample_loop import SampleLoop
 from megarl.rollout.server_choice import ServerChoice
@@ -117,11 +119,13 @@ class RemoteSGLangEngine(InferenceEngine):
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Opens connections, on the driver; returns the servers' addresses."""
         pool = ServerPool(server_addresses(self.config), server_timeout=self._sync.server_timeout)
+        router = Router(self.config.router, pool) if self.config.router else None
         dispatcher = Dispatcher(
             pool,
             ServerChoice(affinity=self.config.affinity),
             timeout=self.config.request_timeout,
             retries=self.config.request_retries,
+            router=router,
         )
         self._pool, self._loop = pool, LoopThread()
         # a pause may take weight_sync.timeout to drain, and the update as long
@@ -139,6 +143,11 @@ class RemoteSGLangEngine(InferenceEngine):
         setup = self.config.setup_timeout
         self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
         self._loop.run(wait_healthy(pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
+        if router is not None:
+            self._loop.run(router.check(), timeout=2 * PROBE_TIMEOUT)
+        if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
+            pipeline = self._executor.pipeline
+            self._loop.submit(adapt(pool, self._samples, pipeline, self.config.max_queue))
         if ft_spec is not None:
             self._executor.expect(ft_spec.total_train_steps)
         return pool.addresses

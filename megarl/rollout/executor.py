@@ -164,6 +164,7 @@ class RolloutExecutor:
             pipe.check()
             counters = pipe.staleness.counters() | {
                 "handed_out": pipe.staleness.handed_out,
+                "max_concurrent": pipe.staleness.max_concurrent,
                 "pending": len(pipe.pending),
             }
         counters |= {

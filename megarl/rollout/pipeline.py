@@ -107,11 +107,8 @@ class Pipeline:
     def serve(self, batch_size: int) -> None:
         """Notes that batches of `batch_size` episodes are consumed from now on, one per version."""
         with self.changed:
-            if self.staleness.consumer_batch is None:
-                self.staleness.begin(self._engine.get_version())
-            self.staleness.consumer_batch = batch_size
-            if self.config.max_concurrent_rollouts is None:
-                self.staleness.max_concurrent = batch_size
+            bounded = self.config.max_concurrent_rollouts is not None
+            self.staleness.serve(batch_size, self._engine.get_version(), bounded=bounded)
 
     def expect(self, batches: int) -> None:
         """Notes that the consumer takes this many batches from now on, and no more."""

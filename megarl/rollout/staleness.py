@@ -57,6 +57,15 @@ class StalenessManager:
         """Has admission count from here, at `version`; what is in flight takes room."""
         self.start_version, self.start_accepted = version, self.handed_out
 
+    def serve(self, batch: int, version: int, *, bounded: bool) -> None:
+        """Notes that the consumer takes `batch` episodes at a time from `version` on. Unless
+        `bounded`, so many may be in flight, until max_concurrent is set to something else."""
+        if self.consumer_batch is None:
+            self.begin(version)
+        if self.consumer_batch != batch and not bounded:
+            self.max_concurrent = batch
+        self.consumer_batch = batch
+
     def check_version(self, version: int) -> None:
         """Raises ValueError for a `version` that came without a batch: admission takes each version
         for one batch that was handed out."""

@@ -76,6 +76,17 @@ class Endpoints:
             }
         )
 
+    async def v1_loads(self, request: Request) -> Response:
+        """Answers how many requests run and wait, as SGLang does for each of its replicas."""
+        scheduler = self.core.scheduler
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "max_running_requests": self.core.runner.max_rows,
+        }
+        return answer({"version": VERSION, "loads": [load]})
+
     # ---- generation
 
     async def generate(self, request: Request) -> Response:

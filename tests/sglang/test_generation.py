@@ -115,7 +115,7 @@ def client_of(server: RealServer, mode: str, kv: str = "flush") -> RemoteSGLangE
     return RemoteSGLangEngine(config, weight_sync=WeightSyncConfig(pause_mode=mode))
 
 
-@pytest.mark.parametrize("mode", ("abort", "retract"))
+@pytest.mark.parametrize("mode", ("abort", "drain", "retract"))
 def test_a_paused_answer_goes_on_where_it_was(pair: Pair, mode: str) -> None:
     client = client_of(pair.one, mode)
     client.initialize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class FakeServer:
         self.healthy = True
         self.pause_answer: Any = None
         self.delay = 0.0
+        self.queue: Callable[[], int] | None = lambda: 0  # requests that wait
         self.hang = False  # no /model_info is answered
         self.address = self.loop.run(self._start(), timeout=10)
 
@@ -114,6 +116,7 @@ class FakeServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._info)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/set_version", self._set_version)
         for name in ("pause_generation", "continue_generation"):
             app.router.add_post(f"/{name}", self._control)
@@ -136,6 +139,11 @@ class FakeServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        if self.queue is None:
+            return web.json_response({"message": "no such path"}, status=404)
+        return web.json_response({"loads": [{"num_waiting_reqs": self.queue()}]})
 
     async def _info(self, _: web.Request) -> web.Response:
         while self.hang:

@@ -459,3 +459,12 @@ def test_messages_about_numbers_name_value_and_range(model: Path) -> None:
         "2592000 (seconds, at most 30 days)",
     }.items():
         assert problems(grpo(model, override)) == [message]
+
+
+def test_ways_to_the_servers_that_do_not_go_together_are_named(model: Path) -> None:
+    both = ("rollout.max_queue=4", "rollout.max_concurrent_rollouts=8")
+    (found,) = problems(grpo(model, *both))
+    assert "leave one of them out" in found
+    check_config(grpo(model, both[0], "rollout.router=127.0.0.1:30000"), 1)
+    (found,) = problems(grpo(model, "rollout.router=here"))
+    assert "rollout.router: 'here' is not host:port" in found
