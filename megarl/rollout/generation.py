@@ -54,7 +54,7 @@ class Sample:
         if routes is not None:
             start, n = min(request.routes_from, len(request.input_ids)), len(request.input_ids)
             self.routes = Routes(routes, start=start, prompt_len=n)
-            self.response.routes_from = start
+            self.response.routes_from, self.response.routed_experts = start, self.routes.known
         self._begun = time.monotonic()
 
     @property

@@ -37,10 +37,10 @@ class Routes:
         return self.start + len(self.known)
 
     def begin_with(self, kept: Tensor | None, written: int) -> None:
-        """Takes the routes of prompt and `written` tokens that an earlier run has kept; None, or
-        those of another model, leave them unknown."""
-        self.known = self.shape.unknown(max(0, self.prompt_len + written - 1 - self.start))
-        if kept is not None and (kept.shape, kept.dtype) == (self.known.shape, self.known.dtype):
+        """Takes the routes of prompt and `written` tokens that an earlier run has kept, unless
+        there are none, or they are another model's."""
+        like = self.shape.unknown(max(0, self.prompt_len + written - 1 - self.start))
+        if kept is not None and (kept.shape, kept.dtype) == (like.shape, like.dtype):
             self.known = kept
 
     def absorb(self, meta: Mapping[str, Any], *, sent: int, got: int, asked: int) -> None:

@@ -99,10 +99,11 @@ def test_routes_are_kept_as_far_as_the_cut():
     assert routes_from([second]) == 3
     absorb(second, [8, 9], [5, 6], 3)
     assert second.response.routed_experts.flatten().tolist() == [150, 2, 3, 5, 6]
-    # kept by a run that asked for none: what was read before stays unknown
+    # kept by a run that asked for none: what was written before stays unknown
     AnswerLog([{k: v for k, v in kept.items() if k != "routes"}]).begin(third := routed())
-    absorb(third, [8], [5], 3)
-    assert third.response.routed_experts.flatten().tolist() == [-1, -1, -1, 5]
+    assert third.response.routed_experts.shape == (0, 1, 1) and routes_from([third]) == 0
+    absorb(third, [8], [1, 92, 93, 5], 0)
+    assert third.response.routed_experts.flatten().tolist() == [1, -1, -1, 5]
 
 
 def test_rows_that_are_in_flight_twice_get_their_answers_in_order():
