@@ -64,6 +64,7 @@ def group_record(
         "rows": rows,
         "failed": [[kind, length] for kind, length in episode.failed],
         "retried": episode.retried,
+        "notes": episode.notes,
         "pieces": pieces.of(ids),
         "special": pieces.special(ids),
     }

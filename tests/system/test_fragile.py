@@ -167,7 +167,7 @@ def test_what_is_killed_is_made_anew_or_left_out_and_never_a_reward_of_zero(run:
     assert last["rollout/submitted"] == len(returned) == len(trained) + len(left_out)
     # what failed is told, by kind
     failed = Counter(kind for runs in returned.values() for r in runs for kind in r["failed"])
-    assert failed and failed.keys() <= {"tool", "environment"}
+    assert failed and failed.keys() <= {"tool", "environment", "reward"}
     assert last["rollout/failed_samples"] == failed.total()
     assert all(last[f"rollout/failed_samples/{kind}"] == n for kind, n in failed.items())
     assert last["rollout/trained_samples"] == sum(map(len, trained.values()))

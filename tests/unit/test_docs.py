@@ -373,7 +373,7 @@ def test_example_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_own_conversations_as_jsonl(tokenizer: Any, tmp_path: Path) -> None:
-    (line,) = blocks(ROOT / "docs" / "data.md", "json")
+    line = next(iter(blocks(ROOT / "docs" / "data.md", "json")))
     (tmp_path / "train.jsonl").write_text(json.dumps(json.loads(line)) + "\n")
     cfg = DatasetConfig(type="chat", path=str(tmp_path / "train.jsonl"))
     (row,) = build_dataset(cfg, tokenizer, purpose="rl", seed=1)

@@ -188,6 +188,7 @@ def scoring_trainer(ex: RolloutExecutor, scores: torch.Tensor) -> RLTrainer:
 class Driver(RolloutDriver):
     def __init__(self, client: Any) -> None:
         self.client, self.recorder = client, None
+        self.results = cast(Any, SimpleNamespace(figures={}))
 
 
 def all_are_numbers(batch: dict[str, torch.Tensor]) -> bool:

@@ -161,7 +161,7 @@ class _Worker:
             if (waited and not kind) or 0 < killed < MOST_KILLED:  # for want of memory, perhaps
                 log.warning("a reward worker was killed: %s goes to a new one", what)
                 return self._drive(payload, what, timeout, killed)
-            raise RewardError(what + _END[kind]) from e
+            raise (RewardUnavailable if killed else RewardError)(what + _END[kind]) from e
         if kind in ("error", "unavailable"):
             raise (RewardError if kind == "error" else RewardUnavailable)(f"{what} raised {value}")
         return value
