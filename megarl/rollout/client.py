@@ -24,7 +24,7 @@ from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_worl
 from megarl.rollout.executor import RolloutExecutor
 from megarl.rollout.gateway.gateway import Gateway
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Sample, attempt_key, stable_seed
+from megarl.rollout.generation import Sample, attempt_key, stable_seed, with_ids
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
@@ -237,7 +237,7 @@ class RemoteSGLangEngine(InferenceEngine):
         (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
         RuntimeError where all tries fail, ValueError for a broken answer."""
         loop, _, sending = self._open()
-        samples = [self._sample(i, self._encoded(r)) for i, r in enumerate(reqs)]
+        samples = [self._sample(i, with_ids(r, self._tokenizer)) for i, r in enumerate(reqs)]
         if (answers := current_answers.get()) is not None:
             for sample in samples:
                 answers.begin(sample)
@@ -262,18 +262,6 @@ class RemoteSGLangEngine(InferenceEngine):
         chosen = self._tokenizer if tokenizer is None else tokenizer
         with self._gateway.session(gconfig, chosen, **named) as session:
             yield session
-
-    def _encoded(self, req: ModelRequest) -> ModelRequest:
-        """Returns the request with the ids of its text, if it has text alone."""
-        if req.input_ids or not req.text:
-            return req
-        if self._tokenizer is None:
-            raise ValueError(
-                f"request {req.rid} has text and no input_ids: give the client a tokenizer "
-                "(RemoteSGLangEngine(config, tokenizer=...)), or the request its ids"
-            )
-        ids = self._tokenizer(req.text, add_special_tokens=False)["input_ids"]
-        return dataclasses.replace(req, input_ids=list(ids))
 
     def _sample(self, index: int, req: ModelRequest) -> Sample:
         seed = req.seed

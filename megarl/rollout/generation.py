@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from megarl.api.records import INITIAL_VERSION, ModelRequest, ModelResponse
@@ -134,6 +135,20 @@ class Sample:
                 f"request {self.request.rid}: server aborted it with status "
                 f"{finish['status_code']}: {finish.get('message', '(no message)')}"
             )
+
+
+def with_ids(req: ModelRequest, tokenizer: Any) -> ModelRequest:
+    """Returns the request with the ids of its text, if it has text alone. Raises ValueError where
+    there is no tokenizer for it."""
+    if req.input_ids or not req.text:
+        return req
+    if tokenizer is None:
+        raise ValueError(
+            f"request {req.rid} has text and no input_ids: give the client a tokenizer "
+            "(RemoteSGLangEngine(config, tokenizer=...)), or the request its ids"
+        )
+    ids = tokenizer(req.text, add_special_tokens=False)["input_ids"]
+    return replace(req, input_ids=list(ids))
 
 
 def batch_body(
