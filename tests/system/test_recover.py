@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, LlamaForSequenceClassification
 
+from megarl.observability.episodes import read_bytes, read_index, unpack
 from tests.tiny import save_tiny, tiny_hf
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -117,6 +118,16 @@ class Run:
         assert status == 0, output
         return output
 
+    def episodes(self) -> dict[tuple[int, int, str], tuple[Any, Any]]:
+        """What is recorded of every group that counts, but for how long it took."""
+        found = {}
+        for line in read_index(self.dir):
+            record = unpack(read_bytes(self.dir, line))
+            arrays = {name: values.tobytes() for name, values in record.arrays.items()}
+            key = line["step"], line["episode"], line["kind"]
+            found[key] = record.about | {"latency": None}, arrays
+        return found
+
     def rows(self, name: str = "stats") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.dir / f"{name}.jsonl").read_text().splitlines()]
 
@@ -181,6 +192,8 @@ def check_same(run: Run, whole: Run, model: Path) -> None:
     assert sum(not torch.equal(before[k], after[k]) for k in before) > len(before) // 2
     assert [r["step"] for r in run.rows()] == list(range(STEPS + 1))
     assert run.figures() == whole.figures()
+    assert run.episodes() == whole.episodes()
+    assert {step for step, _, _ in run.episodes()} == set(range(1, STEPS + 1))
     elapsed = [r["elapsed_s"] for r in run.rows()]
     assert elapsed == sorted(elapsed)
     assert not run.leftovers()

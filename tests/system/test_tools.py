@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.cli.view import main as view
+from megarl.observability.episodes import unpack
+from tests.unit.test_episodes import rows_of
+from tests.unit.test_viewer import Scripts, data_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -35,7 +45,8 @@ def test_grpo_with_tools_of_which_some_are_killed(tmp_path: Path) -> None:
             f"train_dataset.reward={json.dumps(reward)}",
             f"gconfig.n_samples={SAMPLES}", f"gconfig.max_new_tokens={ANSWER}",
             "gconfig.ignore_eos=true", "saver.final=false",
-            f"rollout.workflow={json.dumps(workflow)}",
+            f"rollout.workflow={json.dumps(workflow)}", "episodes.entropy=true",
+            "trainer=tests.system.tool_run:KeepingTrainer",
         ],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -58,3 +69,46 @@ def test_grpo_with_tools_of_which_some_are_killed(tmp_path: Path) -> None:
         word, pid, _ = line.split()
         (begun if word == "begun" else ended).append(pid)
     assert sorted(begun) == sorted(ended)  # closed once each, the killed ones too
+    check_viewer(tmp_path / "e" / "grpo", rows)
+
+
+def check_viewer(run: Path, stats: list[dict[str, Any]]) -> None:
+    """The page of `megarl view` has what was trained, to the bit, and what failed."""
+    assert view([str(run)]) == 0
+    page = Scripts((run / "episodes.html").read_text(encoding="utf-8"))
+    about = data_of(page)
+    assert [step["step"] for step in about["steps"]] == [1, 2]
+    failed = 0
+    for step, row in zip((1, 2), stats, strict=True):
+        batch = torch.load(run / f"batch_{step}.pt")
+        at = 0
+        entropies = []
+        for group in [g for g in about["groups"] if g["step"] == step]:
+            record, figures = (
+                unpack(base64.b64decode(page.scripts[f"{kind}-{group['name']}"]))
+                for kind in ("group", "figures")
+            )
+            failed += sum("failure" in about_row for about_row, _ in rows_of(record))
+            good = [found for found in rows_of(record) if "failure" not in found[0]]
+            begin = 0
+            for k, (about_row, tokens) in enumerate(good):
+                n = int(batch["lengths"][at])
+                for name, field in (
+                    ("ids", "input_ids"), ("mask", "loss_mask"),
+                    ("logprobs", "logprobs"), ("versions", "versions"),
+                ):  # fmt: skip
+                    assert tokens[name].tolist() == batch[field][at, :n].tolist(), (name, at)
+                computed = {key: a[begin : begin + n] for key, a in figures.arrays.items()}
+                for field in ("prox_logp", "advantages", "entropy"):
+                    assert computed[field].tolist() == batch[field][at, :n].tolist(), field
+                entropies += computed["entropy"][tokens["mask"] > 0].tolist()
+                parts = {
+                    name: batch[f"reward_part/{name}"][at].item() for name in ("digit", "early")
+                }
+                assert about_row["parts"] == parts
+                assert about_row["reward"] == figures.about["rows"][k]["reward"]
+                assert about_row["reward"] == batch["rewards"][at].item()
+                at, begin = at + 1, begin + n
+        assert at == len(batch["rewards"])  # those that failed twice are not among them
+        assert sum(entropies) / len(entropies) == pytest.approx(row["entropy"], rel=1e-4)
+    assert failed == stats[-1]["rollout/failed_samples/tool"]

@@ -1,5 +1,5 @@
 """What the run of test_tools.py names in its configuration: a tool in a process, which somebody
-kills, and a model that calls it with whatever it writes."""
+kills, a model that calls it with whatever it writes, and a trainer that keeps its batches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import os
 import sys
 from typing import Any
 
+import torch
+
+from megarl.api.batch import Batch
 from megarl.rollout.tools.calls import ToolCall
 from megarl.rollout.tools.env import ToolFailure, ToolingEnv
 from megarl.rollout.trajectory import Trajectory
 from megarl.rollout.workflows.tool import ToolWorkflow
+from megarl.trainer.rl import RLTrainer
 
 _SERVER = "import sys\nfor line in sys.stdin: print(len(line) - 1, flush=True)"
 TOLD = 7  # characters of a result
@@ -67,6 +71,15 @@ class Counter(ToolingEnv):
     def _note(self, word: str) -> None:
         with open(self.log, "a") as file:
             file.write(f"{word} {self.process.pid if self.process else 0} {os.getpid()}\n")
+
+
+class KeepingTrainer(RLTrainer):
+    """Keeps every batch as it was trained, in <run>/batch_<version>.pt."""
+
+    def speed(self, batch: Batch) -> dict[str, float]:
+        path = self.ctx.run_dir / f"batch_{self.actor.get_version()}.pt"
+        torch.save(batch.padded() | {"lengths": batch.lengths}, path)
+        return super().speed(batch)
 
 
 class EagerToolWorkflow(ToolWorkflow):
