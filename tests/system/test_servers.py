@@ -1,0 +1,145 @@
+"""Two embedded servers: episodes keep theirs, and tokens know the version of their weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.api.inference import RolloutWorkflow
+from megarl.api.records import ModelRequest, WeightUpdateMeta
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.rollout.client import RemoteSGLangEngine
+from tests.embedded_server import Server, addresses, two_servers
+from tests.tiny import save_tiny
+
+TURNS, EPISODES = 5, 12
+
+
+class Turns(RolloutWorkflow):
+    """Writes turns of `tokens` tokens, and more in later rows, each with all before it as its
+    prompt; keeps the answers."""
+
+    def __init__(self, tokens: int = 24) -> None:
+        self.tokens, self.answers = tokens, defaultdict(list)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+        ids = [5, 6, 7 + data["row_id"]]
+        more = data["row_id"] % EPISODES  # so that they do not go in step
+        g = GenerationHyperparameters(max_new_tokens=self.tokens + more, ignore_eos=True)
+        written, n = [], len(ids)
+        for _ in range(TURNS):
+            r = await engine.agenerate(ModelRequest(rid="r", input_ids=ids, gconfig=g))
+            self.answers[data["row_id"]].append(r)
+            ids, written = ids + r.output_tokens, written + [r]
+        mask = torch.arange(len(ids))[None] >= n
+        lp = torch.tensor([[0.0] * n + [lp for r in written for lp in r.output_logprobs]])
+        versions = torch.tensor([[-1] * n + [v for r in written for v in r.output_versions]])
+        return {
+            "input_ids": torch.tensor([ids]), "attention_mask": torch.ones_like(mask),
+            "loss_mask": mask, "logprobs": lp, "versions": versions.to(torch.int32),
+            "rewards": torch.zeros(1),
+        }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    home = tmp_path_factory.mktemp("models")
+    return [save_tiny(home / f"m{i}", "qwen3", layers=2, seed=i) for i in (0, 1)]
+
+
+@pytest.fixture
+def servers(models: list[Path], tmp_path: Path) -> Iterator[list[Server]]:
+    with two_servers(models[0], tmp_path) as both:
+        yield both
+
+
+def connect(servers: list[Server], sync: WeightSyncConfig | None = None, **config: Any):
+    given = {"addresses": list(addresses(servers)), "request_timeout": 60.0, "setup_timeout": 30.0}
+    client = RemoteSGLangEngine(RolloutConfig(**(given | config)), weight_sync=sync)
+    client.initialize()
+    return client
+
+
+def watched(client: RemoteSGLangEngine) -> dict[int, list[str]]:
+    """By row, the servers that answered its turns."""
+    seen: dict[int, list[str]] = defaultdict(list)
+    dispatcher = client._samples._dispatcher
+    send = dispatcher._asked
+
+    async def spy(server: Any, body: dict[str, Any], samples: int) -> Any:
+        answer = await send(server, body, samples)
+        seen[body["input_ids"][0][2] - 7].append(server.address)
+        return answer
+
+    dispatcher._asked = spy  # type: ignore[method-assign]
+    return seen
+
+
+def hit_rate(seen: dict[int, list[str]]) -> float:
+    """The part of the turns that went where the turn before is cached."""
+    pairs = [(a, b) for turns in seen.values() for a, b in pairwise(turns)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def test_turns_stay_with_their_server(servers):
+    """Without affinity, too, most do: a server is often the least loaded once it has answered."""
+    rows = [{"row_id": i} for i in range(EPISODES)]
+    rates = {}
+    for affinity in (0.0, 2.0):
+        client = connect(servers, affinity=affinity)
+        seen = watched(client)
+        client.rollout_batch(rows, workflow=Turns())
+        rates[affinity] = hit_rate(seen)
+        assert {a for turns in seen.values() for a in turns} == set(client.addresses)
+        client.destroy()
+    print(f"hit rate with affinity {rates[2.0]:.2f}, without {rates[0.0]:.2f}")
+    assert rates[2.0] == 1.0 > rates[0.0]
+
+
+@pytest.mark.parametrize(("mode", "kv"), [("drain", "flush"), ("in_place", "keep")])
+def test_every_token_has_the_version_of_the_weights_that_wrote_it(models, servers, mode, kv):
+    sync = WeightSyncConfig(pause_mode=mode)
+    client = connect(servers, sync, kv_after_sync=kv, max_head_offpolicyness=8)
+    flow = Turns(tokens=36)
+    rows = [[{"row_id": 4 * i + j} for j in range(4)] for i in range(40)]
+    data = type("Rows", (list,), {"batch_size": 4})(rows)
+    for version in range(1, 5):
+        client.prepare_batch(data, workflow=flow)
+        client.pause()
+        assert mode != "drain" or not any(s.state()["num_running_reqs"] for s in servers)
+        body = {"model_path": str(models[version % 2]), "weight_version": str(version)}
+        for server in servers:
+            server.ok("/update_weights_from_disk", body | {"flush_cache": kv == "flush"})
+        meta = WeightUpdateMeta(type="distributed", version=version, timeout=20)
+        client.update_weights(meta).result(20)
+        client.resume()
+    stats = client.stats()  # which checks the books
+    client.destroy()
+    assert stats["handed_out"] == 16 and stats["failed"] == stats["dropped"] == 0
+    answers = [r for turns in flow.answers.values() for r in turns]
+    assert {v for r in answers for v in r.output_versions} >= {0, 1, 2, 3}
+    assert all(r.output_versions == sorted(r.output_versions) for r in answers)
+    mixed = sum(len(set(r.output_versions)) > 1 for r in answers)
+    assert (mixed == 0) if mode == "drain" else (mixed > 0)
+    both = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for m in models]
+    for r in answers:
+        # behind its first version, in_place goes on with keys and values of older weights
+        count = r.output_versions.count(first := r.output_versions[0])
+        ids = torch.tensor([r.input_tokens + r.output_tokens[:count]])
+        with torch.no_grad():
+            logp = [torch.log_softmax(m(ids).logits[0, :-1], -1) for m in both]
+        wrote, other = (
+            lp.gather(1, ids[0, 1:, None])[-count:, 0]
+            for lp in (logp[first % 2], logp[1 - first % 2])
+        )
+        got = torch.tensor(r.output_logprobs[:count])
+        torch.testing.assert_close(got, wrote, atol=1e-4, rtol=0)
+        assert count < 4 or (got - other).abs().max() > 1e-3
