@@ -60,6 +60,11 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
                 yield f"rollout.{key}: {address!r} is not host:port, like 127.0.0.1:30000"
     if r.router and not is_address(r.router):
         yield f"rollout.router: {r.router!r} is not host:port, like 127.0.0.1:30000"
+    if r.router and cfg.actor.moe.router_replay == "rollout":
+        yield (
+            f"rollout.router={r.router}: it passes no request for routes on, which "
+            "actor.moe.router_replay=rollout needs; leave one of the two out"
+        )
     for match in r.gateway.match:
         if match not in MATCHES:
             yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"

@@ -55,8 +55,8 @@ def record_tokens(path: Path) -> None:
     from megarl.rollout.sample_loop import SampleLoop
 
     def make(real: Any) -> Any:
-        async def _ask(self: Any, samples: Any) -> int:
-            gained: int = await real(self, samples)
+        async def _ask(self: Any, samples: Any, *args: Any) -> int:
+            gained: int = await real(self, samples, *args)
             with path.open("a") as f:
                 f.write(json.dumps([time.time(), gained]) + "\n")
             return gained

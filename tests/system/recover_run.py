@@ -45,11 +45,11 @@ def record_requests(path: Path) -> None:
     from megarl.rollout.sample_loop import SampleLoop
 
     def make(real: Any) -> Any:
-        async def _ask(self: Any, samples: Any) -> int:
+        async def _ask(self: Any, samples: Any, *args: Any) -> int:
             if current.get() is not None:  # else it is an evaluation's
                 with path.open("a") as f:
                     f.write(json.dumps([s.response.output_len for s in samples]) + "\n")
-            return await real(self, samples)
+            return await real(self, samples, *args)
 
         return _ask
 

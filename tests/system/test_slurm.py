@@ -55,6 +55,7 @@ def test_sigusr1_saves_and_queues_again_and_the_weights_are_the_local_launchers(
     assert not any(token in p.read_text() for p in [*shared, *run.dir.glob("launch/*.log")])
 
 
+@pytest.mark.full
 def test_the_doctor_looks_at_every_node(
     cluster: SlurmCluster, command: tuple[str, ...], tmp_path: Path
 ) -> None:
