@@ -87,9 +87,9 @@ class SampleLoop:
     async def _ask(self, samples: Sequence[Sample], begun: int) -> int:
         """Sends one request for all, whose episode began at version `begun`, and takes the answers
         in; returns how many tokens came."""
-        self._under_way += 1
         named, asked = self._keys.version_for(begun), routes_from(samples) or 0
         body = batch_body(samples, self._keys.key(named), self.adapter)
+        self._under_way += 1
         try:
             items, server = await self._dispatcher.generate(body, len(samples), current_home.get())
             until = named if self._keys.crossed(named) else None
