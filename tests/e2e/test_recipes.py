@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ def launch(config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def stats(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+
+
+def documented() -> re.Pattern[str]:
+    """Matches the metrics that docs/metrics.md names, `<x>` standing for one part of a name, and
+    those of weight syncs, which docs/weight_sync.md has."""
+    named = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "metrics.md").read_text())
+    shapes = [re.sub(r"<\w+>", "[^/]+", re.escape(m)).replace(r"\.\.\.", ".+") for m in named]
+    return re.compile(rf"weight_sync/\w+|(?:{'|'.join(shapes)})(?:_lo|_hi)?")
 
 
 def check_books(run: Path, output: str, *, prompts: int, samples: int) -> None:
@@ -125,6 +134,7 @@ def test_grpo(name, model, tmp_path):
     run = tmp_path / "e" / "grpo"
     rows = stats(run)
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    assert not [name for r in rows for name in r if not documented().fullmatch(name)]
     assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[2] and "eval/accuracy" in rows[3]
     trained = rows[1:]
     bound = 2 if "async" in name else 0
