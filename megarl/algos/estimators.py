@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megarl.algos.advantages import shape_rewards
 from megarl.algos.groups import Groups
 from megarl.algos.specs import AdvantageSpec
 from megarl.config.algo import PPOActorConfig
@@ -157,6 +158,21 @@ def gpg(config: PPOActorConfig) -> AdvantageSpec:
 def asymre(config: PPOActorConfig, *, delta: float = -0.1) -> AdvantageSpec:
     """Returns `asymre_advantages`; the default is the paper's for language models (section 5.2)."""
     return _by_group(partial(asymre_advantages, delta=delta))
+
+
+def remax(config: PPOActorConfig) -> AdvantageSpec:
+    """Returns ReMax (arXiv 2310.10505, alg. 1): the reward less that of the greedy answer to the
+    same prompt, which RLVRWorkflow brings with greedy_baseline."""
+
+    def per_sample(batch: dict[str, Tensor]) -> Tensor:
+        if "baseline" not in batch:
+            raise ValueError(
+                "actor.advantages=remax: the batch has no 'baseline'; set "
+                "rollout.workflow.options.greedy_baseline=true, or have the workflow bring it"
+            )
+        return batch["rewards"] - shape_rewards(batch["baseline"], config)
+
+    return AdvantageSpec(per_sample=per_sample)
 
 
 def reinforce_pp(config: PPOActorConfig, *, baseline: str = "none") -> AdvantageSpec:

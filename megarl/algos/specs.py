@@ -45,7 +45,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "group": "megarl.algos.advantages:group",
         **{
             name: f"megarl.algos.estimators:{name}"
-            for name in ("rloo", "opo", "reinforce_pp", "pass_at_k", "max_at_k", "gpg", "asymre")
+            for name in (
+                "rloo",
+                "opo",
+                "reinforce_pp",
+                "pass_at_k",
+                "max_at_k",
+                "gpg",
+                "asymre",
+                "remax",
+            )
         },
     },
 }

@@ -61,6 +61,8 @@ PRESETS: dict[str, Tree] = {
     # advantages
     "rloo": _actor(advantages="rloo", loss_agg="sequence-sum"),
     "opo": _actor(advantages="opo", loss_agg="sequence-sum", ppo_n_minibatches=1),
+    "remax": _actor(advantages="remax", loss_agg="sequence-sum")
+    | {"rollout": {"workflow": {"options": {"greedy_baseline": True}}}},
     "reinforce_pp": _actor(advantages="reinforce_pp"),
     "reinforce_pp_baseline": _actor(
         advantages={"type": "reinforce_pp", "options": {"baseline": "group"}}

@@ -27,6 +27,9 @@ _NOT_FOR_REWARD = (
 )
 
 
+_NO_OTHER: Mapping[int, GenerationHyperparameters] = {}
+
+
 class ChatOptions(TypedDict, total=False):
     """Declares the options of every ChatWorkflow, which a subclass takes as **common and hands on.
 
@@ -79,9 +82,14 @@ class ChatWorkflow(RolloutWorkflow):
         return samples
 
     async def generate(
-        self, engine: InferenceEngine, samples: Sequence[Trajectory], data: dict[str, Any]
+        self,
+        engine: InferenceEngine,
+        samples: Sequence[Trajectory],
+        data: dict[str, Any],
+        other: Mapping[int, GenerationHyperparameters] = _NO_OTHER,
     ) -> list[str]:
-        """Has the policy write one more turn of each sample, and returns their texts.
+        """Has the policy write one more turn of each sample, and returns their texts. other: how
+        some samples, by index, are drawn, in place of the workflow's gconfig.
 
         With gconfig.seed, the key of a turn is (seed, version, row, episode, sample, turn), and in
         later runs of the episode their number; the server adds the position. A row may come again
@@ -100,7 +108,7 @@ class ChatWorkflow(RolloutWorkflow):
             ModelRequest(
                 rid=uuid.uuid4().hex,
                 input_ids=sample.tokens,
-                gconfig=self.gconfig,
+                gconfig=other.get(sample.index, self.gconfig),
                 seed=None if key[0] is None else stable_seed(*key, sample.index, *_turn(sample)),
                 routes_from=sample.head.routed(),
             )

@@ -161,6 +161,7 @@ def rollout(engine: BigramEngine, temperature: float = 1.0, groups: int = 4, n: 
         "versions": torch.where(mask, 0, -1).int(),
         "rewards": ((ids == 7) & mask).sum(1).float(),
         "group_ids": torch.arange(b) // n,
+        "baseline": torch.full((b,), 0.25),
     }
 
 

@@ -122,6 +122,7 @@ def test_every_name_makes_advantages_of_a_batch():
         "rewards": torch.tensor([1.0, 0.0, 0.5, 0.5]),
         "group_ids": torch.tensor([0, 0, 1, 1]),
         "trained_tokens": torch.tensor([3.0, 4.0, 2.0, 9.0]),
+        "baseline": torch.tensor([0.25, 0.25, 1.0, 1.0]),
     }
     for name in NAMES["advantages"]:
         config = PPOActorConfig()
@@ -130,3 +131,13 @@ def test_every_name_makes_advantages_of_a_batch():
         numbers = advantages_of(config).per_sample(batch)
         assert numbers.shape == (4,) and numbers.dtype == torch.float32, name
         assert numbers[0] > numbers[1], name
+
+
+def test_remax_is_the_reward_less_the_greedy_answers():
+    config = PPOActorConfig(reward_scaling=2.0, reward_bias=-0.5)
+    config.advantages.type = "remax"
+    shaped = {"rewards": torch.tensor([1.0, -1.0]), "baseline": torch.tensor([0.75, 0.75])}
+    found = advantages_of(config).per_sample(shaped)
+    assert found.tolist() == [1.0 - 0.5, -1.0 - 0.5]  # (0.75 - 0.5) * 2
+    with pytest.raises(ValueError, match=r"no .baseline.; set rollout\.workflow\.options\.greedy"):
+        advantages_of(config).per_sample({"rewards": torch.zeros(2)})

@@ -52,6 +52,7 @@ def an_episode(
         "logprobs": -torch.rand(n, width, generator=g) * loss_mask,
         "versions": torch.where(loss_mask, 0, -1).int(),
         "rewards": torch.randn(len(valid), generator=g)[ids],
+        "baseline": torch.full((n,), 0.5),
         "rollout_ids": ids,
     }
     good = torch.tensor(valid)[ids]

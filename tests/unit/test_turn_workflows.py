@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from examples.textarena_game import games
-from megarl.api.inference import FAILURES
+from megarl.api.inference import FAILURES, RolloutFailed
 from megarl.config.dataset import DatasetConfig
 from megarl.config.rollout import GenerationHyperparameters
 from megarl.data import load_rows
@@ -23,6 +23,7 @@ from megarl.rollout.tools.env import ToolFailure, ToolingEnv
 from megarl.rollout.tools.local import LocalToolingEnv
 from megarl.rollout.workflows.env import EnvWorkflow
 from megarl.rollout.workflows.multi_turn import Interaction, MultiTurnWorkflow, Reply
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.tool import ToolWorkflow
 from megarl.trainer.user_code import Named, code_problems
 from tests.unit.scripted import (
@@ -55,6 +56,10 @@ def pool() -> Iterator[RewardPool]:
 
 def right(prompt: str, completion: str, *ids: Any, answer: str, **row: Any) -> float:
     return float(completion.endswith(answer))
+
+
+def picky(prompt: str, completion: str, *ids: Any, **row: Any) -> float:
+    return float(int(completion) == 42)
 
 
 def spoken(prompt: str, completion: str, *ids: Any, conversation: Any, **row: Any) -> float:
@@ -523,3 +528,37 @@ def test_verls_interaction_answers_the_model(tokenizer, pool, verl_rows) -> None
     assert trained_text(tokenizer, batch, 0) == "#### 4<eos>#### 5<eos>#### 6<eos>"
     assert whole_text(tokenizer, batch, 0).count("Your response is incorrect!") == 2
     assert batch["rewards"].tolist() == [1.0]
+
+
+# one answer
+
+
+class Drawn(ScriptedEngine):
+    """Notes of every request whether it is drawn greedily."""
+
+    greedy: ClassVar[list[bool]] = []
+
+    async def agenerate_many(self, reqs: Any) -> Any:
+        self.greedy[:] = [req.gconfig.greedy for req in reqs]
+        return await super().agenerate_many(reqs)
+
+
+@pytest.mark.parametrize("likeliest", ["42", "41"])
+def test_a_greedy_answer_is_the_baseline_and_is_not_trained(tokenizer, pool, likeliest) -> None:
+    engine = Drawn(tokenizer, lambda i, k, prompt: likeliest if i == 2 else f"4{i + 1}")
+    options = dict(reward_pool=pool, greedy_baseline=True)
+    batch = run_episode(RLVRWorkflow(right, gconfig(n=2), tokenizer, **options), engine, ROW)
+    check_episode(batch, version=3)
+    assert Drawn.greedy == [False, False, True]
+    assert [trained_text(tokenizer, batch, i) for i in range(2)] == ["41<eos>", "42<eos>"]
+    assert batch["rewards"].tolist() == [0.0, 1.0]
+    assert batch["baseline"].tolist() == [float(likeliest == "42")] * 2
+
+
+def test_without_a_greedy_reward_the_row_has_failed(tokenizer, pool) -> None:
+    with RewardPool(1, timeout=30.0, on_error="reject") as rejecting:
+        engine = ScriptedEngine(tokenizer, lambda i, k, prompt: "?" if i == 2 else "42")
+        options = dict(reward_pool=rejecting, greedy_baseline=True)
+        workflow = RLVRWorkflow(picky, gconfig(n=2), tokenizer, **options)
+        with pytest.raises(RolloutFailed, match="reward: the greedy answer"):
+            run_episode(workflow, engine, ROW)
