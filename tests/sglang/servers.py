@@ -59,6 +59,10 @@ class RealServer(Client):
     def version(self) -> str:
         return str(self.get("/model_info")[1]["weight_version"])
 
+    def state(self) -> dict[str, Any]:
+        """What the scheduler does now; SGLang's /server_info does not say."""
+        return dict(self.get("/v1/loads?include=core")[1]["loads"][0])
+
     def checksums(self) -> list[dict[str, str]]:
         """By rank, {SGLang's parameter: its own checksum}."""
         answer = self.ok("/weights_checker", {"action": "checksum"})
