@@ -251,7 +251,8 @@ def _merge(
         key = keys.get(str(name))
         if _is_seam(key) and isinstance(value, str) and not _is_interpolation(value):
             value = {"type": value}
-        if key is None:
+        # a choice of ours may be a section elsewhere, as `algorithm` is in verl
+        if key is None or (key.choices and value and isinstance(value, dict)):
             problems += [_unknown(root, n) for n in _leaves(value, f"{prefix}{name}")]
         elif key.element is not None and isinstance(value, dict):
             _merge_elements(node, key, value, problems, root)

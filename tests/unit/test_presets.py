@@ -54,6 +54,12 @@ def test_an_unknown_algorithm_is_named_with_all_that_there_are():
         load_config(None, ["algorithm=gropo", "actor.path=nowhere"])
 
 
+@pytest.mark.parametrize("name", ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0.1"])
+def test_the_section_of_that_name_in_verl_still_gets_our_names(name):
+    with pytest.raises(ConfigError, match=r"unknown key; did you mean actor\.(adv_norm|kl_coef)"):
+        load_config(None, [name, "actor.path=nowhere"])
+
+
 def test_interpolated_lengths_are_those_of_the_run():
     words = ["algorithm=dr_grpo", "actor.path=nowhere", "gconfig.max_new_tokens=64"]
     assert loss_of(load_config(None, words).actor).fn.scale == 1 / 64
