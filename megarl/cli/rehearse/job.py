@@ -21,6 +21,7 @@ from megarl.utils.importing import is_import_path
 
 STEPS = 2  # and one more after the resume
 CONTEXT = 256  # tokens
+LONG_CONTEXT = 2048  # where the user's code says what the policy reads; a token is a byte or more
 ANSWER = 8  # tokens
 SAMPLES = 16  # sequences of a step, at most
 MICRO_BATCH = 128  # tokens: several micro-batches a step
@@ -138,12 +139,16 @@ def _small_data(data: DatasetConfig, *, rl: bool, split: str) -> DatasetConfig:
 def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     cfg.gconfig, cfg.eval_gconfig = _short(cfg.gconfig), _short(cfg.eval_gconfig)
     old, new = cfg.server, ServerConfig()
+    context = LONG_CONTEXT if is_import_path(cfg.train_dataset.type) else CONTEXT
+    options = cfg.rollout.workflow.options
+    if isinstance(most := options.get("max_length"), int):
+        options["max_length"] = min(most, context)
     cfg.server = replace(
         new,
         type="embedded",
         count=min(2, max(1, old.count)),
         dtype=old.dtype,
-        context_length=CONTEXT,
+        context_length=context,
         max_running_requests=32,
         deterministic=old.deterministic,
         start_timeout=WAIT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.rehearse.job import CONTEXT
+from megarl.cli.rehearse.job import LONG_CONTEXT
 from megarl.cli.rehearse.layout import Shrunk, shrink_layouts
 from megarl.cli.rehearse.model import VOCAB
 from megarl.cli.rehearse.sizes import Degrees, is_mixed, shrink_model
@@ -48,7 +48,7 @@ def make_plan(cfg: BaseConfig, *, cards: Path, ranks: int) -> Plan:
             (layouts.parallel[n] for n in users), (before[n] for n in users), kv_heads
         )
         small[name] = shrink_model(
-            raw[name], degrees, layers=layouts.layers, vocab_size=VOCAB, positions=CONTEXT
+            raw[name], degrees, layers=layouts.layers, vocab_size=VOCAB, positions=LONG_CONTEXT
         )
     return Plan(cfg=cfg, layouts=layouts, paths=paths, raw=raw, small=small)
 
