@@ -205,8 +205,8 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_cannot_confine_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SandboxError, match="was not run: MemoryError"):
-        run("print(1)", limits=Limits(memory=MIB))  # too little for an interpreter
+    with pytest.raises(SandboxError, match="was not run: OverflowError"):
+        run("print(1)", limits=Limits(memory=1 << 80))  # no kernel knows such a number
     monkeypatch.setattr(sandbox, "_CONFINE", Path(__file__).parent / "no_such_file.py")
     with pytest.raises(SandboxError, match="was not run"):
         run("print(1)")
