@@ -44,21 +44,27 @@ def adapted(bound: int, running: int, queues: Mapping[str, int], max_queue: int)
 
 async def adapt(pool: ServerPool, samples: SampleLoop, pipeline: Pipeline, max_queue: int) -> None:
     """Adapts the pipeline's bound until it is cancelled. Where servers do not report their queues,
-    it says so and leaves the bound as it is."""
-    while True:
-        await asyncio.sleep(LOOK_EVERY)
-        if samples.held:  # a pause fills queues, and says nothing of the servers
-            continue
-        answers = await pool.everywhere("GET", "/v1/loads?include=core", timeout=PROBE_TIMEOUT)
-        queues = waiting(answers)
-        if answers and not queues and any(_refused(a) for a in answers.values()):
-            log.warning("rollout.max_queue=%d: the servers do not report their queues", max_queue)
-            return
-        if queues and not samples.held:
-            with pipeline.changed:
-                now = pipeline.staleness
-                now.max_concurrent = adapted(now.max_concurrent, now.running, queues, max_queue)
-            pipeline.start_soon()
+    or a look fails, it says so and leaves the bound as it is."""
+    try:
+        while await _look(pool, samples, pipeline, max_queue):
+            await asyncio.sleep(LOOK_EVERY)
+        log.warning("rollout.max_queue=%d: the servers do not report their queues", max_queue)
+    except Exception:  # nobody awaits this task, and a run goes on with the bound that it has
+        log.exception("rollout.max_queue=%d: the bound is adapted no more", max_queue)
+
+
+async def _look(pool: ServerPool, samples: SampleLoop, pipeline: Pipeline, max_queue: int) -> bool:
+    """Adapts the bound once; returns False where no server can report its queue."""
+    if samples.held:  # a pause fills queues, and says nothing of the servers
+        return True
+    answers = await pool.everywhere("GET", "/v1/loads?include=core", timeout=PROBE_TIMEOUT)
+    queues = waiting(answers)
+    if queues and not samples.held:
+        with pipeline.changed:
+            now = pipeline.staleness
+            now.max_concurrent = adapted(now.max_concurrent, now.running, queues, max_queue)
+        pipeline.start_soon()
+    return bool(queues) or not any(_refused(a) for a in answers.values())
 
 
 def waiting(answers: Mapping[str, Any]) -> dict[str, int]:

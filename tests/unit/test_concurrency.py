@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +18,10 @@ from megarl.api.inference import RolloutWorkflow
 from megarl.api.records import ModelRequest
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
-from megarl.rollout.concurrency import adapted, waiting
+from megarl.rollout.concurrency import adapt, adapted, waiting
+from megarl.rollout.pipeline import Pipeline
+from megarl.rollout.sample_loop import SampleLoop
+from megarl.rollout.server_pool import ServerPool
 from megarl.utils.http import HttpError
 from tests.unit.rollout_fakes import FakeServer, trajectory
 
@@ -50,6 +57,23 @@ def test_the_longest_queue_of_replicas_counts_and_silence_does_not():
     loads = [{"num_waiting_reqs": 3}, {"num_waiting_reqs": 5}]
     answers = {"a": {"loads": loads}, "b": HttpError("b", "/v1/loads", "gone"), "c": "?", "d": {}}
     assert waiting(answers) == {"a": 5}
+
+
+def test_a_look_that_fails_is_logged_and_the_bound_stays(caplog: pytest.LogCaptureFixture) -> None:
+    async def answers(*_: object, **__: object) -> dict[str, object]:
+        return {"a": {"loads": [{"num_waiting_reqs": "many"}]}}
+
+    now = SimpleNamespace(max_concurrent=8, running=8)
+    pipeline = SimpleNamespace(staleness=now, changed=threading.Condition())
+    looking = adapt(
+        cast(ServerPool, SimpleNamespace(everywhere=answers)),
+        cast(SampleLoop, SimpleNamespace(held=False)),
+        cast(Pipeline, pipeline),
+        4,
+    )
+    asyncio.run(looking)
+    assert "rollout.max_queue=4: the bound is adapted no more" in caplog.text
+    assert "TypeError" in caplog.text and now.max_concurrent == 8
 
 
 class OneAnswer(RolloutWorkflow):

@@ -143,11 +143,20 @@ def test_a_listening_server_hears_nothing() -> None:
 
 
 def test_a_program_that_somebody_kills_is_a_failure_of_the_sandbox(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 1.5: pass"
+
     async def killed() -> Ran:
+        burner = subprocess.Popen([sys.executable, "-c", burn])
         program = asyncio.create_task(run_program("import time; time.sleep(60)", limits=SMALL))
-        await asyncio.sleep(0.5)
-        seen = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
-        os.kill(int(seen.stdout.split()[0]), signal.SIGKILL)
+        seen = ""
+        while not seen:
+            await asyncio.sleep(0.1)
+            seen = subprocess.run(
+                ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True
+            ).stdout
+        # what another child used while the program ran is not its own
+        await asyncio.to_thread(burner.wait, 60)
+        os.kill(int(seen.split()[0]), signal.SIGKILL)
         return await program
 
     with pytest.raises(SandboxError, match="somebody killed"):

@@ -16,6 +16,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import time
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 from functools import cache
@@ -91,16 +92,17 @@ async def run_program(
 
 async def _run(program: Path, stdin: bytes, limits: Limits, show_last: bool) -> Ran:
     ours, theirs = os.pipe()
-    before = _cpu_of_children()
+    others = _cpu_of_children()
     try:
         try:
             process = await _start(program, limits, theirs, show_last)
         finally:
             os.close(theirs)
-        ended, out, err = await _watch(process, stdin, limits, program.parent)
+        cpu = _CpuTime(process.pid, others)
+        ended, out, err = await _watch(process, stdin, limits, program.parent, cpu)
         code = process.returncode or 0
         # a program cannot do it to itself, and the kernel does not before its time is over
-        if not ended and -code == signal.SIGKILL and _cpu_of_children() - before < limits.cpu:
+        if not ended and -code == signal.SIGKILL and cpu.at_most() < limits.cpu:
             raise SandboxError("somebody killed the sandbox's process, for want of memory perhaps")
         os.set_blocking(ours, False)
         _check_status(ours)
@@ -138,6 +140,30 @@ async def _start(program: Path, limits: Limits, status: int, show_last: bool) ->
     )
 
 
+class _CpuTime:
+    """Bounds the CPU time of a process that asyncio reaps, which tells nobody what it used."""
+
+    def __init__(self, pid: int, others: float) -> None:
+        """others: `_cpu_of_children()` from before the process began."""
+        self._stat = Path(f"/proc/{pid}/stat")
+        self._others = others
+        self._cores = len(os.sched_getaffinity(0))
+        self._used, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> None:
+        """Reads what the process has used until now, where it is not reaped yet."""
+        with contextlib.suppress(OSError):
+            fields = self._stat.read_text().rpartition(")")[2].split()
+            self._used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            self._looked = time.monotonic()
+
+    def at_most(self) -> float:
+        """Returns the most seconds that the process, which has ended, can have used: all cores
+        since the last look, and no more than all our children together."""
+        since = self._cores * (time.monotonic() - self._looked)
+        return min(self._used + since, _cpu_of_children() - self._others)
+
+
 def _cpu_of_children() -> float:
     """Returns the seconds of CPU time that processes have used which we started and which ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -156,7 +182,7 @@ def readable_paths() -> list[str]:
 
 
 async def _watch(
-    process: Process, stdin: bytes, limits: Limits, directory: Path
+    process: Process, stdin: bytes, limits: Limits, directory: Path, cpu: _CpuTime
 ) -> tuple[str, str, str]:
     """Returns for which limit the process was killed, "" where it ended by itself, and its output.
     It has ended then, also on a cancellation."""
@@ -171,7 +197,7 @@ async def _watch(
         asyncio.ensure_future(process.wait()),
     ]
     try:
-        ended = await _first_limit(tasks, full, limits, directory)
+        ended = await _first_limit(tasks, full, limits, directory, cpu)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -185,11 +211,16 @@ async def _watch(
 
 
 async def _first_limit(
-    tasks: list[asyncio.Task[Any]], full: asyncio.Event, limits: Limits, directory: Path
+    tasks: list[asyncio.Task[Any]],
+    full: asyncio.Event,
+    limits: Limits,
+    directory: Path,
+    cpu: _CpuTime,
 ) -> str:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.wall
     while True:
+        cpu.look()
         _, pending = await asyncio.wait(tasks, timeout=LOOK_INTERVAL)
         if full.is_set():
             return "output"
