@@ -41,7 +41,7 @@ def grpo_advantages(
     mode: "group"        (r - mean) / (std + eps)                    (GRPO, arXiv 2402.03300)
           "group_mean"   r - mean: no division, so easy and hard prompts weigh the same
                          (Dr. GRPO, arXiv 2503.20783)
-          "group_batch"  (r - mean) / (std of all r - mean + eps)     (arXiv 2508.08221, sec. 4.1)
+          "group_batch"  (r - mean) / (std of all r - mean + eps)     (arXiv 2508.08221)
           "none"         r
     std: "sample" divides by n - 1, "population" by n.
     A group of one, and a group whose rewards are all equal, says nothing about which sample is
@@ -126,7 +126,7 @@ def gae(
 def length_lambda(loss_mask: Tensor, alpha: float) -> Tensor:
     """Returns lambda = 1 - 1 / (alpha l) for each episode of l trained tokens, at least 0: [b,S] ->
     [b,1] float64. The weights of GAE's terms then reach as far as a fixed share of the answer
-    (length-adaptive GAE; VAPO, arXiv 2504.05118, eq. 9)."""
+    (length-adaptive GAE; VAPO, arXiv 2504.05118)."""
     steps = loss_mask.bool().sum(1, keepdim=True).clamp(min=1)
     return (1.0 - 1.0 / (alpha * steps.double())).clamp(min=0.0)
 

@@ -24,7 +24,7 @@ class Correction:
     """Multiplies the loss of a token by a bounded weight, and drops tokens or rows that are too far
     from the policy that trains.
 
-    weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298, eq. 5); "sequence", the product of
+    weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298); "sequence", the product of
     w over the row, which is unbiased and of high variance; "none", 1. cap: the weight is at most
     this (truncated importance sampling, arXiv 1802.01561).
     mask: what is dropped where it is below `low` or above `high`: "token", by w_t; a whole row by

@@ -21,7 +21,7 @@ from megarl.config.algo import PPOActorConfig
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Returns r_i less the mean of the group's other rewards (RLOO, arXiv 2402.14740, eq. 8).
+    """Returns r_i less the mean of the group's other rewards (RLOO, arXiv 2402.14740).
 
     >>> r, g = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     >>> rloo_advantages(r, g).tolist()
@@ -33,7 +33,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """Returns r_i less the group's mean weighted by `lengths` [R], the trained tokens: the baseline
-    of least variance on policy (OPO, arXiv 2505.23585, eq. 7).
+    of least variance on policy (OPO, arXiv 2505.23585).
 
     >>> r, g, n = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3])
     >>> opo_advantages(r, g, n).tolist()
@@ -48,8 +48,8 @@ def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.0
 ) -> Tensor:
     """Returns the advantages of answers drawn k at a time, where a draw earns 1 if one of its
-    answers is right (r > threshold), in closed form (Pass@k training, arXiv 2508.10751, eq. 14 and
-    15). With N answers of which N_w are wrong, R = 1 - C(N_w, k) / C(N, k) and s = sqrt(R (1 - R)):
+    answers is right (r > threshold), in closed form (Pass@k training, arXiv 2508.10751, sec. 2.4).
+    With N answers of which N_w are wrong, R = 1 - C(N_w, k) / C(N, k) and s = sqrt(R (1 - R)):
       right  (1 - R) / s        wrong  (1 - R - C(N_w - 1, k - 1) / C(N - 1, k - 1)) / s
     0 where s is 0. Raises ValueError for a group smaller than k.
 
@@ -82,7 +82,7 @@ def _choose_ratio(m: Tensor, n: Tensor, k: int) -> Tensor:
 
 def max_at_k_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Returns, for the best sample of a group, its reward less the second best, 0 for the others:
-    what the best of n would lose without it (arXiv 2503.19595, eq. 9, leave-one-out).
+    what the best of n would lose without it (arXiv 2503.19595, leave-one-out).
 
     >>> max_at_k_advantages(torch.tensor([0.2, 1.0, 0.5]), torch.tensor([0, 0, 0])).tolist()
     [0.0, 0.5, 0.0]
@@ -110,7 +110,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def asymre_advantages(rewards: Tensor, group_ids: Tensor, delta: float) -> Tensor:
-    """Returns r_i - (mean + delta) (AsymRE, arXiv 2506.20520, eq. 2): a baseline below the mean,
+    """Returns r_i - (mean + delta) (AsymRE, arXiv 2506.20520): a baseline below the mean,
     delta < 0, leans on good answers where samples are off policy.
 
     >>> asymre_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), delta=-0.5).tolist()
@@ -161,7 +161,7 @@ def asymre(config: PPOActorConfig, *, delta: float = -0.1) -> AdvantageSpec:
 
 
 def remax(config: PPOActorConfig) -> AdvantageSpec:
-    """Returns ReMax (arXiv 2310.10505, alg. 1): the reward less that of the greedy answer to the
+    """Returns ReMax (arXiv 2310.10505): the reward less that of the greedy answer to the
     same prompt, which RLVRWorkflow brings with greedy_baseline."""
 
     def per_sample(batch: dict[str, Tensor]) -> Tensor:

@@ -54,7 +54,7 @@ def kl_term(logp: Tensor, ref: Tensor, old: Tensor, kind: str = "k3") -> Tensor:
     k1, k2, k3    kl_estimate, differentiated as it is
     k1+, k3+      the value of k1 or k3 with the gradient of k2, which is unbiased on policy
     k3-weighted   u k3 with u = exp(logp - old): value and gradient are unbiased where the
-                  tokens come from `old` (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
+                  tokens come from `old` (DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1)
     """
     if kind not in KL_TERMS:
         raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_TERMS)}")

@@ -56,9 +56,9 @@ class DPO:
 
     sigmoid  -(1 - e) log s(beta h) - e log s(-beta h)      (DPO, arXiv 2305.18290, eq. 7; with
              e = label_smoothing, conservative DPO)
-    robust   (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)   (arXiv 2403.00409, eq. 8)
+    robust   (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)   (arXiv 2403.00409)
     ipo      (h - 1 / (2 beta))^2                            (IPO, arXiv 2310.12036, eq. 17)
-    hinge    max(0, 1 - beta h)                              (arXiv 2309.06657, eq. 9)
+    hinge    max(0, 1 - beta h)                              (arXiv 2309.06657)
     length_normalized: h of means over tokens instead of sums (TRL's convention for ipo).
     sft_coef: adds sft_coef times the mean cross entropy of the chosen answer (arXiv 2404.19733).
     """

@@ -23,7 +23,7 @@ from megarl.config.algo import PPOActorConfig
 class Clip:
     """Is -min(u A, clip(u, 1 - eps_low, 1 + eps_high) A) (PPO, arXiv 1707.06347, eq. 7).
 
-    eps_high: asymmetric bounds (DAPO, arXiv 2503.14476, eq. 10); None is eps_low. dual > 1: where
+    eps_high: asymmetric bounds (DAPO, arXiv 2503.14476); None is eps_low. dual > 1: where
     A < 0 the loss is at most -dual A (dual clip, arXiv 1912.09729, eq. 5); None is off.
     """
 
@@ -46,8 +46,8 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO:
-    """Is -sg[clip(u, 1 - eps_low, 1 + eps_high)] A logp (MiniMax-M1, arXiv 2506.13585, eq. 4 and
-    5): the ratio is a weight of REINFORCE, and no token loses its gradient.
+    """Is -sg[clip(u, 1 - eps_low, 1 + eps_high)] A logp (MiniMax-M1, arXiv 2506.13585):
+    the ratio is a weight of REINFORCE, and no token loses its gradient.
 
     eps_low = 1 bounds nothing from below, which is the paper's choice.
     """
@@ -83,8 +83,8 @@ class SAPO:
 @dataclass(frozen=True, kw_only=True)
 class GMPO:
     """Is -A exp(sum_t d'_t / n) at every token of a row, d'_t = min(d_t, eps_high) where A > 0 and
-    max(d_t, -eps_low) elsewhere (GMPO, arXiv 2507.20673, eq. 4): the geometric mean of the tokens'
-    ratios, each bounded by itself; eps bound the logarithm of the ratio.
+    max(d_t, -eps_low) elsewhere (GMPO, arXiv 2507.20673): the geometric mean of the tokens' ratios,
+    each bounded by itself; eps bound the logarithm of the ratio.
 
     It takes the tokens' log ratios (`actor.ratio=token`) and rows of one advantage.
     """
@@ -117,7 +117,7 @@ class Unclipped:
 @dataclass(frozen=True, kw_only=True)
 class LogLikelihood:
     """Is -A logp, REINFORCE without importance weights (Williams 1992; GPG, arXiv 2504.02546, eq.
-    6; AsymRE, arXiv 2506.20520, eq. 2)."""
+    5; AsymRE, arXiv 2506.20520)."""
 
     def __call__(self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor) -> Surrogate:
         """Returns the loss; nothing is bounded."""
@@ -127,8 +127,8 @@ class LogLikelihood:
 @dataclass(frozen=True, kw_only=True)
 class TOPR:
     """Is -A logp where A > 0, else -sg[min(U, 1)] A logp, U = exp(sum_t d_t) the ratio of the whole
-    row (tapered off-policy REINFORCE, arXiv 2503.14286, eq. 8): bad answers lose weight as the
-    policy leaves them, good ones do not."""
+    row (tapered off-policy REINFORCE, arXiv 2503.14286): bad answers lose weight as the policy
+    leaves them, good ones do not."""
 
     def __call__(self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor) -> Surrogate:
         """Returns the loss; "high" counts the tokens of bad rows whose weight the 1 bounds."""
@@ -168,7 +168,7 @@ def gmpo(config: PPOActorConfig) -> GMPO:
 
 
 def sapo(config: PPOActorConfig, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> SAPO:
-    """Returns SAPO; the temperatures are the paper's (section 5)."""
+    """Returns SAPO; the temperatures are the paper's."""
     return SAPO(tau_positive=tau_positive, tau_negative=tau_negative)
 
 

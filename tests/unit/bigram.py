@@ -16,12 +16,12 @@ VOCAB = 11
 
 
 class BigramEngine(TrainEngine):
-    """logits of x_t are a row of a table chosen by x_{t-1}; micro-batches of two sequences."""
+    """logits of x_t are a row of a table chosen by x_{t-1}; micro-batches of `rows` sequences."""
 
-    def __init__(self, lr: float = 0.5) -> None:
+    def __init__(self, lr: float = 0.5, rows: int = 2) -> None:
         g = torch.Generator().manual_seed(0)
         self.table = torch.randn(VOCAB, VOCAB, generator=g, requires_grad=True)
-        self.lr, self.version, self.calls = lr, 0, []
+        self.lr, self.rows, self.version, self.calls = lr, rows, 0, []
 
     def _outputs(self, batch, outputs, temperature):
         ids = batch["input_ids"]
@@ -37,8 +37,8 @@ class BigramEngine(TrainEngine):
     def _run(self, batch, loss_fn, weight_fn, outputs, temperature, backward):
         total, figures = 0.0, {}
         weight = weight_fn(batch)
-        for i in range(0, len(batch["input_ids"]), 2):
-            part = {k: v[i : i + 2] for k, v in batch.items()}
+        for i in range(0, len(batch["input_ids"]), self.rows):
+            part = {k: v[i : i + self.rows] for k, v in batch.items()}
             loss, stats = loss_fn(self._outputs(part, outputs, temperature), part)
             if backward:
                 (loss / weight).backward()

@@ -91,7 +91,7 @@ def test_baselines_equal_the_loop(drawn):
 @given(st.lists(st.booleans(), min_size=3, max_size=7))
 def test_pass_at_k_is_the_mean_over_all_draws_of_k(k, right):
     """A draw of k answers earns 1 if one is right; an answer's advantage is the mean normalised
-    earning of the draws it is in (arXiv 2508.10751, sec. 2.3)."""
+    earning of the draws it is in (arXiv 2508.10751)."""
     draws = list(itertools.combinations(range(len(right)), k))
     earned = [float(any(right[i] for i in draw)) for draw in draws]
     mean, std = statistics.fmean(earned), statistics.pstdev(earned)

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algos import Actor
+from megarl.algos import Actor, Critic
+from megarl.algos.specs import NAMES as ESTIMATORS
 from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
-from megarl.config.algo import PPOActorConfig
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError
@@ -29,6 +30,7 @@ from megarl.trainer.session import RolloutDriver, RolloutSession
 from tests.unit.bigram import BigramEngine
 from tests.unit.presets import NAMES, preset
 from tests.unit.rollout_fakes import FakeEngine, Scripted, prepare_batch, rows, trajectory
+from tests.unit.test_critic import ValueEngine
 
 GARBAGE = torch.nan
 
@@ -53,6 +55,7 @@ def an_episode(
         "versions": torch.where(loss_mask, 0, -1).int(),
         "rewards": torch.randn(len(valid), generator=g)[ids],
         "baseline": torch.full((n,), 0.5),
+        "truncated": torch.arange(n) % 3 == 0,
         "rollout_ids": ids,
     }
     good = torch.tensor(valid)[ids]
@@ -77,42 +80,76 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> Batch:
     return Batch.from_local(batch_parts(episodes, group_ids=numbers))
 
 
-def everything(batch: Batch, config: PPOActorConfig) -> dict[str, Any]:
-    actor = Actor(config, BigramEngine(), temperature=1.0)
+def everything(batch: Batch, config: PPOActorConfig, size: int, *, gae: bool) -> dict[str, Any]:
+    """All that a step makes of the batch in micro-batches of `size` rows; gae: with a critic."""
+    actor = Actor(config, BigramEngine(rows=size), temperature=1.0)
     actor.compute_prox_logp(batch)
-    actor.compute_advantages(batch)
+    if gae:
+        critic = Critic(PPOCriticConfig(), ValueEngine(rows=size))
+        critic.compute_values(batch)
+        actor.compute_gae(batch, discount=0.9, gae_lambda=0.8, kl_ctl=0.0, bootstrap=True)
+        made = {"critic": critic.ppo_update(batch), "value_table": critic.engine.table.detach()}
+    else:
+        actor.compute_advantages(batch)
+        made = {"critic": {}}
     stats = rollout_metrics(batch, version=1) | actor.ppo_update(batch)
-    return {"stats": stats, "table": actor.engine.table.detach(), **batch.padded()}
+    return made | {"stats": stats, "table": actor.engine.table.detach(), **batch.padded()}
 
 
-@settings(max_examples=40, deadline=None)
+MODES = ("group", "group_mean", "group_batch", "batch", "none")
+STEPS: dict[str, tuple[PPOActorConfig, bool]] = {
+    **{name: (preset(name), False) for name in NAMES},
+    **{f"adv_norm={mode}": (PPOActorConfig(adv_norm=mode), False) for mode in MODES},
+    **{
+        f"loss_agg={agg}": (PPOActorConfig(loss_agg=agg), False)
+        for agg in ("rollout-mean", "token-sum")
+    },
+    "gae": (PPOActorConfig(adv_norm="batch"), True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@settings(max_examples=3, deadline=None)
 @given(
-    valid=st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=4).filter(
-        lambda groups: any(map(any, groups))
-    ),
-    config=st.one_of(
-        st.builds(
-            PPOActorConfig,
-            adv_norm=st.sampled_from(["group", "group_mean", "group_batch", "batch", "none"]),
-            loss_agg=st.sampled_from(["token-mean", "rollout-mean", "token-sum"]),
-        ),
-        st.sampled_from(NAMES).map(preset),
+    valid=st.lists(st.lists(st.booleans(), min_size=2, max_size=5), min_size=2, max_size=4).filter(
+        lambda groups: any(map(any, groups)) and not all(map(all, groups))
     ),
     forks=st.integers(0, 2),
 )
-def test_failed_samples_anywhere_change_no_bit(valid, config, forks):
-    def run(with_failed: bool) -> dict[str, Any]:
-        parts = [
-            an_episode(i, v, with_failed=with_failed, forks=forks) for i, v in enumerate(valid)
-        ]
-        return everything(joined([p for p in parts if len(p["input_ids"])]), config)
+def test_failed_samples_anywhere_change_no_bit(step, valid, forks):
+    """Every estimator and every preset, in two ways of cutting the step into micro-batches."""
+    config, gae = STEPS[step]
 
-    spoilt, clean = run(True), run(False)
-    numbers = {"episode_ids", "group_ids"}  # a group whose samples all failed keeps its number
-    assert spoilt.keys() == clean.keys() and spoilt["stats"] == clean["stats"]
-    for name in spoilt.keys() - {"stats", *numbers}:
-        assert torch.equal(spoilt[name], clean[name]), name
-    assert all(v == v for v in spoilt["stats"].values())
+    def run(with_failed: bool, size: int) -> dict[str, Any]:
+        parts = [
+            an_episode(i, v, with_failed=with_failed, forks=0 if gae else forks)
+            for i, v in enumerate(valid)
+        ]
+        batch = joined([p for p in parts if len(p["input_ids"])])
+        return everything(batch, config, size, gae=gae)
+
+    clean = {}
+    for size in (2, 5):
+        spoilt, clean[size] = run(True, size), run(False, size)
+        same_bits(spoilt, clean[size])
+        assert all(v == v for v in spoilt["stats"].values())
+    for name in ("advantages", "prox_logp", "returns"):  # nor does the cutting change these
+        if name in clean[2]:
+            assert torch.equal(clean[2][name], clean[5][name]), name
+
+
+def test_these_steps_are_of_every_estimator():
+    assert {config.advantages.type for config, _ in STEPS.values()} == ESTIMATORS[
+        "advantages"
+    ].keys()
+
+
+def same_bits(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Checks all but the numbers of groups: one whose samples all failed keeps its number."""
+    assert got.keys() == want.keys()
+    assert got["stats"] == want["stats"] and got["critic"] == want["critic"]
+    for name in got.keys() - {"stats", "critic", "episode_ids", "group_ids"}:
+        assert torch.equal(got[name], want[name]), name
 
 
 class HalfFailed(Scripted):

@@ -111,7 +111,7 @@ def test_cutting_between_pairs_changes_nothing(loss):
 
 
 def test_robust_dpo_is_unbiased_under_flipped_labels():
-    """arXiv 2403.00409, sec. 3.2: with flips of probability e its mean is DPO's clean loss."""
+    """arXiv 2403.00409: with flips of probability e its mean is DPO's clean loss."""
     e, (logp, batch) = 0.2, batch_of_pairs()
     flipped = batch | {"chosen": ~batch["chosen"]}
     robust = DPO(kind="robust", label_smoothing=e)

@@ -115,7 +115,7 @@ def test_token_sum_divides_by_nothing_and_sequence_sum_by_sequences():
 
 
 def test_reinforce_pp_takes_the_kl_that_follows_a_token():
-    """arXiv 2501.03262, eq. 8, before whitening: r - beta sum over i >= t of k1_i."""
+    """arXiv 2501.03262, before whitening: r - beta sum over i >= t of k1_i."""
     actor, batch = prepared(preset("reinforce_pp"))
     batch["ref_logp"] = batch["prox_logp"] - 0.1 * torch.arange(batch["prox_logp"].shape[1])
     actor.compute_advantages(batch, kl_ctl=0.5)
