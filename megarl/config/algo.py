@@ -8,6 +8,9 @@ from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from megarl.config.engine import TrainEngineConfig
 
+# values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
+BY_GROUP = ("rloo", "opo", "pass_at_k", "max_at_k", "gpg")
+
 
 @dataclass(kw_only=True)
 class CorrectionConfig:
@@ -154,6 +157,16 @@ class PPOActorConfig(TrainEngineConfig):
     def old_logp(self) -> str:
         """Returns the name of the batch field [B,S] that holds the old logprobs of the ratio."""
         return "prox_logp" if self.recompute_logprob else "logprobs"
+
+    @property
+    def compares_by(self) -> str:
+        """Returns the key and value by which advantages are 0 where the samples of a prompt have
+        equal rewards, as in a group of one; "" where there is none."""
+        name, options = self.advantages.type, self.advantages.options
+        if name == "group" and self.adv_norm.startswith("group"):
+            return f"actor.adv_norm={self.adv_norm}"
+        by_group = name == "reinforce_pp" and options.get("baseline") == "group"
+        return f"actor.advantages={name}" if name in BY_GROUP or by_group else ""
 
 
 @dataclass(kw_only=True)

@@ -34,6 +34,7 @@ from megarl.config.check_rollout import (
     sender_problems,
     server_problems,
 )
+from megarl.config.check_sampling import baseline_problems, comparison_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.generation import GenerationConfig
@@ -269,6 +270,11 @@ def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
             f"actor.advantages={cfg.actor.advantages.type}: with a critic, advantages are GAE's; "
             "leave it out, or take recipe=grpo"
         )
+    if cfg.actor.surrogate.type in ("gmpo", "topr"):
+        yield (
+            f"actor.surrogate={cfg.actor.surrogate.type}: takes rows of one advantage, and with a "
+            "critic every token has its own; take another surrogate, or recipe=grpo"
+        )
 
 
 def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]:
@@ -284,12 +290,8 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     a, n = cfg.actor, cfg.gconfig.n_samples
     yield from actor_problems(a)
     yield from _minibatch_problems(cfg, "actor", a.ppo_n_minibatches)
-    compares = a.adv_norm in ("group", "group_mean") and a.advantages.type == "group"
-    if compares and n == 1:
-        yield (
-            f"gconfig.n_samples={n}: actor.adv_norm={a.adv_norm} compares the samples of a "
-            "prompt; take 2 or more, or actor.adv_norm=none"
-        )
+    yield from comparison_problems(cfg)
+    yield from baseline_problems(cfg)
     if a.dynamic_sampling and n == 1:
         yield f"actor.dynamic_sampling=true: needs gconfig.n_samples > 1 (it is {n})"
     if a.dynamic_sampling and cfg.reward_model is not None:

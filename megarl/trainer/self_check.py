@@ -65,7 +65,7 @@ class SelfCheck:
         self._on_rank_zero, self._decode = ctx.on_rank_zero, ctx.tokenizer.decode
         self._step = self._minibatch = self._skipped = self._saved = 0
         self._unchecked: str | None = None
-        compares = isinstance(cfg, GRPOConfig) and cfg.actor.adv_norm in ("group", "group_mean")
+        compares = isinstance(cfg, GRPOConfig) and bool(cfg.actor.compares_by)
         self._streaks = checks.Streaks(compares_groups=compares)
         self._told_of_untrained = False
 

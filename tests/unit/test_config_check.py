@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.base import SeamConfig
 from megarl.config.bounds import TIMEOUT, number_problems
 from megarl.config.check import (
     check_config,
@@ -21,6 +22,7 @@ from megarl.config.check import (
 )
 from megarl.config.check_parallel import check_parallel
 from megarl.config.check_rollout import rollout_problems
+from megarl.config.dataset import PartConfig
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
@@ -88,6 +90,8 @@ def test_a_sound_ppo_passes(model: Path) -> None:
         ("kl_ctl=-1", ["kl_ctl=-1"]),
         ("kl_ctl=0.1", ["kl_ctl=0.1", "needs a reference"]),
         ("actor.adv_norm=group", ["adv_norm=group", "take batch or none"]),
+        ("actor.surrogate=gmpo", ["actor.surrogate=gmpo", "rows of one advantage"]),
+        ("actor.surrogate=topr", ["actor.surrogate=topr", "rows of one advantage"]),
         ("actor.head=value", ["actor.head=value", "leave it lm"]),
         ("critic.moe.router_replay=true", ["critic.moe.router_replay", "only the actor's is"]),
         ("critic.lm_head_keep_mb=-1", ["critic.lm_head_keep_mb=-1", "0 keeps none"]),
@@ -123,11 +127,28 @@ def test_a_reward_model_is_frozen_and_leaves_no_groups_to_pick(model: Path) -> N
     assert "dynamic_sampling" in dynamic and "reward_model" in dynamic
 
 
+def test_every_part_of_a_mixture_brings_remax_its_baseline(model: Path) -> None:
+    ours, key = "megarl.rollout.workflows.rlvr:RLVRWorkflow", "train_dataset.parts.b.workflow"
+    cfg = grpo(model, "algorithm=remax")
+    cfg.train_dataset.type = "mix"
+    cfg.train_dataset.parts = {"a": PartConfig(size=99), "b": PartConfig(size=99)}
+    check_config(cfg, 1)  # both take rollout.workflow
+    cfg.train_dataset.parts["b"].workflow = own = SeamConfig(type=ours)
+    (problem,) = problems(cfg)
+    assert f"set {key}.options.greedy_baseline=true" in problem
+    own.options = {"greedy_baseline": True}
+    check_config(cfg, 1)
+
+
 def test_sound_configs_pass(model: Path) -> None:
     check_config(grpo(model), 1)
     check_config(grpo(model, "actor.parallel.tp=2", "actor.parallel.pp=2"), 8)
     check_config(grpo(model, "actor.kl_coef=0.01", "ref={}"), 1)
     check_config(grpo(model, "gconfig.n_samples=1", "actor.adv_norm=none"), 1)
+    check_config(grpo(model, "gconfig.n_samples=1", "algorithm=reinforce_pp"), 1)
+    check_config(grpo(model, "gconfig.n_samples=5", "algorithm=pass_at_k"), 1)
+    check_config(grpo(model, "algorithm=remax"), 1)
+    check_config(grpo(model, "actor.advantages=remax", "rollout.workflow=mine.py:Mine"), 1)
     check_config(grpo(model, "server.count=0", 'rollout.addresses=["[::1]:3000",host:80]'), 1)
     check_config(grpo(model, "valid_dataset.size=4"), 1)  # less than a batch: not batched
     check_config(sft(model), 1)
@@ -176,6 +197,31 @@ def test_sound_configs_pass(model: Path) -> None:
         (["ref.optimizer.lr=1"], ["ref.optimizer", "frozen"]),
         (["ref.parallel.tp=3"], ["ref.parallel", "3*1*1 = 3", "world size 1"]),
         (["gconfig.n_samples=1"], ["gconfig.n_samples=1", "actor.adv_norm=group"]),
+        (
+            ["gconfig.n_samples=1", "actor.adv_norm=group_batch"],
+            ["gconfig.n_samples=1: actor.adv_norm=group_batch compares", "or actor.adv_norm=none"],
+        ),
+        (["gconfig.n_samples=1", "algorithm=rloo"], ["gconfig.n_samples=1: actor.advantages=rloo"]),
+        (["gconfig.n_samples=1", "algorithm=opo"], ["actor.advantages=opo compares", "2 or more"]),
+        (["gconfig.n_samples=1", "algorithm=gpg"], ["actor.advantages=gpg compares"]),
+        (["gconfig.n_samples=1", "algorithm=max_at_k"], ["actor.advantages=max_at_k compares"]),
+        (
+            ["gconfig.n_samples=1", "algorithm=reinforce_pp_baseline"],
+            ["actor.advantages=reinforce_pp compares"],
+        ),
+        (["algorithm=pass_at_k"], ["gconfig.n_samples=4", "k=4", "take 5 or more"]),
+        (["algorithm=pass_at_k", "gconfig.n_samples=1"], ["gconfig.n_samples=1", "k=4"]),
+        (
+            ["actor.advantages=remax"],
+            ["remax", "rollout.workflow.options.greedy_baseline=true"],
+        ),
+        (
+            [
+                "actor.advantages=remax",
+                "rollout.workflow=megarl.rollout.workflows.tool:ToolWorkflow",
+            ],
+            ["rollout.workflow=megarl.rollout.workflows.tool:ToolWorkflow", "'baseline'"],
+        ),
         (["actor.ppo_n_minibatches=33"], ["actor.ppo_n_minibatches=33", "8*4 = 32"]),
         (["actor.eps_clip=1.5"], ["actor.eps_clip=1.5"]),
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
