@@ -23,7 +23,11 @@ ADV_MODES = ("group", "group_mean", "group_batch", "none")
 
 
 def shape_rewards(rewards: Tensor, config: PPOActorConfig) -> Tensor:
-    """Returns (r + bias) * scaling, bounded by +-clip: [B] -> [B] float32."""
+    """Returns (r + bias) * scaling, bounded by +-clip: [B] -> [B] float32.
+
+    >>> shape_rewards(torch.tensor([0.0, 1.0]), PPOActorConfig(reward_bias=-0.5, reward_scaling=2))
+    tensor([-1.,  1.])
+    """
     shaped = (rewards.float() + config.reward_bias) * config.reward_scaling
     return shaped.clamp(-config.reward_clip, config.reward_clip)
 
@@ -47,6 +51,16 @@ def grpo_advantages(
     A group of one, and a group whose rewards are all equal, says nothing about which sample is
     better: its advantages are exactly 0 (not rounding noise divided by eps).
     Groups are found by id; they may have any size and stand in any order.
+
+    >>> r, g = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1])
+    >>> grpo_advantages(r, g)
+    tensor([ 1.1547, -0.5773, -0.5773,  0.7071, -0.7071])
+    >>> grpo_advantages(r, g, std="population")
+    tensor([ 1.4142, -0.7071, -0.7071,  1.0000, -1.0000])
+    >>> grpo_advantages(r, g, "group_mean")
+    tensor([ 0.6667, -0.3333, -0.3333,  0.5000, -0.5000])
+    >>> grpo_advantages(r, g, "group_batch")
+    tensor([ 1.2344, -0.6172, -0.6172,  0.9258, -0.9258])
     """
     if mode not in ADV_MODES:
         raise ValueError(f"adv_norm={mode!r}: use one of {', '.join(ADV_MODES)}")
@@ -76,12 +90,24 @@ def group(config: PPOActorConfig) -> AdvantageSpec:
 
 
 def spread_over_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns the sequence's advantage at every trained token, 0 elsewhere: [b] -> [b,S]."""
+    """Returns the sequence's advantage at every trained token, 0 elsewhere: [b] -> [b,S].
+
+    >>> from megarl.algos.example import mask
+    >>> spread_over_tokens(torch.tensor([1.0, 2.0]), mask)
+    tensor([[0., 1., 1., 1.],
+            [0., 2., 2., 0.]])
+    """
     return advantages[:, None].float() * loss_mask
 
 
 def place_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns the outcome as the reward of the sequence's last trained token: [b] -> [b,S]."""
+    """Returns the outcome as the reward of the sequence's last trained token: [b] -> [b,S].
+
+    >>> from megarl.algos.example import mask
+    >>> place_rewards(torch.tensor([1.0, 2.0]), mask)
+    tensor([[0., 0., 0., 1.],
+            [0., 0., 2., 0.]])
+    """
     mask = loss_mask.bool()
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None].float() * last
@@ -107,6 +133,16 @@ def gae(
     answer, the user's next turn) is the environment's transition and takes no time:
       delta_k = r_k + discount * v(t_{k+1}) - v(t_k),   A_k = delta_k + discount*lambda * A_{k+1}
     A reward at a token the policy did not write belongs to the trained token before it.
+
+    >>> from megarl.algos.example import mask, values
+    >>> earned = place_rewards(torch.tensor([1.0, 2.0]), mask)
+    >>> made = gae(earned, values, mask, last_value=torch.zeros(2), gae_lambda=0.5)
+    >>> made[0]
+    tensor([[0.0000, 0.2500, 0.5000, 0.0000],
+            [0.0000, 0.0000, 2.0000, 0.0000]])
+    >>> made[1]
+    tensor([[0.0000, 0.7500, 1.0000, 1.0000],
+            [0.0000, 1.0000, 2.0000, 0.0000]])
     """
     mask = loss_mask.bool()
     n, width = mask.sum(1, keepdim=True), mask.shape[1]
@@ -126,14 +162,23 @@ def gae(
 def length_lambda(loss_mask: Tensor, alpha: float) -> Tensor:
     """Returns lambda = 1 - 1 / (alpha l) for each episode of l trained tokens, at least 0: [b,S] ->
     [b,1] float64. The weights of GAE's terms then reach as far as a fixed share of the answer
-    (length-adaptive GAE; VAPO, arXiv 2504.05118)."""
+    (length-adaptive GAE; VAPO, arXiv 2504.05118).
+
+    >>> from megarl.algos.example import mask
+    >>> length_lambda(mask, alpha=1.0).tolist()
+    [[0.6666666666666667], [0.5]]
+    """
     steps = loss_mask.bool().sum(1, keepdim=True).clamp(min=1)
     return (1.0 - 1.0 / (alpha * steps.double())).clamp(min=0.0)
 
 
 def discounted_sums(x: Tensor, factor: float | Tensor) -> Tensor:
     """Returns y_t = x_t + factor * y_{t+1} along dim 1 of [b,S], in log2(S) steps instead of S:
-    after each step, y_t holds the terms up to twice as far ahead. factor: a number, or [b,1]."""
+    after each step, y_t holds the terms up to twice as far ahead. factor: a number, or [b,1].
+
+    >>> discounted_sums(torch.tensor([[1.0, 0.0, 0.0, 8.0]]), 0.5)
+    tensor([[2., 2., 4., 8.]])
+    """
     reach = 1
     while reach < x.shape[1]:
         x = x + factor**reach * F.pad(x[:, reach:], (0, reach))

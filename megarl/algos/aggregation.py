@@ -59,6 +59,10 @@ def aggregate(per_token: Tensor, batch: Padded, loss_agg: str) -> Tensor:
     sequence-sum   the mean over sequences of the sum over their trained tokens; over a constant
                    length, it is Dr. GRPO's (arXiv 2503.20783)
     token-sum      the sum over trained tokens
+
+    >>> from megarl.algos.example import batch, values
+    >>> [round(float(aggregate(values, batch, a)) / w(batch), 4) for a, w in LOSS_WEIGHTS.items()]
+    [0.6, 0.5833, 0.5833, 1.5, 3.0]
     """
     mask = batch["loss_mask"].bool()
     masked = torch.where(mask, per_token, 0.0)

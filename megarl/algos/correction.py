@@ -33,6 +33,17 @@ class Correction:
 
     A dropped token gives no gradient. It stays in the mean's denominator, which must not depend on
     the model.
+
+    >>> from megarl.algos.example import behaviour, mask, old
+    >>> weight, _ = Correction(weight="token", cap=1.5).of_tokens(old, behaviour, mask)
+    >>> weight[mask]
+    tensor([1.0000, 1.5000, 0.8000, 0.5000, 1.0000])
+    >>> _, dropped = Correction(mask="geometric", low=0.9).of_tokens(old, behaviour, mask)
+    >>> dropped[mask]
+    tensor([False, False, False,  True,  True])
+    >>> _, dropped = Correction(veto=0.6).of_tokens(old, behaviour, mask)
+    >>> dropped[mask]
+    tensor([False, False, False,  True,  True])
     """
 
     weight: str = "token"

@@ -32,6 +32,14 @@ def kl_estimate(logp_q: Tensor, logp_p: Tensor, kind: str = "k3") -> Tensor:
     As terms of a loss, differentiated through q, they are different things: the expected gradient
     of k1 is zero, that of k2 is the gradient of KL(q || p), and that of k3 is the gradient of
     KL(p || q).
+
+    >>> from megarl.algos.example import mask, new, ref
+    >>> kl_estimate(new, ref, "k1")[mask]
+    tensor([-0.0000,  0.9163, -0.6931, -0.0000, -1.3863])
+    >>> kl_estimate(new, ref, "k2")[mask]
+    tensor([0.0000, 0.4198, 0.2402, 0.0000, 0.9609])
+    >>> kl_estimate(new, ref, "k3")[mask]
+    tensor([0.0000, 0.3163, 0.3069, 0.0000, 1.6137])
     """
     log_r = logp_p - logp_q
     if kind == "k1":
@@ -55,6 +63,10 @@ def kl_term(logp: Tensor, ref: Tensor, old: Tensor, kind: str = "k3") -> Tensor:
     k1+, k3+      the value of k1 or k3 with the gradient of k2, which is unbiased on policy
     k3-weighted   u k3 with u = exp(logp - old): value and gradient are unbiased where the
                   tokens come from `old` (DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1)
+
+    >>> from megarl.algos.example import mask, new, old, ref
+    >>> kl_term(new, ref, old, "k3-weighted")[mask]
+    tensor([0.0000, 0.4744, 0.2301, 0.0000, 0.4034])
     """
     if kind not in KL_TERMS:
         raise ValueError(f"KL estimator {kind!r}: use one of {', '.join(KL_TERMS)}")

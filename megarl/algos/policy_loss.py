@@ -41,6 +41,12 @@ class PolicyLoss:
     kl_coef: adds kl_coef * KL(policy || reference) per token (GRPO, arXiv 2402.03300, eq. 3), by
     `kl_estimator` (kl.kl_term). entropy_coef: subtracts entropy_coef * entropy per token.
     scale: multiplies the loss (1 / actor.loss_agg_length).
+
+    >>> from megarl.algos.example import batch, new
+    >>> PolicyLoss()({"logprobs": new}, batch)[0]
+    tensor(2.6500)
+    >>> PolicyLoss(kl_coef=0.1, loss_agg="sequence-mean")({"logprobs": new}, batch)[0]
+    tensor(1.9181)
     """
 
     old_logp: str = "prox_logp"

@@ -61,6 +61,12 @@ class DPO:
     hinge    max(0, 1 - beta h)                              (arXiv 2309.06657)
     length_normalized: h of means over tokens instead of sums (TRL's convention for ipo).
     sft_coef: adds sft_coef times the mean cross entropy of the chosen answer (arXiv 2404.19733).
+
+    >>> from megarl.algos.example import batch, new
+    >>> DPO()({"logprobs": new}, batch)[0]
+    tensor(0.6159)
+    >>> torch.stack([DPO(kind=k)({"logprobs": new}, batch)[0] for k in ("ipo", "hinge")])
+    tensor([11.4959,  0.8391])
     """
 
     beta: float = 0.1
@@ -101,7 +107,12 @@ class DPO:
 @dataclass(frozen=True, kw_only=True)
 class SimPO:
     """Is -log s(beta (m(chosen) - m(rejected)) - gamma), m the mean logp of an answer's tokens; no
-    reference (SimPO, arXiv 2405.14734, eq. 6)."""
+    reference (SimPO, arXiv 2405.14734, eq. 6).
+
+    >>> from megarl.algos.example import batch, new
+    >>> SimPO()({"logprobs": new}, batch)[0]
+    tensor(0.3829)
+    """
 
     beta: float = 2.0
     gamma: float = 1.0
@@ -117,6 +128,10 @@ class SimPO:
 class ORPO:
     """Is -m(chosen) - lam log s(log odds(chosen) - log odds(rejected)), m the mean logp of an
     answer's tokens and odds = e^m / (1 - e^m); no reference (ORPO, arXiv 2403.07691, eq. 6 and 7).
+
+    >>> from megarl.algos.example import batch, new
+    >>> ORPO()({"logprobs": new}, batch)[0]
+    tensor(0.7520)
     """
 
     lam: float = 0.1
@@ -138,6 +153,10 @@ class BradleyTerry:
 
     center: adds center (r(chosen) + r(rejected))^2, which keeps scores near 0 (arXiv 2312.09244,
     eq. 2). outputs: values [b,S].
+
+    >>> from megarl.algos.example import batch, values
+    >>> BradleyTerry()({"values": values}, batch)[0]
+    tensor(0.3133)
     """
 
     center: float = 0.0

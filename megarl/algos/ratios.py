@@ -15,13 +15,25 @@ RatioFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def token_ratio(logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """Returns d_t (PPO, arXiv 1707.06347, eq. 6)."""
+    """Returns d_t (PPO, arXiv 1707.06347, eq. 6).
+
+    >>> from megarl.algos.example import mask, new, old
+    >>> token_ratio(new, old, mask).exp()
+    tensor([[1.0000, 1.0000, 1.5000, 0.7500],
+            [1.0000, 2.0000, 0.2500, 1.0000]])
+    """
     return torch.where(mask, logp - old, 0.0)
 
 
 def sequence_ratio(logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     """Returns sum_t d_t / n at every token of a row: the geometric mean of its tokens' ratios
-    (GSPO, arXiv 2507.18071, eq. 7)."""
+    (GSPO, arXiv 2507.18071, eq. 7).
+
+    >>> from megarl.algos.example import mask, new, old
+    >>> sequence_ratio(new, old, mask).exp()
+    tensor([[1.0000, 1.0400, 1.0400, 1.0400],
+            [1.0000, 0.7071, 0.7071, 1.0000]])
+    """
     return _everywhere(row_mean(token_ratio(logp, old, mask), mask), mask)
 
 
@@ -29,6 +41,11 @@ def sequence_token_ratio(logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     """Returns the value of sequence_ratio with the gradient of the token's own logp: sg[s] + logp_t
     - sg[logp_t] (GSPO-token, arXiv 2507.18071, eq. 14). Equal to `sequence_ratio` where a row has
     one advantage; it is for advantages that differ by token.
+
+    >>> from megarl.algos.example import mask, new, old
+    >>> sequence_token_ratio(new, old, mask).exp()
+    tensor([[1.0000, 1.0400, 1.0400, 1.0400],
+            [1.0000, 0.7071, 0.7071, 1.0000]])
     """
     own = torch.where(mask, logp - logp.detach(), 0.0)
     return sequence_ratio(logp, old, mask).detach() + own

@@ -3,7 +3,7 @@
 A surrogate is called as `surrogate(log_ratio, advantages, logp, mask)`, all [b,S]; log_ratio and
 logp carry gradient, 0 where a token is not trained. It returns a Surrogate, whose loss the policy
 minimises. u = exp(log_ratio), A the advantage, sg[] stops the gradient, eps_low and eps_high are
-`actor.eps_clip` and `actor.eps_clip_higher`.
+`actor.eps_clip` and `actor.eps_clip_higher`. The examples are of the rows of example.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Clip:
 
     eps_high: asymmetric bounds (DAPO, arXiv 2503.14476); None is eps_low. dual > 1: where
     A < 0 the loss is at most -dual A (dual clip, arXiv 1912.09729, eq. 5); None is off.
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> Clip(dual=1.5)(d, adv, new, mask).loss[mask]
+    tensor([-1.0000, -1.2000, -0.7500,  3.0000,  1.6000])
     """
 
     eps_low: float = 0.2
@@ -50,6 +54,10 @@ class CISPO:
     the ratio is a weight of REINFORCE, and no token loses its gradient.
 
     eps_low = 1 bounds nothing from below, which is the paper's choice.
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> CISPO(eps_high=0.2)(d, adv, new, mask).loss[mask]
+    tensor([ 0.6931,  0.3452,  0.9030, -2.1991, -1.1513])
     """
 
     eps_low: float = 1.0
@@ -67,7 +75,12 @@ class CISPO:
 class SAPO:
     """Is -(4 / tau) sigmoid(tau (u - 1)) A, with tau = tau_positive where A > 0, else tau_negative
     (SAPO, arXiv 2511.20347, eq. 5 and 6): a soft gate, whose slope is 1 at u = 1 and decays to
-    both sides, in the place of a hard clip."""
+    both sides, in the place of a hard clip.
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> SAPO()(d, adv, new, mask).loss[mask]
+    tensor([-2.0000, -2.4898, -1.7513,  5.6440,  2.3825])
+    """
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
@@ -87,6 +100,10 @@ class GMPO:
     each bounded by itself; eps bound the logarithm of the ratio.
 
     It takes the tokens' log ratios (`actor.ratio=token`) and rows of one advantage.
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> GMPO()(d, adv, new, mask).loss[mask]
+    tensor([-1.0381, -1.0381, -1.0381,  2.3157,  2.3157])
     """
 
     eps_low: float = 0.4
@@ -106,7 +123,12 @@ class GMPO:
 
 @dataclass(frozen=True, kw_only=True)
 class Unclipped:
-    """Is -u A, whose gradient at u = 1 is that of REINFORCE (Williams 1992)."""
+    """Is -u A, whose gradient at u = 1 is that of REINFORCE (Williams 1992).
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> Unclipped()(d, adv, new, mask).loss[mask]
+    tensor([-1.0000, -1.5000, -0.7500,  4.0000,  0.5000])
+    """
 
     def __call__(self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor) -> Surrogate:
         """Returns the loss; nothing is bounded."""
@@ -117,7 +139,12 @@ class Unclipped:
 @dataclass(frozen=True, kw_only=True)
 class LogLikelihood:
     """Is -A logp, REINFORCE without importance weights (Williams 1992; GPG, arXiv 2504.02546, eq.
-    5; AsymRE, arXiv 2506.20520)."""
+    5; AsymRE, arXiv 2506.20520).
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> LogLikelihood()(d, adv, new, mask).loss[mask]
+    tensor([ 0.6931,  0.2877,  1.2040, -1.8326, -4.6052])
+    """
 
     def __call__(self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor) -> Surrogate:
         """Returns the loss; nothing is bounded."""
@@ -128,7 +155,12 @@ class LogLikelihood:
 class TOPR:
     """Is -A logp where A > 0, else -sg[min(U, 1)] A logp, U = exp(sum_t d_t) the ratio of the whole
     row (tapered off-policy REINFORCE, arXiv 2503.14286): bad answers lose weight as the policy
-    leaves them, good ones do not."""
+    leaves them, good ones do not.
+
+    >>> from megarl.algos.example import adv, d, mask, new
+    >>> TOPR()(d, adv, new, mask).loss[mask]
+    tensor([ 0.6931,  0.2877,  1.2040, -0.9163, -2.3026])
+    """
 
     def __call__(self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor) -> Surrogate:
         """Returns the loss; "high" counts the tokens of bad rows whose weight the 1 bounds."""

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algos import Actor, Critic, sequence_weight, token_weight
+from megarl.algos import LOSS_WEIGHTS, Actor, Critic, sequence_weight, token_weight
 from megarl.api.batch import Batch
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
 from megarl.config.engine import MoEConfig
+from tests.dist.algorithms import gradients, near_logps, presets_in_turn
 from tests.dist.engine_jobs import Tensors, make_engine, save_model, state
-from tests.dist.invariance import UPDATES, worst
+from tests.dist.invariance import FIGURES, GRADIENTS, UPDATES, worst
 from tests.tiny import random_batch
 
 N, EPISODES = 11, 4  # samples, and episodes they belong to
@@ -158,6 +159,34 @@ def test_weights_after_a_step_do_not_depend_on_origin_or_failed_samples(worlds, 
             for name, value in first["weights"].items():
                 assert torch.equal(got["weights"][name], value), name
         assert {tuple(b["rows"]) for _, b in runs} == {tuple(runs[0][1]["rows"])}
+
+
+def test_no_preset_sees_failed_samples(worlds, model):
+    """With two data-parallel ranks, to the bit: metrics of each step and the weights after all."""
+    parts = episodes(samples() | {"baseline": torch.zeros(N)})
+    (clean, _), (got, _) = (
+        worlds(2).run(presets_in_turn, model, some)
+        for some in (parts, [spoilt(part) for part in parts])
+    )
+    assert got["stats"] == clean["stats"]
+    for name, value in clean["weights"].items():
+        assert torch.equal(got["weights"][name], value), name
+
+
+@pytest.mark.parametrize(
+    "layouts", [("dp2", "cp2"), pytest.param(("tp2", "pp2"), marks=pytest.mark.full)]
+)
+def test_every_surrogate_and_mean_in_layouts(worlds, model, layouts):
+    """Value and gradient of small packed micro-batches on two ranks against one on one rank."""
+    b = worlds(1).run(near_logps, model, samples())[0]
+    want = worlds(1).run(gradients, model, {}, b, 10**6)[0]
+    assert len(want) == 7 * len(LOSS_WEIGHTS) + 2
+    for layout in layouts:
+        parallel = LAYOUTS[layout][1] if layout in LAYOUTS else dict(tp=2)
+        got = worlds(2).run(gradients, model, parallel, b, 40)[0]
+        for name, one in want.items():
+            assert got[name]["loss"] == pytest.approx(one["loss"], rel=FIGURES, abs=FIGURES), name
+            assert worst(got[name]["grads"], one["grads"]) < (GRADIENTS,), name
 
 
 @pytest.mark.parametrize("n", [1, 4])
