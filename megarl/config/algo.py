@@ -41,6 +41,24 @@ class CorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class KLControllerConfig:
+    """Configures how the weights of the KL to the reference follow it (Ziegler et al., arXiv
+    1909.08593): after each step they are multiplied by 1 + e * (rollouts of the step / horizon), e
+    = KL / target - 1, at most 0.2 in size."""
+
+    target: float = arg(0.1, bounds=POSITIVE, help="KL to the reference that is aimed at, in nats")
+    horizon: float = arg(
+        10000.0, bounds=POSITIVE, help="rollouts in which a weight changes by at most a fifth"
+    )
+    per: str = arg(
+        "token",
+        help="the KL is the mean over trained tokens, or over rollouts of their sums, which grows "
+        "with the answers",
+        choices=("token", "rollout"),
+    )
+
+
+@dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
@@ -113,6 +131,9 @@ class PPOActorConfig(TrainEngineConfig):
         "k3",
         help="KL estimator of the loss; + is its value with k2's gradient",
         choices=("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"),
+    )
+    kl_controller: KLControllerConfig | None = arg(
+        None, help="adapts kl_coef and the recipe's kl_ctl, which are then the first; null is fixed"
     )
     entropy_coef: float = arg(
         0.0, bounds=NOT_NEGATIVE, help="weight of the entropy that the loss rewards"

@@ -302,6 +302,11 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     for key, weight in (("actor.kl_coef", a.kl_coef), ("kl_ctl", cfg.kl_ctl)):
         if weight > 0 and cfg.ref is None:
             yield f"{key}={weight}: needs a reference; set ref.path (or ref={{}})"
+    if a.kl_controller is not None and not (a.kl_coef or cfg.kl_ctl):
+        yield (
+            "actor.kl_controller: adapts actor.kl_coef and kl_ctl, which are 0; set the first "
+            "value of one of them, or leave it null"
+        )
     yield from reward_problems("train_dataset", cfg.train_dataset)
     for name, data in held_out_sets(cfg).items():
         yield from reward_problems(held_out_key(name), data)

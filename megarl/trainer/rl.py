@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch.distributed as dist
 
@@ -112,7 +113,7 @@ class RLTrainer:
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
         self.recovery = Recovery(ctx, trained, clocks)
-        self.steps_done = self.recovery.restore(self.session.load_state_dict)
+        self.steps_done = self.recovery.restore(self.load_state_dict)
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the further roles of a subclass's algorithm, and returns by name those that are
@@ -174,17 +175,27 @@ class RLTrainer:
                 return self._stop(step)
             with record_timing("recover"):
                 self.recovery.maybe_save(
-                    self.session.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last
+                    self.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last
                 )
             if last:
                 break
         if total:
             self.saver.save_final()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the models. Rank 0 only."""
+        return self.session.state_dict() | {"kl": self.actor.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned. Collective."""
+        self.session.load_state_dict(state)
+        if "kl" in state:  # a checkpoint of a version without kl_controller has none
+            self.actor.kl.load_state_dict(state["kl"])
+
     def _stop(self, step: int) -> None:
         """Ends after `step` steps because of a signal, with a checkpoint of them."""
         epoch = -(-step // self.spec.steps_per_epoch)
-        self.ctx.stop(self.recovery.save_now(self.session.state_dict, step=step, epoch=epoch), step)
+        self.ctx.stop(self.recovery.save_now(self.state_dict, step=step, epoch=epoch), step)
 
     # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:

@@ -227,6 +227,11 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
         (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),
         (["actor.kl_coef=0.1"], ["actor.kl_coef=0.1", "ref.path"]),
+        (["actor.kl_controller.target=0.1"], ["actor.kl_controller", "kl_ctl, which are 0"]),
+        (
+            ["actor.kl_controller.target=0", "kl_ctl=0.1", "ref={}"],
+            ["actor.kl_controller.target=0"],
+        ),
         (["actor.kl_coef=-1"], ["actor.kl_coef=-1"]),
         (
             ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
