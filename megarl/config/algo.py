@@ -191,6 +191,29 @@ class PPOActorConfig(TrainEngineConfig):
 
 
 @dataclass(kw_only=True)
+class RefConfig(TrainEngineConfig):
+    """Configures the reference: the model it begins as, and how it follows the policy."""
+
+    refresh_every: int | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="steps after which the policy's weights become the reference's (with ema: are blended "
+        "in); null is never (with ema: after every step)",
+    )
+    ema: float = arg(
+        0.0,
+        bounds=Bounds(ge=0, lt=1),
+        help="share of its own weights that the reference keeps then: 0.99 makes it a moving "
+        "average of the policy, kept in fp32; 0 takes the policy's as they are",
+    )
+
+    @property
+    def renewed_every(self) -> int | None:
+        """Returns after how many steps the reference's weights change; None where it is frozen."""
+        return self.refresh_every or (1 if self.ema else None)
+
+
+@dataclass(kw_only=True)
 class ValueModelConfig(TrainEngineConfig):
     """Configures a model with one value per token: a critic or a reward model."""
 

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from megarl.algos import Role
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
+from megarl.config.check import (
+    engines,
+    model_override,
+    model_path,
+    ref_is_below_adapters,
+    saved_engines,
+)
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -112,7 +118,10 @@ class RLTrainer:
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
-        self.recovery = Recovery(ctx, trained, clocks)
+        saved = dict(trained)
+        if self.ref is not None and "ref" in saved_engines(cfg):
+            saved["ref"] = self.ref
+        self.recovery = Recovery(ctx, saved, clocks)
         self.steps_done = self.recovery.restore(self.load_state_dict)
 
     def set_up_others(self) -> dict[str, Role]:
@@ -154,6 +163,7 @@ class RLTrainer:
                 self.check.begin_step(step + 1)
                 with self.ctx.profiler.step(step + 1), record_timing("step"):
                     stats = self.step(step)
+                    self.renew_ref(step + 1)
             except StopRequested:  # on every rank, while the batch was waited for
                 return self._stop(step)
             step += 1
@@ -238,6 +248,13 @@ class RLTrainer:
             with record_timing("ref"):
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             self.check.actor_equals_ref(batch, self.actor, self.ref)
+
+    def renew_ref(self, step: int) -> None:
+        """Has a reference that follows the policy do so after training step `step`, from 1, where
+        it is due. Collective."""
+        if self.ref is not None and self.ref.is_due(step):
+            with record_timing("renew_ref"):
+                self.ref.renew(self.actor)
 
     def speed(self, batch: Batch) -> dict[str, float]:
         """Returns the metrics of the phase "train" of this step, which was the actor's."""
