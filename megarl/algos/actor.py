@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import (
-    discounted_sums,
     gae,
     length_lambda,
     place_rewards,
@@ -18,11 +17,12 @@ from megarl.algos.advantages import (
     whiten,
 )
 from megarl.algos.kl import kl_estimate
+from megarl.algos.kl_control import KLController, kl_of_rows, kl_to_go
 from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
 from megarl.algos.minibatches import batch_shares, mean_metrics, minibatches, skipped_metrics
 from megarl.algos.role import Role
 from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
-from megarl.algos.rows import Data, as_batch, map_rows, put, reduce_rows, trained_tokens
+from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
 from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import TrainEngine
@@ -34,7 +34,8 @@ from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
 
-MADE_HERE = ("rollout_tokens", "batch_share")  # fields that ppo_update makes for losses
+# fields that ppo_update makes for losses
+MADE_HERE = ("rollout_tokens", "batch_share", "kl_scale")
 
 
 class Actor(Role):
@@ -73,6 +74,7 @@ class Actor(Role):
         self.decode = decode
         self.also: tuple[str, ...] = ()  # further outputs of compute_prox_logp, such as entropy
         self.loss, self.advantages = loss_of(config), advantages_of(config)
+        self.kl = KLController(config)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
@@ -115,9 +117,9 @@ class Actor(Role):
         spec's functions raise on one.
 
         kl_ctl: weight of the KL to the reference (ref_logp), estimated by k1 and summed over the
-        trained tokens of a rollout, as a penalty in its reward.
+        trained tokens of a rollout, as a penalty in its reward; kl_controller adapts it.
         """
-        spec, whole = self.advantages, as_batch(batch)
+        spec, whole, kl_ctl = self.advantages, as_batch(batch), self.kl.in_reward(kl_ctl)
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
         to_go = kl_ctl if spec.kl_to_go else 0.0
         names = list(dict.fromkeys([*spec.reads, "loss_mask", *(keys if to_go else [])]))
@@ -138,7 +140,7 @@ class Actor(Role):
                     made = spec.per_token(numbers[rows], part)
                     _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
                 if to_go:
-                    made = made - to_go * self._kl_to_go(part)
+                    made = made - to_go * kl_to_go(part, self.config.old_logp)
                 return (made,)
 
             return map_rows(whole, of_rows, names)
@@ -154,7 +156,8 @@ class Actor(Role):
         samples = {name: rollouts.of_first(values) for name, values in batch.per_sample.items()}
         rewards = rollouts.common(self._shaped_rewards(batch["rewards"]), "rewards")
         if kl_ctl:
-            rewards = rewards - kl_ctl * rollouts.sums(self._kl_to_ref(batch)).float()
+            kl = rollouts.sums(kl_of_rows(batch, self.config.old_logp))
+            rewards = rewards - kl_ctl * kl.float()
         samples["rewards"] = rewards
         samples["trained_tokens"] = rollouts.sums(trained_tokens(batch))
         if "group_ids" not in samples:
@@ -169,16 +172,6 @@ class Actor(Role):
         self.compute_advantages(batch, **kw)
         advantages = batch["advantages"]
         return {"advantages": advantages, "returns": batch.get("returns", advantages)}
-
-    def _kl_to_ref(self, batch: Batch) -> Tensor:
-        """[B] float64: the KL to the reference summed over each sample's trained tokens."""
-        old = self.config.old_logp
-
-        def column(part: Padded) -> list[Tensor]:
-            kl = kl_estimate(part[old], part["ref_logp"], "k1")
-            return [kl.where(part["loss_mask"].bool(), 0.0)]
-
-        return reduce_rows(batch, column, [old, "ref_logp", "loss_mask"])[:, 0]
 
     def compute_gae(
         self,
@@ -196,12 +189,13 @@ class Actor(Role):
         the rest of the reward at the last trained token. Raises ValueError for a missing field, a
         reward that is not finite, or rollouts of several rows.
 
-        kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward.
+        kl_ctl: weight of the KL to the reference (ref_logp) as a penalty in every token's reward;
+        kl_controller adapts it.
         bootstrap: an answer that was cut (`truncated`) ends with the value of going on.
         length_alpha: the advantages' lambda is length_lambda's instead. critic_lambda: that of the
         returns (decoupled GAE, arXiv 2503.01491); None is the advantages' own.
         """
-        keys = ["rewards", "values", "last_value"]
+        kl_ctl, keys = self.kl.in_reward(kl_ctl), ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
         keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
         _need(batch, keys, what="compute_gae")
@@ -256,12 +250,6 @@ class Actor(Role):
         whole["loss_mask"] = map_rows(whole, kept, ["loss_mask"])[0]
         put(batch, "loss_mask", whole["loss_mask"])
 
-    def _kl_to_go(self, part: Padded) -> Tensor:
-        """Returns the KL to the reference from each trained token on, [b,S]; 0 at others."""
-        mask = part["loss_mask"].bool()
-        kl = kl_estimate(part[self.config.old_logp], part["ref_logp"], "k1").where(mask, 0.0)
-        return discounted_sums(kl.double(), 1.0).float().where(mask, 0.0)
-
     def _placed_rewards(self, rewards: Tensor, part: Padded) -> Tensor:
         """Returns the shaped rewards [b] where they were earned, [b,S]."""
         if "token_rewards" not in part:
@@ -298,16 +286,18 @@ class Actor(Role):
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout, or
-        batch_share [B] gets them from here.
+        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout,
+        batch_share [B] or kl_scale [B], the factor of kl_controller, gets them from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
-        the trainer/server logprob gap. Adds batch["skipped"] [B], true where a sequence's update
-        was skipped. Raises ValueError for a missing field, or a batch without a trained token."""
+        the trainer/server logprob gap, and the weights of the KL (KLController). Adds
+        batch["skipped"] [B], true where a sequence's update was skipped. Raises ValueError for a
+        missing field, or a batch without a trained token."""
         spec = self.loss
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.replays else []
+        keys += ["ref_logp"] if self.config.kl_controller else []
         keys = list(dict.fromkeys([*keys, *spec.needs]))
         _need(batch, [key for key in keys if key not in MADE_HERE])
         keys += [name for name in spec.uses if name in batch and name not in keys]
@@ -317,6 +307,8 @@ class Actor(Role):
         if "rollout_tokens" in keys:
             rollouts = rollouts_of(whole)
             batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
+        if "kl_scale" in keys:
+            batch["kl_scale"] = torch.full((len(whole),), self.kl.scale)
         if "batch_share" in keys:
             batch["batch_share"] = batch_shares(parts, trained)
         updates = []
@@ -337,6 +329,7 @@ class Actor(Role):
             first = next(u for u in updates if u["update_successful"])
             derive = partial(spec.derive, stats, first)
             stats = on_every_rank(f"actor.loss={self.config.loss.type}", derive, whole.comm)
+        stats |= self.kl.after_update(as_batch(batch))
         return stats | gap | skipped_metrics(trained, skipped)
 
     def _logp_gap(self, batch: Batch) -> dict[str, float]:

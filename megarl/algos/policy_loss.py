@@ -39,7 +39,8 @@ class PolicyLoss:
 
     ratio: a name of RATIOS. surrogate: see surrogates.py. correction: None is none.
     kl_coef: adds kl_coef * KL(policy || reference) per token (GRPO, arXiv 2402.03300, eq. 3), by
-    `kl_estimator` (kl.kl_term). entropy_coef: subtracts entropy_coef * entropy per token.
+    `kl_estimator` (kl.kl_term); with kl_adapts, times the field kl_scale [b].
+    entropy_coef: subtracts entropy_coef * entropy per token.
     scale: multiplies the loss (1 / actor.loss_agg_length).
 
     >>> from megarl.algos.example import batch, new
@@ -55,6 +56,7 @@ class PolicyLoss:
     correction: Correction | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_adapts: bool = False
     entropy_coef: float = 0.0
     loss_agg: str = "token-mean"
     scale: float = 1.0
@@ -79,6 +81,8 @@ class PolicyLoss:
                 total = total - self.scale * self.entropy_coef * bonus
         if self.kl_coef:
             kl = kl_term(logp, batch["ref_logp"], old, self.kl_estimator)
+            if self.kl_adapts:
+                kl = kl * batch["kl_scale"][:, None]
             total = total + self.scale * self.kl_coef * aggregate(kl, batch, self.loss_agg)
         if "ref_logp" in batch:
             kl = kl_estimate(logp.detach(), batch["ref_logp"], "k3")
@@ -88,6 +92,7 @@ class PolicyLoss:
 
 def policy(config: PPOActorConfig) -> LossSpec:
     """Returns the PolicyLoss of the settings of the actor's section."""
+    adapts = config.kl_coef > 0 and config.kl_controller is not None
     loss = PolicyLoss(
         old_logp=config.old_logp,
         ratio=config.ratio,
@@ -95,6 +100,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         correction=_correction(config),
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
+        kl_adapts=adapts,
         entropy_coef=config.entropy_coef,
         loss_agg=config.loss_agg,
         scale=1.0 / config.loss_agg_length,
@@ -106,6 +112,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         needs=(
             *("logprobs", "advantages", config.old_logp),
             *(["ref_logp"] if config.kl_coef else []),
+            *(["kl_scale"] if adapts else []),
             *aggregation_needs(config.loss_agg),
         ),
         uses=("ref_logp",),

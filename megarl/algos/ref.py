@@ -1,4 +1,4 @@
-"""Plays the frozen policy that the KL term measures against: a model by itself or the actor's."""
+"""Plays the policy that the KL term measures against: a model by itself or the actor's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from megarl.algos.actor import Actor
 from megarl.algos.role import Role
 from megarl.algos.rows import Data
 from megarl.api.engine import TrainEngine
+from megarl.config.algo import RefConfig
 from megarl.config.engine import TrainEngineConfig
 
 
 class Ref(Role):
-    """Computes the logprobs of the frozen policy that the KL term measures against."""
+    """Computes the logprobs of the policy that the KL term measures against. It is frozen, or
+    follows the actor (`RefConfig`)."""
 
     def __init__(
         self, config: TrainEngineConfig, engine: TrainEngine, *, temperature: float
@@ -22,6 +24,16 @@ class Ref(Role):
         super().__init__(engine)
         self.config = config
         self.temperature = temperature
+        follows = config if isinstance(config, RefConfig) else RefConfig()
+        self._every, self._keep = follows.renewed_every, follows.ema
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the reference takes over weights after training step `step`, from 1."""
+        return self._every is not None and step % self._every == 0
+
+    def renew(self, actor: Role) -> None:
+        """Takes over the actor's weights, or blends them in (ref.ema). Collective."""
+        self.engine.copy_weights(actor.engine, keep=self._keep)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities, 0 at t=0: Tokens for a Batch, [B,S] for a plain dict.

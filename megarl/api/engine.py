@@ -202,6 +202,11 @@ class TrainEngine(ABC):
         where set_version or load went back in between.
         """
 
+    def copy_weights(self, source: Any, *, keep: float = 0.0) -> dict[str, float]:
+        """Takes over the weights of `source`, an engine of the same model, but for the share `keep`
+        of its own. Raises ValueError for an engine that cannot. Collective."""
+        raise ValueError(f"{type(self).__name__} cannot take over another engine's weights")
+
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
         """Writes the model to meta.path in `meta.weight_format` and returns when it is in place.

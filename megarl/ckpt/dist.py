@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isor
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", module="megatron")
 
 _check_target = partial(check_target, marker=MARKER, what="checkpoint")
-# fields of ModelConfig that do not change what the weights mean
-_NOT_THE_MODEL = ("raw", "dtype", "initializer_range", "new_head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +229,8 @@ def complete(
 def describe_model(model: ModelConfig) -> dict[str, Any]:
     """Returns the model's part of `info`: "model", by which an engine tells whether the checkpoint
     is its own, and "hf_config", from which the model directory can be made again."""
-    fields = {k: v for k, v in asdict(model).items() if k not in _NOT_THE_MODEL}
-    found: dict[str, Any] = json.loads(json.dumps({"model": fields}))  # lists for tuples
+    fields = {"model": model.meaning()}
+    found: dict[str, Any] = json.loads(json.dumps(fields))  # lists for tuples
     return found | {"hf_config": dict(model.raw)}
 
 

@@ -41,6 +41,24 @@ class CorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class KLControllerConfig:
+    """Configures how the weights of the KL to the reference follow it (Ziegler et al., arXiv
+    1909.08593): after each step they are multiplied by 1 + e * (rollouts of the step / horizon), e
+    = KL / target - 1, at most 0.2 in size."""
+
+    target: float = arg(0.1, bounds=POSITIVE, help="KL to the reference that is aimed at, in nats")
+    horizon: float = arg(
+        10000.0, bounds=POSITIVE, help="rollouts in which a weight changes by at most a fifth"
+    )
+    per: str = arg(
+        "token",
+        help="the KL is the mean over trained tokens, or over rollouts of their sums, which grows "
+        "with the answers",
+        choices=("token", "rollout"),
+    )
+
+
+@dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """Configures the policy that trains: its engine, loss, advantages and rewards."""
 
@@ -114,6 +132,9 @@ class PPOActorConfig(TrainEngineConfig):
         help="KL estimator of the loss; + is its value with k2's gradient",
         choices=("k1", "k2", "k3", "k1+", "k3+", "k3-weighted"),
     )
+    kl_controller: KLControllerConfig | None = arg(
+        None, help="adapts kl_coef and the recipe's kl_ctl, which are then the first; null is fixed"
+    )
     entropy_coef: float = arg(
         0.0, bounds=NOT_NEGATIVE, help="weight of the entropy that the loss rewards"
     )
@@ -167,6 +188,29 @@ class PPOActorConfig(TrainEngineConfig):
             return f"actor.adv_norm={self.adv_norm}"
         by_group = name == "reinforce_pp" and options.get("baseline") == "group"
         return f"actor.advantages={name}" if name in BY_GROUP or by_group else ""
+
+
+@dataclass(kw_only=True)
+class RefConfig(TrainEngineConfig):
+    """Configures the reference: the model it begins as, and how it follows the policy."""
+
+    refresh_every: int | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="steps after which the policy's weights become the reference's (with ema: are blended "
+        "in); null is never (with ema: after every step)",
+    )
+    ema: float = arg(
+        0.0,
+        bounds=Bounds(ge=0, lt=1),
+        help="share of its own weights that the reference keeps then: 0.99 makes it a moving "
+        "average of the policy, kept in fp32; 0 takes the policy's as they are",
+    )
+
+    @property
+    def renewed_every(self) -> int | None:
+        """Returns after how many steps the reference's weights change; None where it is frozen."""
+        return self.refresh_every or (1 if self.ema else None)
 
 
 @dataclass(kw_only=True)

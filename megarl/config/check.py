@@ -82,8 +82,15 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
 
 
 def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
-    """Returns the keys of the engines whose weights change, the policy first."""
+    """Returns the keys of the engines that are trained, the policy first."""
     return tuple(name for name in engines(cfg) if name not in FROZEN)
+
+
+def saved_engines(cfg: BaseConfig) -> tuple[str, ...]:
+    """Returns the keys of the engines that a checkpoint holds: those whose weights change, among
+    them a reference that follows the policy, last."""
+    follows = isinstance(cfg, GRPOConfig) and cfg.ref is not None and cfg.ref.renewed_every
+    return (*trained_engines(cfg), *(["ref"] if follows else []))
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
@@ -109,6 +116,7 @@ def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
     `ref` builds no engine."""
     return (
         cfg.ref is not None
+        and cfg.ref.renewed_every is None
         and cfg.actor.lora is not None
         and model_path(cfg, "ref") == cfg.actor.path
         and model_override(cfg, "ref") == cfg.actor.override_config
@@ -302,6 +310,11 @@ def _ppo_problems(cfg: GRPOConfig) -> Iterator[str]:
     for key, weight in (("actor.kl_coef", a.kl_coef), ("kl_ctl", cfg.kl_ctl)):
         if weight > 0 and cfg.ref is None:
             yield f"{key}={weight}: needs a reference; set ref.path (or ref={{}})"
+    if a.kl_controller is not None and not (a.kl_coef or cfg.kl_ctl):
+        yield (
+            "actor.kl_controller: adapts actor.kl_coef and kl_ctl, which are 0; set the first "
+            "value of one of them, or leave it null"
+        )
     yield from reward_problems("train_dataset", cfg.train_dataset)
     for name, data in held_out_sets(cfg).items():
         yield from reward_problems(held_out_key(name), data)

@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.check import engines, model_override, model_path, trained_engines
+from megarl.config.check import engines, model_override, model_path, saved_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
 from megarl.config.recipes import BaseConfig
@@ -91,7 +91,14 @@ def _contradictions(cfg: BaseConfig, newest: Checkpoint) -> Iterator[str]:
     if before.get("recipe", cfg.recipe) != cfg.recipe:
         yield f"recipe={cfg.recipe}: it was {before['recipe']}; {away}"
         return
-    for name in trained_engines(cfg):  # what is frozen is loaded anew
+    saved = saved_engines(cfg)  # what is frozen is loaded anew
+    if "ref" in newest.info["models"] and "ref" not in saved:
+        yield (
+            "ref.refresh_every=null: the reference of this run has followed the policy, and is not "
+            "that of ref.path any more; set ref.refresh_every to more steps than the run has to "
+            "keep it as it is, or set another trial_name"
+        )
+    for name in (n for n in saved if n in newest.info["models"]):
         key, path = f"{name}.path", engines(cfg)[name].path
         if not _same_path(behind.get(key, path), path):
             yield f"{key}={now[key]}: it was {before[key]}; {away}"

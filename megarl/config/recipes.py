@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
+from megarl.config.algo import PPOActorConfig, PPOCriticConfig, RefConfig, ValueModelConfig
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import (
     FRACTION,
@@ -125,10 +125,11 @@ class GRPOConfig(BaseConfig):
         choices=ALGORITHMS,
     )
     actor: PPOActorConfig = arg(factory=PPOActorConfig, help="the trained policy")
-    ref: TrainEngineConfig | None = arg(
+    ref: RefConfig | None = arg(
         None,
-        help="frozen reference for the KL term; null is none; empty path is actor.path, and with "
-        "actor.lora then the actor's own engine, adapters off",
+        help="reference for the KL term, frozen unless refresh_every or ema is set; null is none; "
+        "empty path is actor.path, and with actor.lora then, frozen, the actor's own engine, "
+        "adapters off",
     )
     reward_model: ValueModelConfig | None = arg(
         None, help="frozen; its score of the last token replaces the reward; null is none"

@@ -1,7 +1,7 @@
 """Saves what a training checkpoint of an engine holds, and puts it back.
 
 With adapters it holds these alone: the weights below them are the model's that the engine starts
-from.
+from. Of a moving average it holds the fp32 numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megarl.ckpt.dist import (
 from megarl.ckpt.dist import begin_save as write_behind
 from megarl.ckpt.keys import settle_keys
 from megarl.ckpt.rng import reseed, rng_state, set_rng_state
+from megarl.engine import average
 from megarl.engine import optimizer as opt
 from megarl.engine.optimizer_state import load_state, sharded_state
 from megarl.engine.setup import EngineState
@@ -66,13 +67,15 @@ def save(state: EngineState, path: str, with_optim: bool, version: int) -> None:
     """Writes the weights to `path`; with `with_optim` also optimizer state (moments, step, fp32
     weights), the schedule's position, every rank's random states, and the weight version.
     Collective."""
-    save_sharded(path, *_to_save(state, with_optim, version))
+    with average.in_place(state):
+        save_sharded(path, *_to_save(state, with_optim, version))
 
 
 def begin_save(state: EngineState, path: str, with_optim: bool, version: int) -> PendingSave:
     """Begins `save`; a thread writes the files. Collective."""
     opt.gather_params(state.chunks)
-    return write_behind(path, *_to_save(state, with_optim, version))
+    with average.in_place(state):
+        return write_behind(path, *_to_save(state, with_optim, version))
 
 
 def _to_save(state: EngineState, with_optim: bool, version: int) -> tuple[Sharded, dict[str, Any]]:
@@ -101,6 +104,17 @@ def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
     the optimizer's fp32 weights are left as they are (optimizer.reload_main_params renews them).
     """
     info = open_checkpoint(path, lambda found: _check(state, path, found, with_optim))
+    if info.get("averaged"):
+        average.begin(state)
+    else:
+        average.end(state)
+    with average.in_place(state):
+        _load(state, path, with_optim, info)
+    average.round_off(state)
+    return info
+
+
+def _load(state: EngineState, path: str, with_optim: bool, info: dict[str, Any]) -> None:
     mine = _info(state, with_optim)
     same_ranks = all(info[k] == mine[k] for k in ("layout", "device"))
     tensors: dict[str, Any] = _model_state(state)
@@ -123,7 +137,6 @@ def load(state: EngineState, path: str, with_optim: bool) -> dict[str, Any]:
         else:
             log.info("%s is of another layout (%s): random states start anew", path, info["layout"])
             reseed(state.seed + info["schedule_steps"])
-    return info
 
 
 def _metadata(state: EngineState) -> dict[str, Any]:
@@ -180,6 +193,7 @@ def _info(state: EngineState, with_optim: bool) -> dict[str, Any]:
         "device": mcore.device().type,
         "with_optim": with_optim,
         "optimizer": opt.kind(state.optimizer) if with_optim else None,
+        "averaged": bool(state.average),
         "lora": state.config.lora and meaning(state.model, state.config.lora),
         "versions": {
             "torch": torch.__version__,

@@ -260,7 +260,8 @@ class MegatronEngine(TrainEngine):
         """Writes weights or a training checkpoint to meta.path. Raises ValueError for a format that
         this engine does not have. Collective."""
         checkpoint.check_meta(meta, self.state)
-        with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
+        needs = ("params", "optimizer") if meta.with_optim else ("params",)
+        with self.memory.at_hand(), self._scope("save", needs):
             weights.save(self.state, meta, self._version)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
@@ -269,14 +270,15 @@ class MegatronEngine(TrainEngine):
         if meta.weight_format != "dist":
             return super().begin_save(meta)
         checkpoint.check_meta(meta, self.state)
-        with self._scope("save", ("params", "optimizer") if meta.with_optim else ("params",)):
+        needs = ("params", "optimizer") if meta.with_optim else ("params",)
+        with self.memory.at_hand(), self._scope("save", needs):
             return checkpoint.begin_save(self.state, meta.path, meta.with_optim, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises
         ValueError for a checkpoint that does not fit this engine. Collective."""
         checkpoint.check_meta(meta, self.state)
-        with self._scope("load", ("params", "optimizer")):
+        with self.memory.at_hand(), self._scope("load", ("params", "optimizer")):
             version = weights.load(self.state, meta)
         if version is not None:
             self.set_version(version)
@@ -294,10 +296,13 @@ class MegatronEngine(TrainEngine):
         self._uploaded = meta.number
         return stats
 
-    def copy_weights(self, source: MegatronEngine) -> dict[str, float]:
+    def copy_weights(self, source: MegatronEngine, *, keep: float = 0.0) -> dict[str, float]:
         """Takes over the weights of `source`, an engine of the same model and ranks in any layout,
         from rank to rank: a reference that follows its actor, say. Adapters of `source` arrive
         merged. Main weights of an optimizer here follow; its moments stay.
+
+        keep: share of its own weights that stays. With 0.99 in every step this engine is a moving
+        average of `source`, which is kept in fp32 (4 bytes a weight) where the dtype is another.
 
         Returns this rank's bytes "sent" to others and "kept", and "peak", the largest message.
         """
@@ -305,7 +310,7 @@ class MegatronEngine(TrainEngine):
             source.memory.require("copy_weights", ("params",))
             if self._inflow is None or self._inflow[0] is not source.state:
                 self._inflow = source.state, weights.reallocation(source.state, self.state)
-            stats = weights.reallocate(self._inflow[1], source.state, self.state)
+            stats = weights.reallocate(self._inflow[1], source.state, self.state, keep)
         self.set_version(source.get_version())
         return stats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class EngineState:
     params:   canonical name -> local parameter, adapters among them.
     routing:  of a mixture-of-experts model.
     adapters: of a model trained with LoRA.
+    average:  of a model that is a moving average of another, its weights in fp32 by the names of
+              the parameters that are of another dtype.
     """
 
     config: TrainEngineConfig
@@ -79,6 +81,7 @@ class EngineState:
     adapters: Adapters | None
     optimizer: Any
     schedule: Any
+    average: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:

@@ -13,7 +13,7 @@ import torch
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
-from megarl.engine import checkpoint, optimizer
+from megarl.engine import average, checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.parallel import mcore
@@ -109,10 +109,17 @@ def reallocation(source: EngineState, target: EngineState) -> Reallocator:
     )
 
 
-def reallocate(move: Reallocator, source: EngineState, target: EngineState) -> dict[str, float]:
+def reallocate(
+    move: Reallocator, source: EngineState, target: EngineState, keep: float
+) -> dict[str, float]:
     """Copies the weights by a plan of `reallocation`; see MegatronEngine.copy_weights."""
     optimizer.gather_params(source.chunks)
-    stats = move(source.whole_weights(), target.params)
+    if keep:
+        average.begin(target)
+    else:
+        average.end(target)
+    stats = move(source.whole_weights(), target.params | target.average, keep=keep)
+    average.round_off(target)
     if target.optimizer is not None:
         optimizer.reload_main_params(target.optimizer)
     return stats

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -102,6 +102,10 @@ class Attention(ABC):
         return 0
 
 
+# fields of ModelConfig that do not change what the weights mean
+_NOT_THE_WEIGHTS = ("raw", "dtype", "initializer_range", "new_head")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Describes a decoder-only transformer, as its config.json does (H hidden, V vocabulary).
@@ -130,6 +134,11 @@ class ModelConfig:
     head: str = "lm"
     score_bias: bool = False
     new_head: bool = field(default=False, compare=False)
+
+    def meaning(self) -> dict[str, Any]:
+        """Returns the fields, as plain data, of which the weights' meaning depends: models in which
+        they are equal can take over each other's weights."""
+        return {k: v for k, v in asdict(self).items() if k not in _NOT_THE_WEIGHTS}
 
     @property
     def num_attention_heads(self) -> int:

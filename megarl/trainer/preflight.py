@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.check import engines, model_override, model_path
+from megarl.config.check import engines, model_override, model_path, saved_engines
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
-from megarl.models.hf_config import check_layout, read_hf_config
+from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.utils.env import attention_problems
 
@@ -78,10 +78,11 @@ def check_models(cfg: BaseConfig) -> None:
     problems = attention_problems(os.environ)
     tokenizer = cfg.tokenizer_path or model_path(cfg, next(iter(engines(cfg))))
     token, largest = largest_token(Path(tokenizer))
+    models: dict[str, ModelConfig] = {}
     for name, engine in engines(cfg).items():
         try:
             path, override = model_path(cfg, name), model_override(cfg, name)
-            model = read_hf_config(path, head=engine.head, override=override)
+            models[name] = model = read_hf_config(path, head=engine.head, override=override)
             check_layout(model, engine.parallel)
             if engine.lora is not None:
                 check_lora(model, engine.parallel.tp, engine.lora)
@@ -112,7 +113,20 @@ def check_models(cfg: BaseConfig) -> None:
                 problems.append(
                     f"server.context_length={room}: the model's max_position_embeddings is {most}"
                 )
+    if "ref" in saved_engines(cfg) and {"actor", "ref"} <= set(models):
+        problems += _follower_problems(models["actor"].meaning(), models["ref"].meaning())
     raise_if_any(problems)
+
+
+def _follower_problems(actor: dict[str, Any], ref: dict[str, Any]) -> Iterator[str]:
+    """Yields a line where a reference that follows the policy is another model than it."""
+    differing = [name for name, value in actor.items() if ref[name] != value]
+    if differing:
+        name = differing[0]
+        yield (
+            f"ref.refresh_every, ref.ema: the reference's model has {name}={ref[name]!r}, the "
+            f"actor's {actor[name]!r}, so that it cannot take over its weights; leave ref.path out"
+        )
 
 
 def largest_token(directory: Path) -> tuple[str, int]:

@@ -1,10 +1,10 @@
 """Writes the checkpoints of a run at the end of a step; the next start continues from the newest.
 
 <run>/recover/step_000123/ holds the state of every trained engine (weights, optimizer, schedule,
-random states) by its name, and the trainer's (place in the data, prompts in flight, counters,
-clocks). All are written beside it and renamed into place together, see utils/staging.py. At the end
-of a step the servers have its weights, so that the version is the step and a start only has to send
-them again.
+random states) by its name, the weights of a reference that follows the policy, and the trainer's
+state (place in the data, prompts in flight, counters, clocks). All are written beside it and
+renamed into place together, see utils/staging.py. At the end of a step the servers have its
+weights, so that the version is the step and a start only has to send them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import trained_engines
+from megarl.config.check import FROZEN, saved_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 class Recovers(Protocol):
-    """Saves and loads its training state: a trained role or engine."""
+    """Saves and loads its state: a trained role or engine, or a reference that follows one."""
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
         """Begins a save; nothing is at meta.path before the result's `finish`. Collective."""
@@ -62,13 +62,14 @@ class _Pending:
 class Recovery:
     """Writes the checkpoints of a run, and loads the one that a start continues from. Collective.
 
-    `models`: what is trained, by its name in the configuration; the version of the first is the
-    run's. `clocks`: the run's other frequencies, whose waited seconds a checkpoint keeps."""
+    `models`: those whose weights change, by their names in the configuration; the version of the
+    first is the run's. `clocks`: the run's other frequencies, whose waited seconds a checkpoint
+    keeps."""
 
     def __init__(
         self, ctx: RunContext, models: Mapping[str, Recovers], clocks: dict[str, Frequency]
     ) -> None:
-        assert tuple(models) == trained_engines(ctx.cfg), tuple(models)
+        assert tuple(models) == saved_engines(ctx.cfg), tuple(models)
         self._ctx, self._models, self._config = ctx, models, ctx.cfg.recover
         self._first = next(iter(models.values()))
         self._freq = Frequency(self._config, ctx.clock)
@@ -85,8 +86,9 @@ class Recovery:
             return 0
         saved: State = self._ctx.on_rank_zero(read_state, found)
         for name, model in self._models.items():
-            model.load(_engine_meta(found.path, name))
-            model.set_version(found.info["version"])
+            if name in found.info["models"]:  # a reference may have been frozen until now
+                model.load(_engine_meta(found.path, name))
+                model.set_version(found.info["version"])
         for name, clock in self._clocks.items():
             clock.load_state_dict(saved["clocks"][name])
         try:
@@ -202,7 +204,8 @@ class Recovery:
 
 
 def _engine_meta(path: Path, name: str) -> SaveLoadMeta:
-    return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=True)
+    with_optim = name not in FROZEN
+    return SaveLoadMeta(path=str(path / name), weight_format="dist", with_optim=with_optim)
 
 
 def _is_newer(final: Path, marker: Path) -> bool:

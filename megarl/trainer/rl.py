@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch.distributed as dist
 
 from megarl.algos import Role
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
+from megarl.config.check import (
+    engines,
+    model_override,
+    model_path,
+    ref_is_below_adapters,
+    saved_engines,
+)
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -111,8 +118,11 @@ class RLTrainer:
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
-        self.recovery = Recovery(ctx, trained, clocks)
-        self.steps_done = self.recovery.restore(self.session.load_state_dict)
+        saved = dict(trained)
+        if self.ref is not None and "ref" in saved_engines(cfg):
+            saved["ref"] = self.ref
+        self.recovery = Recovery(ctx, saved, clocks)
+        self.steps_done = self.recovery.restore(self.load_state_dict)
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the further roles of a subclass's algorithm, and returns by name those that are
@@ -153,6 +163,7 @@ class RLTrainer:
                 self.check.begin_step(step + 1)
                 with self.ctx.profiler.step(step + 1), record_timing("step"):
                     stats = self.step(step)
+                    self.renew_ref(step + 1)
             except StopRequested:  # on every rank, while the batch was waited for
                 return self._stop(step)
             step += 1
@@ -174,17 +185,27 @@ class RLTrainer:
                 return self._stop(step)
             with record_timing("recover"):
                 self.recovery.maybe_save(
-                    self.session.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last
+                    self.state_dict, step=step, epoch=epoch, epoch_ended=ended, last=last
                 )
             if last:
                 break
         if total:
             self.saver.save_final()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the models. Rank 0 only."""
+        return self.session.state_dict() | {"kl": self.actor.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned. Collective."""
+        self.session.load_state_dict(state)
+        if "kl" in state:  # a checkpoint of a version without kl_controller has none
+            self.actor.kl.load_state_dict(state["kl"])
+
     def _stop(self, step: int) -> None:
         """Ends after `step` steps because of a signal, with a checkpoint of them."""
         epoch = -(-step // self.spec.steps_per_epoch)
-        self.ctx.stop(self.recovery.save_now(self.session.state_dict, step=step, epoch=epoch), step)
+        self.ctx.stop(self.recovery.save_now(self.state_dict, step=step, epoch=epoch), step)
 
     # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
@@ -227,6 +248,13 @@ class RLTrainer:
             with record_timing("ref"):
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             self.check.actor_equals_ref(batch, self.actor, self.ref)
+
+    def renew_ref(self, step: int) -> None:
+        """Has a reference that follows the policy do so after training step `step`, from 1, where
+        it is due. Collective."""
+        if self.ref is not None and self.ref.is_due(step):
+            with record_timing("renew_ref"):
+                self.ref.renew(self.actor)
 
     def speed(self, batch: Batch) -> dict[str, float]:
         """Returns the metrics of the phase "train" of this step, which was the actor's."""

@@ -78,10 +78,15 @@ class Reallocator:
 
     @torch.no_grad()
     def __call__(
-        self, source: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None
+        self,
+        source: Mapping[str, Tensor] | None,
+        target: Mapping[str, Tensor] | None,
+        *,
+        keep: float = 0.0,
     ) -> dict[str, float]:
         """Copies `source` (canonical name -> local parameter; None where this rank is not in that
-        layout) into `target`, whose padding rows become zero. Collective over both layouts' ranks.
+        layout) into `target`, whose padding rows become zero; with `keep` into the mean of both, of
+        which `target` has that share. Collective over both layouts' ranks.
 
         Returns this rank's bytes "sent" and "kept", and the largest round's "peak". The group's
         timeout bounds every wait. Raises ValueError where `source` or `target` is given on the
@@ -94,7 +99,7 @@ class Reallocator:
                 )
         stats = {"sent": 0.0, "kept": 0.0, "peak": 0.0}
         for transfers in self._rounds:
-            self._round(transfers, source or {}, target or {}, stats)
+            self._round(transfers, source or {}, target or {}, keep, stats)
         if target is not None:
             coords = self._target.layout.coords(self._to.index(self.rank))
             for name, local in self._target.local_params(coords).items():
@@ -106,6 +111,7 @@ class Reallocator:
         transfers: Sequence[Transfer],
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
+        keep: float,
         stats: dict[str, float],
     ) -> None:
         by_peer = sorted(transfers, key=_ends)  # stable: both ends see the same order
@@ -115,7 +121,7 @@ class Reallocator:
                 for t in members:
                     own = self._pack([t], source)
                     stats["kept"] += own.numel()
-                    self._unpack([t], own, target)
+                    self._unpack([t], own, target, keep)
                 continue
             parts = list(members)
             outgoing = ends[0] == self.rank
@@ -126,7 +132,7 @@ class Reallocator:
         self._exchange((ends, message) for ends, _, message in messages)
         for ends, parts, message in messages:
             if ends[1] == self.rank:
-                self._unpack(parts, message, target)
+                self._unpack(parts, message, target, keep)
 
     def _exchange(self, messages: Iterable[tuple[tuple[int, int], Tensor]]) -> None:
         ops = []
@@ -159,19 +165,27 @@ class Reallocator:
         return message
 
     def _unpack(
-        self, transfers: Sequence[Transfer], message: Tensor, params: Mapping[str, Tensor]
+        self,
+        transfers: Sequence[Transfer],
+        message: Tensor,
+        params: Mapping[str, Tensor],
+        keep: float,
     ) -> None:
         for t, start, stop in self._slots(transfers):
-            copy_views(params, t.target, message[start:stop].view(self._dtype(t)), out=False)
+            flat = message[start:stop].view(self._dtype(t))
+            copy_views(params, t.target, flat, out=False, keep=keep)
 
 
 def _ends(t: Transfer) -> tuple[int, int]:
     return t.source.rank, t.target.rank
 
 
-def copy_views(params: Mapping[str, Tensor], side: Side, flat: Tensor, *, out: bool) -> None:
+def copy_views(
+    params: Mapping[str, Tensor], side: Side, flat: Tensor, *, out: bool, keep: float = 0.0
+) -> None:
     """Copies the numbers of a side into `flat` (out), or from it, and casts where the dtypes
-    differ. Raises AssertionError unless `flat` has exactly as many numbers."""
+    differ; from it, the side keeps the share `keep` of its own. Raises AssertionError unless `flat`
+    has exactly as many numbers."""
     param = params[side.param].detach()
     assert param.is_contiguous(), f"{side.param}: parameters are contiguous"
     end = 0
@@ -181,6 +195,8 @@ def copy_views(params: Mapping[str, Tensor], side: Side, flat: Tensor, *, out: b
         end += local.numel()
         if out:
             there.copy_(local)
+        elif keep:
+            local.lerp_(there.to(local), 1.0 - keep)
         else:
             local.copy_(there)
     assert end == flat.numel(), f"{side}: {end} of {flat.numel()} numbers"

@@ -5,10 +5,12 @@ Each engine computes what it computes alone, whatever the others do in between.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
@@ -137,6 +139,7 @@ def test_a_reference_takes_over_the_actors_weights(world4, path, tmp_path, spec)
 
 def take_over(path: str, other: str) -> dict[str, Any]:
     source, target = make_engine(other, dict(pp=2)), make_engine(path, dict(tp=2), dtype="bfloat16")
+    averages = moving_average(path, other, source)
     target.train_batch(batch(), loss_fn, weight_fn, **OUT)
     target.copy_weights(source)
     held, before = state(source), state(target)
@@ -151,7 +154,34 @@ def take_over(path: str, other: str) -> dict[str, Any]:
     errors["away"] = error_of(target.copy_weights, source)
     for engine in (source, target):
         engine.destroy()
-    return dict(held=held, before=before, after=after, errors=errors)
+    return dict(held=held, before=before, after=after, errors=errors, averages=averages)
+
+
+KEEP = 0.9
+
+
+def moving_average(path: str, other: str, source: Any) -> dict[str, Any]:
+    """Has a bf16 engine, whose weights rest in host memory, follow `source` three times; saved
+    after the first, whole and again after a load."""
+    spec = dict(trained=False, dtype="bfloat16", offload=True)
+    follower, again = (make_engine(path, dict(tp=2), **spec) for _ in range(2))
+    saved = SaveLoadMeta(path=other + "-average", weight_format="dist")
+    follower.copy_weights(source, keep=KEEP)
+    follower.begin_save(saved).finish()
+    again.load(saved)
+    for engine in (follower, again):
+        for _ in range(2):
+            engine.copy_weights(source, keep=KEEP)
+    numbers = [dict(engine.state.average) for engine in (follower, again)]
+    logp = follower.forward(batch())
+    for engine in (follower, again):
+        engine.onload(("params",))
+    held = [state(engine) for engine in (follower, again)]
+    follower.copy_weights(source)  # and then as it is
+    taken = dict(whole=state(follower), average=dict(follower.state.average))
+    for engine in (follower, again):
+        engine.destroy()
+    return dict(numbers=numbers, held=held, logp=logp, taken=taken)
 
 
 def test_an_engine_that_trains_goes_on_from_the_weights_it_took_over(world4, path, tmp_path):
@@ -164,9 +194,25 @@ def test_an_engine_that_trains_goes_on_from_the_weights_it_took_over(world4, pat
         # stale main weights would be far from here
         torch.testing.assert_close(r["after"][name].float(), held, atol=0.02, rtol=0.02)
     assert not same(r["after"], r["before"])
+    check_average(r["averages"], r["held"], load_file(Path(path) / "model.safetensors"))
     assert "adapters" in r["errors"]["adapters"]
     assert "num_layers=8, the other's 4" in r["errors"]["model"]
     assert "copy_weights needs ('params',)" in r["errors"]["away"]
+
+
+def check_average(found: dict[str, Any], source: Any, start: Any) -> None:
+    """It is the mean with the weights 0.9^3 and 1 - 0.9^3 in fp32, whatever bf16 would have made of
+    the steps, and goes on from a checkpoint to the bit."""
+    once, again = found["numbers"]
+    assert once and all(v.dtype == torch.float32 for v in once.values()) and same(once, again)
+    assert same(*found["held"]) and found["logp"].isfinite().all()
+    for name, values in found["held"][0].items():
+        began = start[name].bfloat16().float()
+        exact = KEEP**3 * began + (1 - KEEP**3) * source[name]
+        assert torch.equal(values, values.bfloat16())
+        torch.testing.assert_close(values.float(), exact, rtol=2**-8, atol=1e-6)
+        assert torch.equal(found["taken"]["whole"][name], source[name].bfloat16()), name
+    assert found["taken"]["average"] == {}
 
 
 def error_of(fn: Any, *args: Any, **kw: Any) -> str:

@@ -55,6 +55,11 @@ MIXED = [
     "train_dataset.parts.one.size=5", "train_dataset.parts.one.options.level=1",
     "train_dataset.parts.two.size=7", "train_dataset.parts.two.weight=2",
 ]  # fmt: skip
+# a reference in another layout that follows the policy, and a weight of the KL that follows the KL
+FOLLOWED = [
+    "ref.parallel.pp=2", "ref.ema=0.9", "actor.kl_coef=0.1", "actor.kl_controller.target=0.01",
+    "actor.kl_controller.horizon=64",
+]  # fmt: skip
 LAYOUTS = {
     "tp2": ["actor.parallel.tp=2"],
     "pp2": ["actor.parallel.pp=2"],
@@ -208,9 +213,11 @@ def rewards_differ(whole: Run) -> bool:
 def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
     """In the update of step 5, while the checkpoint after step 4 is written behind it; and again
     before that checkpoint is renamed, with all its files there, at the end of step 5."""
-    whole = uninterrupted(*grpo(model, "tp2", *MIXED))
+    whole = uninterrupted(*grpo(model, "tp2", *MIXED, *FOLLOWED))
     assert rewards_differ(whole)
-    run = Run(tmp_path, grpo(model, "tp2", *MIXED))
+    coefs = [row["kl_coef"] for row in whole.rows()[1:]]
+    assert coefs[0] == 0.1 and len(set(coefs)) == STEPS and whole.rows()[-1]["kl_ref"] > 0
+    run = Run(tmp_path, grpo(model, "tp2", *MIXED, *FOLLOWED))
     for kill in ("writing:4", "checkpoint:4"):
         status, output = run.start(kill=kill)
         assert status in SIGKILLED, output
@@ -231,10 +238,12 @@ def test_killed_twice_and_started_again(model, uninterrupted, tmp_path):
 
 def test_answers_of_the_step_under_way_are_not_made_again(model, uninterrupted, tmp_path):
     """Killed in the update of step 3, with its answers written beside the checkpoint of step 2."""
-    whole = uninterrupted(*grpo(model, "tp2", *MIXED))
+    whole = uninterrupted(*grpo(model, "tp2", *MIXED, *FOLLOWED))
     run = Run(
         tmp_path,
-        grpo(model, "tp2", *MIXED, "recover.async_save=false", "recover.answers_secs=1e-3"),
+        grpo(
+            model, "tp2", *MIXED, *FOLLOWED, "recover.async_save=false", "recover.answers_secs=1e-3"
+        ),
     )
     status, output = run.start(kill="update:3", asked="first")
     assert status in SIGKILLED and "answers so far: " in output, output

@@ -17,6 +17,7 @@ from megarl.config.check import (
     model_override,
     model_path,
     ref_is_below_adapters,
+    saved_engines,
     smallest_world_size,
     trained_engines,
 )
@@ -195,6 +196,8 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.path=/"], ["actor.path=/", "config.json"]),
         (["tokenizer_path=./nowhere"], ["tokenizer_path=./nowhere"]),
         (["ref.optimizer.lr=1"], ["ref.optimizer", "frozen"]),
+        (["ref.ema=1"], ["ref.ema=1"]),
+        (["ref.refresh_every=0"], ["ref.refresh_every=0"]),
         (["ref.parallel.tp=3"], ["ref.parallel", "3*1*1 = 3", "world size 1"]),
         (["gconfig.n_samples=1"], ["gconfig.n_samples=1", "actor.adv_norm=group"]),
         (
@@ -227,6 +230,11 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.eps_clip_higher=0"], ["actor.eps_clip_higher=0"]),
         (["actor.c_clip=0.9"], ["actor.c_clip=0.9", "> 1"]),
         (["actor.kl_coef=0.1"], ["actor.kl_coef=0.1", "ref.path"]),
+        (["actor.kl_controller.target=0.1"], ["actor.kl_controller", "kl_ctl, which are 0"]),
+        (
+            ["actor.kl_controller.target=0", "kl_ctl=0.1", "ref={}"],
+            ["actor.kl_controller.target=0"],
+        ),
         (["actor.kl_coef=-1"], ["actor.kl_coef=-1"]),
         (
             ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
@@ -313,6 +321,9 @@ def test_a_lora_actor_is_its_own_reference(model: Path) -> None:
         cfg = grpo(model, *lora, *ref)
         check_config(cfg, 2)
         assert ref_is_below_adapters(cfg)
+    follows = grpo(model, *lora, "ref.ema=0.9")  # not the actor's engine without adapters, then
+    assert not ref_is_below_adapters(follows) and saved_engines(follows) == ("actor", "ref")
+    check_config(follows, 2)
     (problem,) = problems(grpo(model, "actor.lora.r=4", "ref.offload=true"))
     assert problem.startswith("ref.offload: with actor.lora on the same model")
     other = ["actor.lora.r=4", "ref.init_from_scratch=true", "ref.offload=true"]
@@ -398,6 +409,10 @@ def test_models_are_checked_without_torch(model: Path) -> None:
     check_models(grpo(model, "actor.parallel.pp=3", "actor.parallel.pipeline_split=[1,2,1]"))
     with pytest.raises(ConfigError, match=r"pipeline_split=\[1, 2\] adds up to 3 layers"):
         check_models(grpo(model, "actor.parallel.pp=2", "actor.parallel.pipeline_split=[1,2]"))
+    other = ["+ref.override_config.num_hidden_layers=8", "ref.refresh_every=2"]
+    with pytest.raises(ConfigError, match=r"ref\.ema: the reference's model has num_layers=8"):
+        check_models(grpo(model, *other))
+    check_models(grpo(model, other[0]))  # frozen, it may be another
     with pytest.raises(ConfigError, match="max_position_embeddings is 4096"):
         check_models(grpo(model, "server.context_length=8192"))
 

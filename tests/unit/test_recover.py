@@ -18,7 +18,7 @@ import torch
 from megarl import run as entry
 from megarl.ckpt import background
 from megarl.ckpt.marker import check_contents, write_marker
-from megarl.config.check import check_config, trained_engines
+from megarl.config.check import check_config, saved_engines, trained_engines
 from megarl.config.earlier_run import check_run_dir, checkpoints, config_changes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, save_config
@@ -162,7 +162,7 @@ class Weights:
         if meta.weight_format == "hf":
             (path / "config.json").write_text("{}")
             return
-        assert meta.with_optim
+        assert meta.with_optim is (path.name != "ref")
         (path / "weights").write_text(str(self.value))
         write_marker(path, {})
 
@@ -217,12 +217,12 @@ class Start:
         )  # fmt: skip
         self.state = {"place": 0}
         self.clock = Frequency(FrequencyConfig(freq_secs=50), lambda: self.now)
-        self.models = {name: Weights() for name in trained_engines(cfg)}
+        self.models = {name: Weights() for name in saved_engines(cfg)}
         self.saver = Saver(
             SaverConfig(),
             models=[
-                Saved(model=model, base_model_path="", home=run / name if i else run)
-                for i, (name, model) in enumerate(self.models.items())
+                Saved(model=self.models[name], base_model_path="", home=run / name if i else run)
+                for i, name in enumerate(trained_engines(cfg))
             ],
             clock=self.ctx.clock,
             is_zero=True,
@@ -317,6 +317,23 @@ def test_every_trained_model_continues(tmp_path, model):
     start = Start(cfg)
     assert start.step == 1 and [m.value for m in start.models.values()] == [1, 6]
     assert not list((run / "critic").glob(".final*"))
+
+
+def test_a_reference_that_follows_the_policy_continues(tmp_path, model):
+    more = ["recover.freq_steps=1", "recover.keep_last=9"]
+    frozen, follows = ppo(tmp_path, model, *more), ppo(tmp_path, model, *more, "ref.ema=0.9")
+    Start(frozen).train(2)
+    begun = Start(follows)  # until now it was what its path says, which is loaded
+    assert list(begun.models) == ["actor", "critic", "ref"]
+    assert [m.value for m in begun.models.values()] == [2, 7, 0]
+    begun.train(1)
+    again = Start(ppo(tmp_path, model, *more, "ref.refresh_every=100"))
+    assert [m.value for m in again.models.values()] == [3, 8, 13]
+    with pytest.raises(ConfigError, match=r"ref\.refresh_every=null: the reference of this run"):
+        check_run_dir(frozen)
+    other = write_stub(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"ref\.path=.*other: it was"):
+        check_run_dir(ppo(tmp_path, model, "ref.ema=0.9", f"ref.path={other}"))
 
 
 def test_a_checkpoint_every_so_many_seconds_also_over_starts(tmp_path, model):
