@@ -29,7 +29,7 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig, SFTConfig
+from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull, full_disk_named
@@ -153,9 +153,8 @@ def prepare(cfg: BaseConfig) -> None:
 
 def run(cfg: BaseConfig) -> None:
     """Imports torch and runs the recipe's trainer, or the one that the configuration names."""
-    named = cfg.trainer.type
-    if not named and isinstance(cfg, PPOConfig):
-        named = "megarl.trainer.ppo:PPOTrainer"
+    own = next((path for recipe, path in TRAINERS.items() if isinstance(cfg, recipe)), "")
+    named = cfg.trainer.type or own
     trainer = load_object(named, what="trainer") if named else None
     if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
@@ -164,7 +163,7 @@ def run(cfg: BaseConfig) -> None:
     else:
         from megarl.trainer import offline
 
-        assert isinstance(cfg, SFTConfig), type(cfg)
+        assert isinstance(cfg, OfflineConfig), type(cfg)
         offline.run(cfg, trainer)
 
 

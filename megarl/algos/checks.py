@@ -185,14 +185,20 @@ def watch_gaps(loss_fn: LossFn, old_logp: str) -> LossFn:
     return watched
 
 
-def watch_losses(loss_fn: LossFn) -> LossFn:
-    """Returns `loss_fn` with the loss of every sequence by itself among its stats; its batch comes
-    from `number_rows`."""
+def watch_losses(loss_fn: LossFn, *, whole_groups: bool = False) -> LossFn:
+    """Returns `loss_fn` with the loss of every sequence by itself among its stats, or with
+    `whole_groups` that of its group (group_ids); its batch comes from `number_rows`."""
+
+    def part(values: Padded, batch: Padded, row: int) -> Padded:
+        if not whole_groups:
+            return {k: v[row : row + 1] for k, v in values.items()}
+        rows = batch["group_ids"] == batch["group_ids"][row]
+        return {k: v[rows] for k, v in values.items()}
 
     def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
         single = [
-            loss_fn(*({k: v[i : i + 1] for k, v in d.items()} for d in (outputs, batch)))[0]
+            loss_fn(part(outputs, batch, i), part(batch, batch, i))[0]
             for i in range(len(batch[ROW]))
         ]
         return loss, stats | _by_row(batch, {"loss": [float(x) for x in single]})

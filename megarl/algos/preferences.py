@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algos.aggregation import Stats
+from megarl.algos.kto import KTO, answer_weight
+from megarl.algos.specs import LossSpec
+from megarl.algos.summed import means, sums
 from megarl.api.batch import Padded
+from megarl.config.preferences import PreferenceConfig
 
 DPO_LOSSES = ("sigmoid", "ipo", "robust", "hinge")
 
@@ -38,16 +42,6 @@ def in_pairs(values: Tensor, batch: Padded) -> tuple[Tensor, Tensor]:
             "must be one chosen and one rejected row"
         )
     return values[best], values[rest]
-
-
-def sums(per_token: Tensor, batch: Padded) -> Tensor:
-    """Returns the sum of [b,S] over each row's trained tokens, [b]."""
-    return torch.where(batch["loss_mask"].bool(), per_token, 0.0).sum(1)
-
-
-def means(per_token: Tensor, batch: Padded) -> Tensor:
-    """Returns the mean of [b,S] over each row's trained tokens, [b]; 0 without one."""
-    return sums(per_token, batch) / batch["loss_mask"].sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class DPO:
         if self.sft_coef:
             loss = loss - self.sft_coef * in_pairs(means(outputs["logprobs"], batch), batch)[0]
         rewards = self.beta * chosen.detach(), self.beta * rejected.detach()
-        return loss.sum(), _margins(*rewards)
+        return loss.sum(), _margins(*rewards) | _logp(outputs, batch)
 
     def _of(self, h: Tensor) -> Tensor:
         """Returns the loss [p] of the differences h [p]."""
@@ -121,7 +115,7 @@ class SimPO:
         """Returns the summed loss of the pairs, and their figures."""
         chosen, rejected = in_pairs(self.beta * means(outputs["logprobs"], batch), batch)
         loss = -F.logsigmoid(chosen - rejected - self.gamma)
-        return loss.sum(), _margins(chosen.detach(), rejected.detach())
+        return loss.sum(), _margins(chosen.detach(), rejected.detach()) | _logp(outputs, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +137,8 @@ class ORPO:
         # log(e^m / (1 - e^m)); log(1 - e^m) without loss of digits near m = 0
         odds = [m - torch.log(-torch.expm1(m.clamp(max=-1e-7))) for m in (chosen, rejected)]
         loss = -chosen - self.lam * F.logsigmoid(odds[0] - odds[1])
-        return loss.sum(), _margins(*(self.lam * o.detach() for o in odds))
+        rewards = _margins(*(self.lam * o.detach() for o in odds))
+        return loss.sum(), rewards | _logp(outputs, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +171,43 @@ def _margins(chosen: Tensor, rejected: Tensor) -> Stats:
     """Returns figures of pairs by their (implicit) rewards, [p] each."""
     n = torch.tensor(float(len(chosen)))
     return {
-        "accuracy": ((chosen > rejected).sum(), n),
+        # a tie, as before the first update, is right by chance
+        "accuracy": ((chosen > rejected).sum() + 0.5 * (chosen == rejected).sum(), n),
         "margin": ((chosen - rejected).sum(), n),
         "reward_chosen": (chosen.sum(), n),
         "reward_rejected": (rejected.sum(), n),
     }
+
+
+def _logp(outputs: Padded, batch: Padded) -> Stats:
+    """Returns the mean log-probability of a token of the chosen and of the rejected answers."""
+    chosen, rejected = in_pairs(means(outputs["logprobs"].detach(), batch), batch)
+    n = torch.tensor(float(len(chosen)))
+    return {"logp_chosen": (chosen.sum(), n), "logp_rejected": (rejected.sum(), n)}
+
+
+def preference_loss(config: PreferenceConfig) -> LossSpec:
+    """Returns the loss that the section `preference` names."""
+    name, beta, e = config.loss, config.scale, config.label_smoothing
+    if name == "kto":
+        kto = KTO(
+            beta=beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        needs = ("ref_logp", "desirable", "reference_point")
+        return LossSpec(fn=kto, weight=answer_weight, needs=needs)
+    pair = ("group_ids", "unit_ids", "chosen")
+    if name == "simpo":
+        simpo = SimPO(beta=beta, gamma=1.0 if config.gamma is None else config.gamma)
+        return LossSpec(fn=simpo, weight=pair_weight, needs=pair)
+    if name == "orpo":
+        return LossSpec(fn=ORPO(lam=beta), weight=pair_weight, needs=pair)
+    dpo = DPO(
+        beta=beta,
+        kind="sigmoid" if name in ("dpo", "cdpo") else name,
+        label_smoothing=e,
+        length_normalized=config.length_normalized,
+        sft_coef=config.sft_coef,
+    )
+    return LossSpec(fn=dpo, weight=pair_weight, needs=(*pair, "ref_logp"))

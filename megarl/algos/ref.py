@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from megarl.algos.actor import Actor
 from megarl.algos.role import Role
 from megarl.algos.rows import Data
 from megarl.api.engine import TrainEngine
 from megarl.config.algo import RefConfig
 from megarl.config.engine import TrainEngineConfig
+
+
+class Policy(Protocol):
+    """Is a trained policy as a reference knows it."""
+
+    config: Any
+    engine: Any
+    temperature: float
 
 
 class Ref(Role):
@@ -42,11 +49,11 @@ class Ref(Role):
 
 
 class LoRARef(Ref):
-    """Computes the reference of an actor that trains adapters, in the actor's engine with them off,
-    so that there is no second model in memory. The engine begins and ends with the actor."""
+    """Computes the reference of a policy that trains adapters, in the policy's engine with them
+    off, so that there is no second model in memory. The engine begins and ends with the policy."""
 
-    def __init__(self, actor: Actor) -> None:
-        super().__init__(actor.config, actor.engine, temperature=actor.temperature)
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.config, policy.engine, temperature=policy.temperature)
 
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities of the policy below the adapters, as Ref.compute_logp does."""
@@ -54,4 +61,4 @@ class LoRARef(Ref):
             return super().compute_logp(batch, temperature)
 
     def destroy(self) -> None:
-        """Does nothing: the engine is the actor's."""
+        """Does nothing: the engine is the policy's."""

@@ -250,7 +250,7 @@ def _model_of(path: Path, info: Mapping[str, Any], base: Path | None) -> ModelCo
         )
     head = info["model"].get("head", "lm")
     if base is not None:
-        model = read_hf_config(base, head=head)
+        model = read_hf_config(base, head=head, new_bias=info["model"].get("score_bias", True))
         for name, value in describe_model(model)["model"].items():
             if info["model"].get(name) != value:
                 raise ValueError(

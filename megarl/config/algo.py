@@ -221,6 +221,18 @@ class ValueModelConfig(TrainEngineConfig):
 
 
 @dataclass(kw_only=True)
+class RewardModelConfig(ValueModelConfig):
+    """Configures a reward model that trains. A language model becomes one without a bias, as HF's
+    ForSequenceClassification is."""
+
+    value_head_bias: bool = arg(
+        False,
+        help="value head of a language model, which has none: with a bias (HF's "
+        "ForTokenClassification), or without (ForSequenceClassification)",
+    )
+
+
+@dataclass(kw_only=True)
 class PPOCriticConfig(ValueModelConfig):
     """Configures the value function that trains beside the policy in PPO."""
 

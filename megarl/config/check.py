@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from megarl.config.algo import ValueModelConfig
+from megarl.config.algo import RefConfig, ValueModelConfig
 from megarl.config.allocation import AllocationMode
 from megarl.config.bounds import number_problems
 from megarl.config.check_actor import actor_problems
@@ -27,6 +27,7 @@ from megarl.config.check_data import (
 )
 from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
 from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
+from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
     generation_problems,
     judge_problems,
@@ -40,11 +41,15 @@ from megarl.config.errors import raise_if_any
 from megarl.config.generation import GenerationConfig
 from megarl.config.recipes import (
     BaseConfig,
+    DPOConfig,
     GRPOConfig,
+    OfflineConfig,
     PPOConfig,
+    RMConfig,
     SFTConfig,
     held_out_key,
     held_out_sets,
+    main_role,
 )
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import choice_problems
@@ -66,12 +71,20 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
         problems += sender_problems(cfg, world_size)
     elif isinstance(cfg, SFTConfig):
         problems += _sft_problems(cfg)
+    elif isinstance(cfg, DPOConfig):
+        problems += dpo_problems(cfg)
+    elif isinstance(cfg, RMConfig):
+        problems += rm_problems(cfg)
+    if ref_is_below_adapters(cfg):
+        problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
 
 
 def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     """Returns the training engines of a recipe by their key."""
-    if isinstance(cfg, SFTConfig):
+    if isinstance(cfg, DPOConfig) and cfg.preference.needs_reference:
+        return {"model": cfg.model, "ref": cfg.ref}
+    if isinstance(cfg, OfflineConfig):
         return {"model": cfg.model}
     assert isinstance(cfg, GRPOConfig), type(cfg)
     found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
@@ -94,33 +107,36 @@ def saved_engines(cfg: BaseConfig) -> tuple[str, ...]:
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
-    """Returns the HF directory of engine `name`, for a reference or critic perhaps the actor's."""
-    return _with_the_actors_model(cfg, name).path
+    """Returns the HF directory of engine `name`, for a reference or critic perhaps that of the
+    model that the recipe is about."""
+    return _with_the_main_model(cfg, name).path
 
 
 def model_override(cfg: BaseConfig, name: str) -> dict[str, Any]:
-    """Returns the override_config of engine `name`, over the actor's where it has the actor's
-    directory for want of a path of its own."""
+    """Returns the override_config of engine `name`, over that of the model that the recipe is about
+    where it has that model's directory for want of a path of its own."""
     own = engines(cfg)[name].override_config
-    return _with_the_actors_model(cfg, name).override_config | own
+    return _with_the_main_model(cfg, name).override_config | own
 
 
-def _with_the_actors_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
+def _with_the_main_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
     engine = engines(cfg)[name]
-    of_actor = isinstance(cfg, GRPOConfig) and name in ("ref", "critic") and not engine.path
-    return engines(cfg)["actor"] if of_actor else engine
+    of_main = name in ("ref", "critic") and not engine.path
+    return engines(cfg)[main_role(type(cfg))] if of_main else engine
 
 
-def ref_is_below_adapters(cfg: GRPOConfig) -> bool:
-    """Returns whether the actor's engine without its adapters serves as the reference, so that
-    `ref` builds no engine."""
+def ref_is_below_adapters(cfg: BaseConfig) -> bool:
+    """Returns whether the trained policy's engine without its adapters serves as the reference, so
+    that `ref` builds no engine."""
+    found = engines(cfg)
+    policy, ref = found[main_role(type(cfg))], found.get("ref")
     return (
-        cfg.ref is not None
-        and cfg.ref.renewed_every is None
-        and cfg.actor.lora is not None
-        and model_path(cfg, "ref") == cfg.actor.path
-        and model_override(cfg, "ref") == cfg.actor.override_config
-        and cfg.ref.init_from_scratch == cfg.actor.init_from_scratch
+        ref is not None
+        and not (isinstance(ref, RefConfig) and ref.renewed_every)
+        and policy.lora is not None
+        and model_path(cfg, "ref") == policy.path
+        and model_override(cfg, "ref") == policy.override_config
+        and ref.init_from_scratch == policy.init_from_scratch
     )
 
 
@@ -250,18 +266,17 @@ def _grpo_problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from rollout_problems(cfg)
     yield from server_problems(cfg)
     yield from judge_problems(cfg)
-    if ref_is_below_adapters(cfg):
-        yield from _shared_ref_problems(cfg)
 
 
-def _shared_ref_problems(cfg: GRPOConfig) -> Iterator[str]:
+def _shared_ref_problems(cfg: BaseConfig) -> Iterator[str]:
     """Yields the settings of `ref` that would have no effect, as its engine is not built: all that
-    differ from the default and from the actor's."""
+    differ from the default and from the trained policy's."""
     default, frozen = TrainEngineConfig(), ("optimizer", "lora")  # those are refused anyway
+    main, found = main_role(type(cfg)), engines(cfg)
     for name in (f.name for f in fields(default) if f.name not in frozen):
-        if getattr(cfg.ref, name) not in (getattr(default, name), getattr(cfg.actor, name)):
+        if getattr(found["ref"], name) not in (getattr(default, name), getattr(found[main], name)):
             yield (
-                f"ref.{name}: with actor.lora on the same model the reference is the actor's "
+                f"ref.{name}: with {main}.lora on the same model the reference is the {main}'s "
                 f"engine without its adapters; leave ref.{name} out, or name another ref.path"
             )
 

@@ -214,6 +214,11 @@ class TrainEngineConfig:
         help="value head of a language model, which has none: all zero, or random by `seed`",
         choices=("zero", "random"),
     )
+    value_head_bias: bool = arg(
+        True,
+        help="value head of a language model, which has none: with a bias (HF's "
+        "ForTokenClassification), or without (ForSequenceClassification)",
+    )
     init_from_scratch: bool = arg(False, help="random weights by `seed` instead of the HF ones")
     dtype: str = arg(
         "auto",

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from megarl.config.algo import PPOActorConfig, PPOCriticConfig, RefConfig, ValueModelConfig
+from megarl.config.algo import (
+    PPOActorConfig,
+    PPOCriticConfig,
+    RefConfig,
+    RewardModelConfig,
+    ValueModelConfig,
+)
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import (
     FRACTION,
@@ -23,6 +29,7 @@ from megarl.config.engine import TrainEngineConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.errors import ConfigError
 from megarl.config.generation import GenerationConfig
+from megarl.config.preferences import PreferenceConfig
 from megarl.config.presets import ALGORITHMS
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
@@ -41,7 +48,7 @@ _WHAT = "what to run; a path names a dataclass of your own, a subclass of one of
 
 
 def _recipe(name: str) -> Any:
-    return arg(name, help=_WHAT, choices=("sft", "grpo", "ppo"), or_path=True)
+    return arg(name, help=_WHAT, choices=("sft", "dpo", "rm", "grpo", "ppo"), or_path=True)
 
 
 @dataclass(kw_only=True)
@@ -99,11 +106,17 @@ class BaseConfig:
 
 
 @dataclass(kw_only=True)
-class SFTConfig(BaseConfig):
+class OfflineConfig(BaseConfig):
+    """Holds the keys of recipes that train one model on rows that exist already."""
+
+    model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
+
+
+@dataclass(kw_only=True)
+class SFTConfig(OfflineConfig):
     """Configures supervised fine-tuning of one model."""
 
     recipe: str = _recipe("sft")
-    model: TrainEngineConfig = arg(factory=TrainEngineConfig, help="the trained model")
     stop_at_exact_match: float | None = arg(
         None,
         bounds=FRACTION_ABOVE_ZERO,
@@ -111,6 +124,37 @@ class SFTConfig(BaseConfig):
     )
     generation: GenerationConfig | None = arg(
         None, help="evaluate by generation, too, as RL does; null is by loss alone"
+    )
+
+
+@dataclass(kw_only=True)
+class DPOConfig(OfflineConfig):
+    """Configures learning from preferred answers: DPO and its relatives."""
+
+    recipe: str = _recipe("dpo")
+    preference: PreferenceConfig = arg(factory=PreferenceConfig, help="the loss")
+    ref: TrainEngineConfig = arg(
+        factory=TrainEngineConfig,
+        help="the frozen reference, where the loss has one; empty path is model.path, and with "
+        "model.lora then the model's own engine, adapters off",
+    )
+
+
+@dataclass(kw_only=True)
+class RMConfig(OfflineConfig):
+    """Configures the training of a reward model on pairs (Bradley-Terry)."""
+
+    recipe: str = _recipe("rm")
+    model: RewardModelConfig = arg(
+        factory=RewardModelConfig, help="the reward model, or the language model it begins as"
+    )
+    margin: bool = arg(
+        False, help="ask for the difference of scores that each row's column margin says"
+    )
+    center: float = arg(
+        0.0,
+        bounds=NOT_NEGATIVE,
+        help="weight of the squared sum of a pair's scores, which keeps them near 0",
     )
 
 
@@ -219,7 +263,28 @@ def main_role(cls: type[BaseConfig]) -> str:
     return "actor" if issubclass(cls, GRPOConfig) else "model"
 
 
-RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
+def data_purpose(cfg: BaseConfig) -> str:
+    """Returns what the recipe reads its data for (`purpose` of megarl.data.load_rows)."""
+    if isinstance(cfg, RMConfig):
+        return "pairs"
+    if isinstance(cfg, DPOConfig):
+        return "pairs" if cfg.preference.paired else "unpaired"
+    return "rl" if isinstance(cfg, GRPOConfig) else "sft"
+
+
+RECIPES: dict[str, type[BaseConfig]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+}
+# recipes with a training loop of their own; the others have that of RLTrainer or SFTTrainer
+TRAINERS: dict[type[BaseConfig], str] = {
+    DPOConfig: "megarl.trainer.preferences:DPOTrainer",
+    RMConfig: "megarl.trainer.preferences:RMTrainer",
+    PPOConfig: "megarl.trainer.ppo:PPOTrainer",
+}
 
 
 def recipe_class(
@@ -276,7 +341,7 @@ def own_code(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> str | Non
 def _own_class(name: str, key: str) -> type[BaseConfig]:
     cls = _load(name, key)
     if not (isinstance(cls, type) and issubclass(cls, BaseConfig)):
-        raise ConfigError([f"{key}={name}: not a subclass of SFTConfig, GRPOConfig or PPOConfig"])
+        raise ConfigError([f"{key}={name}: not a subclass of a recipe's, as SFTConfig, GRPOConfig"])
     if not is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
         raise ConfigError([f"{key}={name}: write @dataclass(kw_only=True) above the class"])
     return cls

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.data.dataset import RowDataset, build_dataset, check_context
-    from megarl.data.loader import build_dataloader, collate_pairs, collate_sft, collator, go_on
+    from megarl.data.loader import (
+        build_dataloader,
+        collate_pairs,
+        collate_sft,
+        collate_unpaired,
+        collator,
+        go_on,
+    )
     from megarl.data.sources import check_batches, load_rows, sources_of
 
 _HOME = {
@@ -20,6 +27,7 @@ _HOME = {
     "build_dataloader": "loader",
     "collate_pairs": "loader",
     "collate_sft": "loader",
+    "collate_unpaired": "loader",
     "collator": "loader",
     "check_batches": "sources",
     "go_on": "loader",
@@ -34,6 +42,7 @@ __all__ = [
     "check_context",
     "collate_pairs",
     "collate_sft",
+    "collate_unpaired",
     "collator",
     "go_on",
     "load_rows",

@@ -31,7 +31,8 @@ def arithmetic(
 
     level: digits of a and b, one number or a list to draw from. ops: among "+-*". count: problems
     made when `cfg.size` is null. For SFT, demos: demonstrations per problem; careless: the
-    probability that one forgets every carry (sums only).
+    probability that one forgets every carry (sums only). Of pairs, what is rejected is the sum
+    without its carries, or else an answer with another last digit.
 
     Train and test never share a problem, nor its mirror image b+a, for any two seeds.
     """
@@ -55,7 +56,10 @@ def arithmetic(
         if in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
             question = f"{a}{op}{b}"
             made[question] = Problem(
-                question=question, answer=str(_OPS[op](a, b)), task=f"arithmetic{op}{digits}"
+                question=question,
+                answer=(answer := str(_OPS[op](a, b))),
+                task=f"arithmetic{op}{digits}",
+                wrong=_wrong(question, op, answer),
             )
     if len(made) < wanted:
         raise _too_few(cfg, level, ops, len(made), wanted)
@@ -81,6 +85,12 @@ def _without_carry(question: str) -> str:
     width = max(len(a), len(b))
     columns = zip(a.zfill(width), b.zfill(width), strict=True)
     return str(int("".join(str((int(x) + int(y)) % 10) for x, y in columns)))
+
+
+def _wrong(question: str, op: str, answer: str) -> str:
+    """Returns a wrong answer: a sum without its carries, else one with the next last digit."""
+    careless = _without_carry(question) if op == "+" else answer
+    return careless if careless != answer else answer[:-1] + str((int(answer[-1]) + 1) % 10)
 
 
 def _levels(level: int | Sequence[int]) -> list[int]:

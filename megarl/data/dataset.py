@@ -58,7 +58,8 @@ def build_dataset(
     {row_id, input_ids, loss_mask}; the loss is on what the policy has to write: the text `response`
     and EOS, or the assistant's turns (Template.conversation). "pairs": rows {row_id, chosen_ids,
     chosen_mask, rejected_ids, rejected_mask}, each the whole conversation with the mask of the
-    answer.
+    answer, and `margin` where the source has one. "unpaired": rows {row_id, input_ids, loss_mask,
+    label}, the same of one answer.
 
     apart_from: training data; what `overlap` does with rows of the same prompt, see overlap.apart.
 
@@ -95,7 +96,13 @@ def _with_tokens(
     """Returns the rows of one source with their tokens, numbered from `first_id`; `name` is its
     part's in a mixture."""
     template, named = Template(tokenizer, cfg.options), {DATASET: name} if name else {}
-    encode = {"rl": _rl_row, "prompts": _rl_row, "sft": _sft_row, "pairs": _pair_row}[purpose]
+    encode = {
+        "rl": _rl_row,
+        "prompts": _rl_row,
+        "sft": _sft_row,
+        "pairs": _pair_row,
+        "unpaired": _single_row,
+    }[purpose]
     rows = [
         {"row_id": first_id + i} | encode(i, row, template) | named for i, row in enumerate(sources)
     ]
@@ -126,17 +133,25 @@ def _sft_row(index: int, source: Row, template: Template) -> Row:
 
 
 def _pair_row(index: int, source: Row, template: Template) -> Row:
-    messages, tools = template.told(source["messages"]), source.get("tools")
-    row: Row = {}
+    row: Row = {"margin": source["margin"]} if "margin" in source else {}
     for side in ("chosen", "rejected"):
-        try:
-            ids, mask = template.conversation(
-                [*messages, *source[side]], tools=tools, start=len(messages)
-            )
-        except ValueError as e:
-            raise ValueError(f"row {index}: {side}: {e}") from e
+        ids, mask = _answer(index, source, side, template)
         row |= {f"{side}_ids": ids, f"{side}_mask": mask}
     return row
+
+
+def _single_row(index: int, source: Row, template: Template) -> Row:
+    ids, mask = _answer(index, source, "answered", template)
+    return {"input_ids": ids, "loss_mask": mask, "label": source["label"]}
+
+
+def _answer(index: int, source: Row, side: str, template: Template) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of the prompt and the answer source[side], and the answer's mask."""
+    messages, tools = template.told(source["messages"]), source.get("tools")
+    try:
+        return template.conversation([*messages, *source[side]], tools=tools, start=len(messages))
+    except ValueError as e:
+        raise ValueError(f"row {index}: {side}: {e}") from e
 
 
 def _length(row: Row) -> int:

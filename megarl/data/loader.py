@@ -80,10 +80,10 @@ def collator(
     return partial(load_object(cfg.collate.type, what="collate"), **cfg.collate.options)
 
 
-def collate_pairs(rows: Sequence[Row]) -> Padded:
+def collate_pairs(rows: Sequence[Row], *, margin: bool = False) -> Padded:
     """Returns the sequences of pairs as `collate_sft` does, [2B,S]: the chosen one of each pair and
     then the rejected one, with group_ids and unit_ids [2B], the pair's number, and `chosen` [2B]
-    bool."""
+    bool. With `margin` also the rows' margins, [2B]."""
     sides = [
         {"input_ids": row[f"{side}_ids"], "loss_mask": row[f"{side}_mask"]}
         for row in rows
@@ -91,7 +91,15 @@ def collate_pairs(rows: Sequence[Row]) -> Padded:
     ]
     pair = torch.arange(len(rows)).repeat_interleave(2)
     chosen = torch.arange(len(sides)) % 2 == 0
-    return collate_sft(sides) | {"group_ids": pair, "unit_ids": pair.clone(), "chosen": chosen}
+    batch = collate_sft(sides) | {"group_ids": pair, "unit_ids": pair.clone(), "chosen": chosen}
+    if margin:
+        batch["margin"] = torch.tensor([float(row["margin"]) for row in rows])[pair]
+    return batch
+
+
+def collate_unpaired(rows: Sequence[Row]) -> Padded:
+    """Returns answers as `collate_sft` does, and which of them are desirable, [B] bool."""
+    return collate_sft(rows) | {"desirable": torch.tensor([row["label"] for row in rows])}
 
 
 def collate_sft(rows: Sequence[Row]) -> Padded:

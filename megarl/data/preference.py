@@ -1,9 +1,12 @@
 """Reads pairs of a chosen and a rejected answer from files or the hub, in the formats that are
-common: prompt, chosen and rejected as texts or as messages, or two whole conversations."""
+common: prompt, chosen and rejected as texts or as messages, or two whole conversations; and single
+answers with a label: prompt, completion and label."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,8 +30,9 @@ def preference(
     revision: str | None = None,
 ) -> list[Row]:
     """Reads rows with `messages` (the prompt), `chosen` and `rejected` (the messages that follow
-    it) in the source's order; every other column stays in the row. Raises ValueError naming the
-    file and the line or row that is wrong.
+    it) in the source's order; every other column stays in the row. A row of the source with
+    `completion` and `label` becomes one with `answered` (messages) and `label`. Raises ValueError
+    naming the file and the line or row that is wrong.
 
     Where the source has a column `prompt`, it and the answers are texts or lists of messages, and
     an answer may begin with the prompt. Without one, chosen and rejected are whole conversations,
@@ -38,13 +42,25 @@ def preference(
     rows = []
     try:
         for place, source in islice(read_dataset(cfg, subset, revision), cfg.size):
-            row = _pair(renamed(source, columns or {}, place), place)
+            row = renamed(source, columns or {}, place)
+            row = _single(row, place) if {"completion", "label"} <= set(row) else _pair(row, place)
             row["messages"] = instructed(row["messages"], instruction, place)
             rows.append(row)
     except ValueError as e:
         raise ValueError(f"preference: {e}") from e
     check_size(cfg, len(rows))
     return rows
+
+
+def check_margins(rows: Sequence[Row]) -> None:
+    """Raises ValueError for the first row whose `margin` is not a finite number."""
+    for i, row in enumerate(rows):
+        margin = row.get("margin")
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            said = f"is {margin!r}" if "margin" in row else f"is missing; it has {sorted(row)}"
+            raise ValueError(f"row {i}: margin {said}; name the column in options.columns.margin")
+        if not math.isfinite(margin):
+            raise ValueError(f"row {i}: margin is {margin}, not a finite number")
 
 
 def _pair(row: Row, place: str) -> Row:
@@ -70,6 +86,19 @@ def _pair(row: Row, place: str) -> Row:
     if answers["chosen"] == answers["rejected"]:
         raise ValueError(f"{place}: chosen and rejected are the same; leave the row out")
     return {**row, "messages": prompt, **answers}
+
+
+def _single(row: Row, place: str) -> Row:
+    """Returns the row with its messages, and its answer as messages."""
+    if row.get("prompt") is None:
+        raise ValueError(f"{place} has a completion and no prompt; name it in options.columns")
+    if not isinstance(row["label"], bool):
+        raise ValueError(f"{place}: label is {row['label']!r}, not true or false")
+    prompt = messages_of(row.pop("prompt"), f"{place}: prompt")
+    answer = _answer(row.pop("completion"), prompt, "completion", place)
+    if not answer or answer[-1]["role"] != "assistant":
+        raise ValueError(f"{place}: completion does not end with an answer of the assistant's")
+    return {**row, "messages": prompt, "answered": answer}
 
 
 def _conversation(value: Any, side: str, place: str) -> list[Message]:

@@ -14,18 +14,24 @@ class Problem:
     """Holds a question and its answer.
 
     `answer` is what the reward compares with; `response` is what SFT learns to write (default: the
-    answer); `extra` goes into the RL row as it is and must survive JSON."""
+    answer); `wrong` is an answer to be rejected, None where its source makes none; `extra` goes
+    into the RL row as it is and must survive JSON."""
 
     question: str
     answer: str
     task: str
     response: str | None = None
+    wrong: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def row(self, purpose: str) -> Row:
         """Returns the row that a loader of conversations would give: for "rl" with answer, task
-        and extra, for "sft" with the response."""
+        and extra, for "sft" with the response, for "pairs" with the answer and the wrong one."""
         messages = [{"role": "user", "content": self.question}]
+        if purpose == "pairs" and self.wrong is not None:
+            sides = {"chosen": self.answer, "rejected": self.wrong}
+            said = {k: [{"role": "assistant", "content": text}] for k, text in sides.items()}
+            return {"messages": messages, **said}
         if purpose == "sft":
             text = self.answer if self.response is None else self.response
             return {"messages": messages, "response": text}

@@ -100,7 +100,9 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
     """Finds what the config means here. Raises ValueError, naming value and fix, for what model,
     machine or world cannot do."""
     raise_if_any(attention_problems(os.environ))
-    model = read_hf_config(cfg.path, head=cfg.head, override=cfg.override_config)
+    model = read_hf_config(
+        cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
+    )
     check_layout(model, cfg.parallel)
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)

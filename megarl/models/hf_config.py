@@ -34,10 +34,14 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def read_hf_config(
-    path: str | Path, *, head: str = "lm", override: Mapping[str, Any] | None = None
+    path: str | Path,
+    *,
+    head: str = "lm",
+    override: Mapping[str, Any] | None = None,
+    new_bias: bool = True,
 ) -> ModelConfig:
     """Reads the ModelConfig of the model directory `path` with the wanted head ("lm" or "value").
-    `override`: keys of config.json that have another value.
+    `override`: keys of config.json that have another value. `new_bias`: see value_model.
 
     Raises ValueError naming the file or the key that is missing, wrong or unsupported.
     """
@@ -57,7 +61,8 @@ def read_hf_config(
         raise ValueError(f"{file}: expected a JSON object, found {type(raw).__name__}")
     raw |= override or {}
     if head == "value":
-        return value_model(parse_hf_config(language_model(raw), str(file)), raw, str(file))
+        lm = parse_hf_config(language_model(raw), str(file))
+        return value_model(lm, raw, str(file), new_bias=new_bias)
     return parse_hf_config(raw, str(file))
 
 

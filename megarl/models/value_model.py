@@ -24,17 +24,19 @@ def language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, "architectures": [n.replace(TOKEN, LM).replace(SEQUENCE, LM) for n in names]}
 
 
-def value_model(lm: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+def value_model(
+    lm: ModelConfig, raw: Mapping[str, Any], source: str, *, new_bias: bool = True
+) -> ModelConfig:
     """Returns the value model of a config.json `raw` whose transformer is that of `lm`.
 
-    A language model's directory becomes a token classifier with a new head. Raises ValueError for a
-    classifier whose labels are not exactly one.
+    A language model's directory becomes a token classifier with a new head, without `new_bias` a
+    sequence classifier. Raises ValueError for a classifier whose labels are not exactly one.
     """
     names = raw.get("architectures") or [family_of(lm).architecture]
     new = not any(n.endswith((TOKEN, SEQUENCE)) for n in names)
     if new:
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        name = family_of(lm).architecture.replace(LM, TOKEN)
+        name = family_of(lm).architecture.replace(LM, TOKEN if new_bias else SEQUENCE)
         raw = {k: v for k, v in raw.items() if k != "num_labels"} | label
         raw = {**raw, "architectures": [name]}
     elif (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
@@ -44,6 +46,6 @@ def value_model(lm: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelCo
         raw=dict(raw),
         tie_word_embeddings=False,
         head="value",
-        score_bias=new or any(n.endswith(TOKEN) for n in names),
+        score_bias=new_bias if new else any(n.endswith(TOKEN) for n in names),
         new_head=new,
     )

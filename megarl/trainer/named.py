@@ -20,11 +20,12 @@ from megarl.config.check import engines, model_path
 from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, own_class, run_dir
-from megarl.config.recipes import BaseConfig, GRPOConfig, datasets, sources
+from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, data_purpose, datasets, sources
 from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of
 from megarl.data import check_batches, load_rows
 from megarl.data.overlap import apart, prompt_key
+from megarl.data.preference import check_margins
 from megarl.rollout.rewards import check_rows, get_reward_fn, is_registered
 from megarl.trainer.user_code import ALGORITHMS, Named, code_problems
 from megarl.utils.importing import is_import_path
@@ -124,7 +125,7 @@ def _read_data(
     cfg: BaseConfig, path: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, tuple[str, ...]]]:
     sys.path[:0] = path
-    purpose = "rl" if isinstance(cfg, GRPOConfig) else "sft"
+    purpose = data_purpose(cfg)
     problems, row_keys = [], {}
     trained: set[int] = set()
     count = 0
@@ -142,6 +143,8 @@ def _read_data(
                 rows = apart(rows, data, frozenset(trained), cfg.evaluator.overlap, quiet=True)
             if asks:
                 _check_answers(data, rows)
+            if isinstance(cfg, RMConfig) and cfg.margin:
+                check_margins(rows)
             row_keys[key] = ("row_id", *dict.fromkeys(name for row in rows for name in row))
         except ValueError as e:
             problems.append(f"{key}: {e}")

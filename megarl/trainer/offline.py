@@ -1,13 +1,16 @@
-"""The offline recipes: supervised fine-tuning."""
+"""The loop of offline recipes, which train one model on rows that exist already, and supervised
+fine-tuning."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megarl.api.records import FinetuneSpec
 from megarl.config.dataset import DatasetConfig
-from megarl.config.recipes import SFTConfig, held_out_sets
+from megarl.config.recipes import OfflineConfig, SFTConfig, data_purpose, held_out_sets
 from megarl.data import RowDataset, build_dataloader, build_dataset, collate_sft, collator
+from megarl.data.problem import Row
 from megarl.observability import stats_tracker
 from megarl.observability.intervals import wilson
 from megarl.observability.logging import get_logger
@@ -27,33 +30,40 @@ from megarl.utils.batch import Padded
 
 log = get_logger(__name__)
 SAMPLES = "samples.jsonl"
-_JOINED = ("loss", "ppl", "token_accuracy", "exact_match", "accuracy")
 
 
-def run(cfg: SFTConfig, trainer_class: type[SFTTrainer] | None = None) -> None:
-    """Runs supervised fine-tuning from start to end. Every rank calls it."""
+def run(cfg: OfflineConfig, trainer_class: type[Any] | None = None) -> None:
+    """Runs an offline recipe from start to end; without a class, supervised fine-tuning. Every rank
+    calls it."""
     with RunContext(cfg, model_path=cfg.model.path) as ctx:
-        trainer = (trainer_class or SFTTrainer)(cfg, ctx, **cfg.trainer.options)
+        made: type[Any] = trainer_class or SFTTrainer
+        trainer = made(cfg, ctx, **cfg.trainer.options)
         try:
             trainer.fit()
         finally:
             trainer.end_generation()  # waits for no other rank, so also after a failure
-        trainer.model.destroy()  # collective, so only where every rank got here
+        trainer.destroy()  # collective, so only where every rank got here
 
 
-class SFTTrainer:
-    """Every rank draws the same batch from its own copy of the (seeded) loader."""
+class OfflineTrainer:
+    """Trains one model on rows that exist already. A subclass says what: `make_model`, `collate`,
+    `train` and `by_loss`. Every rank draws the same batch from its own copy of the (seeded) loader.
+    """
 
-    def __init__(self, cfg: SFTConfig, ctx: RunContext) -> None:
+    cfg: Any  # an OfflineConfig; a subclass knows which
+    joined: tuple[str, ...] = ("loss", "accuracy")  # figures that have a mean over validation sets
+
+    def __init__(self, cfg: OfflineConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
-        data = build_dataset(cfg.train_dataset, ctx.tokenizer, purpose="sft", seed=cfg.seed)
-        collate = collator(cfg.train_dataset, collate_sft)
+        data = build_dataset(
+            cfg.train_dataset, ctx.tokenizer, purpose=data_purpose(cfg), seed=cfg.seed
+        )
+        collate = collator(cfg.train_dataset, self.collate())
         self.loader = build_dataloader(data, cfg.train_dataset, seed=cfg.seed, collate=collate)
-        by_loss = cfg.generation is None or cfg.generation.loss
-        sets = held_out_sets(cfg) if by_loss else {}
+        sets = held_out_sets(cfg) if self.evaluates_by_loss() else {}
         self.held_out = {name: self._held_out(held_out, data) for name, held_out in sets.items()}
         self.spec = FinetuneSpec.for_run(cfg, dataset_size=len(data))
-        self.model = MegatronSFT(cfg.model, seed=cfg.seed)
+        self.model = self.make_model()
         self.model.initialize(None, self.spec)
         self.check = SelfCheck(cfg, ctx)
         self.check.watch(self.model)
@@ -72,34 +82,82 @@ class SFTTrainer:
         )
         self.eval_times = EvaluationTimes(cfg.evaluator, ctx.clock)
         self.data_key = data_of(cfg, len(data))
-        self.exact_match = 0.0  # the last evaluation's
         clocks = {"saver": self.saver.freq, "evaluator": self.eval_times}
         self.recovery = Recovery(ctx, {"model": self.model}, clocks)
-        self.steps_done = self.recovery.restore(self._load_state)
-        self.generation: Generation | None = None
-        if cfg.generation is not None:
-            self.generation = Generation(cfg, cfg.generation, ctx, self.model, data)
+        self.steps_done = self.recovery.restore(self.load_state)
+        self.set_up_others(data)
+
+    def make_model(self) -> Any:
+        """Returns the role that trains, on a MegatronEngine that is not initialized yet."""
+        raise NotImplementedError
+
+    def collate(self) -> Callable[[list[Row]], Any]:
+        """Returns what makes a padded batch of rows."""
+        raise NotImplementedError
+
+    def train(self, batch: Padded) -> dict[str, float]:
+        """Makes one update and returns its metrics. Collective."""
+        raise NotImplementedError
+
+    def by_loss(self, held_out: Padded) -> dict[str, float]:
+        """Returns the metrics of a validation set, of a pass without an update. Collective."""
+        raise NotImplementedError
+
+    def set_up_others(self, data: RowDataset) -> None:
+        """Makes what a subclass needs beside the model, which is as it was at the last checkpoint;
+        `data`: the training data. Collective."""
+
+    def evaluates_by_loss(self) -> bool:
+        """Returns whether `by_loss` is asked of the validation sets."""
+        return True
+
+    def evaluate_otherwise(self, step: int, label: str) -> dict[str, float]:
+        """Returns further metrics of an evaluation, `label` of EvaluationTimes. Collective."""
+        return {}
+
+    def evaluated(self, found: dict[str, float]) -> None:
+        """Takes note of the metrics of an evaluation."""
+
+    def good_enough(self) -> bool:
+        """Returns whether training may end before its last step."""
+        return False
+
+    def end_generation(self) -> None:
+        """Ends servers that a subclass has started; waits for no other rank."""
+
+    def destroy(self) -> None:
+        """Destroys the roles. Collective."""
+        self.model.destroy()
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the trainer itself."""
+        return {"data": self.data_key, "loader": self.loader.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from what `state` returned."""
+        if same_data(state["data"], self.data_key):
+            self.loader.load_state_dict(state["loader"])
 
     def _held_out(self, data: DatasetConfig, trained: RowDataset) -> Padded:
         """Returns the sequences of a validation set, without prompts of the training data."""
         rows = build_dataset(
             data,
             self.ctx.tokenizer,
-            purpose="sft",
+            purpose=data_purpose(self.cfg),
             seed=self.cfg.seed,
             apart_from=trained,
             overlap=self.cfg.evaluator.overlap,
         )
         n = min(len(rows), self.cfg.evaluator.max_samples or len(rows))
-        held_out: Padded = collator(data, collate_sft)([rows[i] for i in range(n)])
+        held_out: Padded = collator(data, self.collate())([rows[i] for i in range(n)])
         return held_out
 
     def fit(self) -> None:
-        """Trains until the last step, max_train_seconds, stop_at_exact_match or a signal, and
-        evaluates, saves and checkpoints between steps. Collective."""
+        """Trains until the last step, max_train_seconds, what `good_enough` asks for, or a signal,
+        and evaluates, saves and checkpoints between steps. Collective."""
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
         step = self.steps_done
-        done = step >= total or self._out_of_time() or self._good_enough()
+        done = step >= total or self._out_of_time() or self.good_enough()
         if self.recovery.ended_already(self.saver, total=total, over=done):
             return
         if self.cfg.evaluator.at_start and not step:
@@ -115,17 +173,17 @@ class SFTTrainer:
                 epoch, ended = -(-step // per_epoch), step % per_epoch == 0
                 if self.ctx.wish_to_stop():
                     self._log(step, stats)
-                    saved = self.recovery.save_now(self._state, step=step, epoch=epoch)
+                    saved = self.recovery.save_now(self.state, step=step, epoch=epoch)
                     return self.ctx.stop(saved, step)
                 done = step >= total or self._out_of_time()
                 found = self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=done)
                 stats |= found
-                done = done or (bool(found) and self._good_enough())
+                done = done or (bool(found) and self.good_enough())
                 self.saver.maybe_save(step=step, epoch=epoch, epoch_ended=ended)
                 self._log(step, stats)
                 with record_timing("recover"):
                     self.recovery.maybe_save(
-                        self._state, step=step, epoch=epoch, epoch_ended=ended, last=done
+                        self.state, step=step, epoch=epoch, epoch_ended=ended, last=done
                     )
                 if done:
                     break
@@ -137,8 +195,8 @@ class SFTTrainer:
         self.ctx.log_stats(step, stats, total_steps=self.spec.total_train_steps)
 
     def _step(self, batch: Padded) -> dict[str, float]:
-        with record_timing("step"), record_timing("train"):
-            stats = self.model.train(batch) | batch_metrics(batch)
+        with record_timing("step"):
+            stats = self.train(batch) | batch_metrics(batch)
             self.model.step_lr_scheduler()
         return stats | update_speed(
             self.model.engine,
@@ -157,39 +215,84 @@ class SFTTrainer:
         with record_timing("eval"):
             found: dict[str, float] = {}
             for name, held_out in self.held_out.items():
-                found |= self._by_loss(name, held_out)
-            found = with_means(found, list(self.held_out), _JOINED)
-            if self.generation is not None:  # its accuracy counts, not that by loss
-                when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES
-                found |= self.generation.evaluate(step, path, when)
-        self.exact_match = found.get("eval/exact_match", self.exact_match)
+                figures = self.by_loss(held_out)
+                found |= {metric(name, figure): value for figure, value in figures.items()}
+            found = with_means(found, list(self.held_out), self.joined)
+            found |= self.evaluate_otherwise(step, label)
+        self.evaluated(found)
         return found
+
+    def _out_of_time(self) -> bool:
+        bound = self.cfg.max_train_seconds
+        return bound is not None and self.ctx.elapsed() >= bound
+
+
+class SFTTrainer(OfflineTrainer):
+    """Fine-tunes a model on written answers."""
+
+    cfg: SFTConfig
+    joined = ("loss", "ppl", "token_accuracy", "exact_match", "accuracy")
+
+    def __init__(self, cfg: SFTConfig, ctx: RunContext) -> None:
+        self.exact_match = 0.0  # the last evaluation's
+        self.generation: Generation | None = None
+        super().__init__(cfg, ctx)
+
+    def make_model(self) -> MegatronSFT:
+        """Returns the model that is fine-tuned."""
+        return MegatronSFT(self.cfg.model, seed=self.cfg.seed)
+
+    def collate(self) -> Callable[[list[Row]], Any]:
+        """Returns collate_sft."""
+        return collate_sft
+
+    def set_up_others(self, data: RowDataset) -> None:
+        """Starts what evaluates by generation, where the configuration asks for it. Collective."""
+        if self.cfg.generation is not None:
+            self.generation = Generation(self.cfg, self.cfg.generation, self.ctx, self.model, data)
+
+    def evaluates_by_loss(self) -> bool:
+        """Returns whether the validation sets are evaluated by their loss, too."""
+        return self.cfg.generation is None or self.cfg.generation.loss
+
+    def train(self, batch: Padded) -> dict[str, float]:
+        """Makes one update on the trained tokens; returns its metrics. Collective."""
+        with record_timing("train"):
+            return self.model.train(batch)
+
+    def by_loss(self, held_out: Padded) -> dict[str, float]:
+        """Returns loss, ppl, token_accuracy and exact_match, which is the accuracy. Collective."""
+        stats: dict[str, float] = self.model.evaluate(held_out)
+        low, high = wilson(stats["exact_match"], len(held_out["input_ids"]))
+        return stats | {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
+
+    def evaluate_otherwise(self, step: int, label: str) -> dict[str, float]:
+        """Returns the metrics of generated answers, whose accuracy counts, not that by loss.
+        Collective."""
+        if self.generation is None:
+            return {}
+        when, path = None if label == "during" else label, self.ctx.run_dir / SAMPLES
+        return self.generation.evaluate(step, path, when)
+
+    def evaluated(self, found: dict[str, float]) -> None:
+        """Keeps exact_match, which may end the run."""
+        self.exact_match = found.get("eval/exact_match", self.exact_match)
+
+    def good_enough(self) -> bool:
+        """Returns whether stop_at_exact_match is reached."""
+        bound = self.cfg.stop_at_exact_match
+        return bound is not None and self.exact_match >= bound
 
     def end_generation(self) -> None:
         """Ends the servers of evaluations; waits for no other rank."""
         if self.generation is not None:
             self.generation.close()
 
-    def _by_loss(self, name: str, held_out: Padded) -> dict[str, float]:
-        """Returns the metrics of one validation set. Collective."""
-        stats = self.model.evaluate(held_out)
-        low, high = wilson(stats["exact_match"], len(held_out["input_ids"]))
-        stats |= {"accuracy": stats["exact_match"], "accuracy_lo": low, "accuracy_hi": high}
-        return {metric(name, figure): value for figure, value in stats.items()}
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the trainer, the last exact_match with it."""
+        return super().state() | {"exact_match": self.exact_match}
 
-    def _good_enough(self) -> bool:
-        bound = self.cfg.stop_at_exact_match
-        return bound is not None and self.exact_match >= bound
-
-    def _state(self) -> dict[str, Any]:
-        loader = self.loader.state_dict()
-        return {"data": self.data_key, "loader": loader, "exact_match": self.exact_match}
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        if same_data(state["data"], self.data_key):
-            self.loader.load_state_dict(state["loader"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from what `state` returned."""
+        super().load_state(state)
         self.exact_match = state["exact_match"]
-
-    def _out_of_time(self) -> bool:
-        bound = self.cfg.max_train_seconds
-        return bound is not None and self.ctx.elapsed() >= bound

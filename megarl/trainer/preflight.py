@@ -82,7 +82,9 @@ def check_models(cfg: BaseConfig) -> None:
     for name, engine in engines(cfg).items():
         try:
             path, override = model_path(cfg, name), model_override(cfg, name)
-            models[name] = model = read_hf_config(path, head=engine.head, override=override)
+            models[name] = model = read_hf_config(
+                path, head=engine.head, override=override, new_bias=engine.value_head_bias
+            )
             check_layout(model, engine.parallel)
             if engine.lora is not None:
                 check_lora(model, engine.parallel.tp, engine.lora)

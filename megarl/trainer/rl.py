@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch.distributed as dist
@@ -10,13 +9,7 @@ import torch.distributed as dist
 from megarl.algos import Role
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.check import (
-    engines,
-    model_override,
-    model_path,
-    ref_is_below_adapters,
-    saved_engines,
-)
+from megarl.config.check import engines, model_path, saved_engines
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger
@@ -30,6 +23,7 @@ from megarl.trainer.roles import (
     MegatronLoRARef,
     MegatronRef,
     MegatronRewardModel,
+    make_ref,
 )
 from megarl.trainer.rollout_metrics import rollout_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
@@ -93,7 +87,9 @@ class RLTrainer:
         self.publisher = WeightPublisher(
             self.actor, self.session.client, cfg.weight_sync, path=ctx.run_dir / "weights"
         )
-        self.ref = self._make_ref()
+        self.ref: MegatronRef | MegatronLoRARef | None = None
+        if cfg.ref is not None:
+            self.ref = make_ref(cfg, self.actor)
         self.reward_model: MegatronRewardModel | None = None
         if cfg.reward_model is not None:
             self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
@@ -128,19 +124,6 @@ class RLTrainer:
         """Makes the further roles of a subclass's algorithm, and returns by name those that are
         trained."""
         return {}
-
-    def _make_ref(self) -> MegatronRef | MegatronLoRARef | None:
-        if self.cfg.ref is None:
-            return None
-        if ref_is_below_adapters(self.cfg):
-            return MegatronLoRARef(self.actor)
-        config = copy.deepcopy(self.cfg.ref)
-        config.path = model_path(self.cfg, "ref")
-        config.override_config = model_override(self.cfg, "ref")
-        config.optimizer = None
-        ref = MegatronRef(config, temperature=self.cfg.gconfig.temperature, seed=self.cfg.seed)
-        ref.initialize(None, None)
-        return ref
 
     def fit(self) -> None:
         """Trains until the last step, max_train_seconds or a signal, and evaluates, saves and

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megarl.algos import checks, nonfinite
+from megarl.algos import Role, checks, nonfinite
 from megarl.algos.checks import Finding
 from megarl.algos.rows import Data, as_batch, trained_tokens
 from megarl.api.batch import Batch
@@ -38,10 +38,8 @@ from megarl.observability.logging import get_logger, warn_once_per_world
 from megarl.trainer.context import RunContext
 from megarl.trainer.roles import (
     MegatronActor,
-    MegatronCritic,
     MegatronLoRARef,
     MegatronRef,
-    MegatronSFT,
 )
 from megarl.utils.disk import DiskFull, full_disk_named
 
@@ -75,7 +73,7 @@ class SelfCheck:
 
     def watch(
         self,
-        role: MegatronActor | MegatronCritic | MegatronSFT,
+        role: Role,
         *,
         first_ratio_to: str | None = None,
     ) -> None:
@@ -193,7 +191,8 @@ class SelfCheck:
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> torch.Tensor:
         """Returns every sequence's loss, [B], from a pass of its own (after a failure only)."""
-        numbered, watched = checks.number_rows(data), checks.watch_losses(loss_fn)
+        numbered = checks.number_rows(data)
+        watched = checks.watch_losses(loss_fn, whole_groups=kw.get("whole_groups", False))
         return checks.take_rows(engine.eval_batch(numbered, watched, *args, **kw))["loss"]
 
     def _refuse(

@@ -178,6 +178,7 @@ def batch(model: Any) -> Tensors:
     shape = b["input_ids"].shape
     b["advantages"] = torch.linspace(-1.0, 1.5, len(b["input_ids"]))
     b["group_ids"] = torch.tensor([4, 0, 9, 9, 0, 4])
+    b["chosen"] = torch.tensor([True, True, True, False, False, False])
     b["values"], b["returns"] = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
     if not hasattr(model, "score"):
         with torch.no_grad():
@@ -185,6 +186,7 @@ def batch(model: Any) -> Tensors:
             logp = hf_outputs(model, b)["logprobs"]
         ratio = torch.tensor([0.3, -0.1, 0.05, -0.3, 0.35, 0.0])[:, None]
         b["old_logp"] = logp - ratio + 0.02 * torch.randn(shape, generator=g)
+        b["ref_logp"] = b["old_logp"]
     return b
 
 

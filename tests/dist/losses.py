@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megarl.algos import critic_loss, token_weight
 from megarl.algos.aggregation import sequence_weight
+from megarl.algos.preferences import DPO, BradleyTerry, pair_weight
 from tests.dist.engine_jobs import TEMPERATURE, Tensors, loss_fn, weight_fn
 
 LossAndStats = tuple[torch.Tensor, dict[str, Any]]
@@ -46,38 +46,12 @@ def gspo(outputs: Tensors, b: Tensors) -> LossAndStats:
     return -torch.where(mask.any(1), gain, 0.0).sum(), {"ratio": (ratio.detach().sum(), len(ratio))}
 
 
-def pairs(values: torch.Tensor, b: Tensors) -> torch.Tensor:
-    """Returns [b] numbers of sequences as [b/2,2], the earlier row of each group first."""
-    order = b["group_ids"].argsort(stable=True)
-    first, second = b["group_ids"][order].view(-1, 2).unbind(1)
-    assert torch.equal(first, second), "a pair was torn apart"
-    return values[order].view(-1, 2)
-
-
-def dpo(outputs: Tensors, b: Tensors) -> LossAndStats:
-    """Computes DPO's loss (arXiv 2305.18290, eq. 7), beta = 0.2."""
-    log_ratio = torch.where(b["loss_mask"], outputs["logprobs"] - b["old_logp"], 0.0).sum(1)
-    chosen, rejected = pairs(log_ratio, b).unbind(1)
-    return -F.logsigmoid(0.2 * (chosen - rejected)).sum(), {}
-
-
-def bradley_terry(outputs: Tensors, b: Tensors) -> LossAndStats:
-    """Computes a reward model's loss on pairs; a score is the last value in `values`."""
-    last = b["attention_mask"].sum(1, keepdim=True) - 1
-    chosen, rejected = pairs(outputs["values"].gather(1, last)[:, 0], b).unbind(1)
-    return -F.logsigmoid(chosen - rejected).sum(), {"right": ((chosen > rejected).sum(), 1.0)}
-
-
-def pair_weight(b: Tensors) -> float:
-    return len(b["group_ids"]) / 2
-
-
 VALUES: dict[str, Any] = dict(head="value", outputs=("values",), temperature=1.0)
 LOSSES = {
     # its weights are fractional, and one term is a square of means over sequences
     "policy": Loss(fn=loss_fn, weight=weight_fn, outputs=("logprobs", "entropy")),
     "gspo": Loss(fn=gspo, weight=sequence_weight),
-    "dpo": Loss(fn=dpo, weight=pair_weight, whole_groups=True),
+    "dpo": Loss(fn=DPO(beta=0.2), weight=pair_weight, whole_groups=True),
     "critic": Loss(fn=critic_loss, weight=token_weight, **VALUES),
-    "reward": Loss(fn=bradley_terry, weight=pair_weight, whole_groups=True, **VALUES),
+    "reward": Loss(fn=BradleyTerry(), weight=pair_weight, whole_groups=True, **VALUES),
 }

@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 
 from megarl.config.dataset import DatasetConfig
-from megarl.data import build_dataset, collate_pairs, load_rows
+from megarl.data import build_dataset, collate_pairs, collate_unpaired, load_rows
+from megarl.data.preference import check_margins
 from tests.tiny_tokenizer import save_tokenizer
 
 
@@ -135,6 +136,84 @@ def test_what_is_no_pair_is_named(tmp_path, row, match):
         load_rows(cfg, seed=1, purpose="pairs")
 
 
-def test_pairs_are_asked_of_pairs():
-    with pytest.raises(ValueError, match="pairs are of type preference"):
-        load_rows(DatasetConfig(size=5), seed=1, purpose="pairs")
+@pytest.mark.parametrize("purpose", ["pairs", "unpaired"])
+def test_pairs_are_asked_of_pairs(tmp_path, purpose):
+    cfg = DatasetConfig(type="chat", path=a_file(tmp_path, [{"messages": "1+1"}]))
+    with pytest.raises(ValueError, match=r"lacks \['chosen', 'rejected'\]: pairs are of type pref"):
+        load_rows(cfg, seed=1, purpose=purpose)
+
+
+def test_sums_come_with_a_careless_answer():
+    rows = load_rows(DatasetConfig(size=40), seed=1, purpose="pairs")
+    for row in rows:
+        a, b = map(int, row["messages"][0]["content"].split("+"))
+        ((right, wrong),) = zip(
+            *([m["content"] for m in row[k]] for k in ("chosen", "rejected")), strict=True
+        )
+        careless = 10 * ((a // 10 + b // 10) % 10) + (a % 10 + b % 10) % 10
+        assert int(right) == a + b != int(wrong)
+        assert careless in (a + b, int(wrong))
+
+
+def test_a_pair_is_two_answers_with_a_label(tmp_path, tokenizer):
+    single = {"prompt": "1+1", "completion": "2", "label": True}
+    other = {"prompt": [user("1+1")], "completion": [assistant("3")], "label": False}
+    paths = {
+        name: a_file(folder, rows)
+        for name, rows in (("pairs", [FORMATS["texts"]]), ("single", [single, other]))
+        if (folder := tmp_path / name).mkdir() is None
+    }
+    sets = {
+        name: build_dataset(
+            DatasetConfig(type="preference", path=path), tokenizer, purpose="unpaired", seed=1
+        )
+        for name, path in paths.items()
+    }
+    assert list(sets["pairs"]) == list(sets["single"]) and len(sets["pairs"]) == 2
+    batch = collate_unpaired(list(sets["pairs"]))
+    assert batch["desirable"].tolist() == [True, False] and batch["loss_mask"].any(1).all()
+    (pair,) = build_dataset(
+        DatasetConfig(type="preference", path=paths["pairs"]), tokenizer, purpose="pairs", seed=1
+    )
+    assert sets["pairs"][0]["input_ids"] == pair["chosen_ids"]
+    assert sets["pairs"][1]["loss_mask"] == pair["rejected_mask"]
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "good"}, "label is 'good', not true or false"),
+        ({"completion": "b", "label": True}, "a completion and no prompt"),
+        ({"prompt": "a", "completion": [user("b")], "label": True}, "completion does not end with"),
+    ],
+)
+def test_what_is_no_labelled_answer_is_named(tmp_path, row, match):
+    cfg = DatasetConfig(type="preference", path=a_file(tmp_path, [row]))
+    with pytest.raises(ValueError, match=match):
+        load_rows(cfg, seed=1, purpose="unpaired")
+
+
+def test_labelled_answers_are_for_sft_where_they_are_desirable(tmp_path):
+    good = {"prompt": "a", "completion": "b", "label": True}
+    cfg = DatasetConfig(type="preference", path=a_file(tmp_path, [good]))
+    (row,) = load_rows(cfg, seed=1, purpose="sft")
+    assert row["messages"] == [user("a"), assistant("b")]
+    a_file(tmp_path, [good | {"label": False}])
+    with pytest.raises(ValueError, match="label false, which is not for SFT"):
+        load_rows(cfg, seed=1, purpose="sft")
+
+
+def test_margins_go_with_their_pairs(tmp_path, tokenizer):
+    rows = [FORMATS["texts"] | {"margin": m} for m in (0.5, 2)]
+    cfg = DatasetConfig(type="preference", path=a_file(tmp_path, rows))
+    data = build_dataset(cfg, tokenizer, purpose="pairs", seed=1)
+    assert collate_pairs(list(data), margin=True)["margin"].tolist() == [0.5, 0.5, 2.0, 2.0]
+    assert "margin" not in collate_pairs(list(data))
+    check_margins(rows)
+    for wrong, match in (
+        ({}, "row 0: margin is missing; it has"),
+        ({"margin": "1"}, "row 0: margin is '1'"),
+        ({"margin": float("nan")}, "margin is nan, not a finite number"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_margins([FORMATS["texts"] | wrong])

@@ -182,7 +182,7 @@ def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
 
 
 def _model(name: str) -> list[str]:
-    key = "model" if name.endswith("sft") else "actor"
+    key = "model" if name.endswith(("sft", "dpo", "rm")) else "actor"
     made = name.startswith(("quick", "script", "smol", "verifiers"))  # by another job
     return [f"{key}.path=qwen3-1.7b"] if made else []
 

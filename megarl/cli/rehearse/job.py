@@ -14,7 +14,7 @@ from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.loader import config_yaml
-from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.run import FrequencyConfig, ProfilerConfig, StatsLoggerConfig
 from megarl.utils.importing import is_import_path
@@ -55,6 +55,8 @@ def shrink_config(
         _shrink_generation(cfg, layouts.world_size)
     elif isinstance(cfg, SFTConfig):
         cfg.generation = None  # its servers would be of the real model
+    elif isinstance(cfg, RMConfig):
+        cfg.margin = cfg.margin and is_import_path(cfg.train_dataset.type)
     return cfg
 
 

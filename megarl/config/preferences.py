@@ -1,0 +1,104 @@
+"""Configures learning from preferences: which loss, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.config.base import arg
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+
+# by loss: beta where none is set, as its paper or its authors' code has it
+BETAS: Mapping[str, float] = {
+    "dpo": 0.1,
+    "cdpo": 0.1,
+    "robust": 0.1,
+    "ipo": 0.1,
+    "hinge": 0.1,
+    "simpo": 2.0,
+    "orpo": 0.1,
+    "kto": 0.1,
+}
+PREFERENCE_LOSSES = tuple(BETAS)
+WITHOUT_REFERENCE = ("simpo", "orpo")  # losses that measure against no frozen model
+UNPAIRED = ("kto",)  # losses of single answers, each with a label
+_DPO = ("dpo", "cdpo", "robust", "ipo", "hinge")
+# keys that only some losses read
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "label_smoothing": ("cdpo", "robust"),
+    "gamma": ("simpo",),
+    "length_normalized": _DPO,
+    "sft_coef": _DPO,
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig:
+    """Configures what a policy learns of preferred answers."""
+
+    loss: str = arg(
+        "dpo",
+        help="dpo; cdpo and robust: DPO where some preferences are flipped; ipo; hinge; simpo and "
+        "orpo, without a reference; kto, of answers with a label (docs/algorithms.md)",
+        choices=PREFERENCE_LOSSES,
+    )
+    beta: float | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="scale of the implicit reward, in orpo weight of the odds ratio; null is 0.1, for "
+        "simpo 2",
+    )
+    label_smoothing: float = arg(
+        0.0,
+        bounds=Bounds(ge=0, lt=0.5),
+        help="cdpo, robust: probability that a preference is flipped",
+    )
+    gamma: float | None = arg(
+        None, bounds=NOT_NEGATIVE, help="simpo: the margin that is asked for; null is 1"
+    )
+    length_normalized: bool = arg(
+        False, help="dpo, cdpo, robust, ipo, hinge: mean logprob of an answer's tokens, not sum"
+    )
+    sft_coef: float = arg(
+        0.0,
+        bounds=NOT_NEGATIVE,
+        help="dpo, cdpo, robust, ipo, hinge: weight of the chosen answer's cross entropy",
+    )
+    desirable_weight: float = arg(1.0, bounds=POSITIVE, help="kto: weight of desirable answers")
+    undesirable_weight: float = arg(1.0, bounds=POSITIVE, help="kto: weight of undesirable ones")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns whether the loss measures against a frozen model."""
+        return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def paired(self) -> bool:
+        """Returns whether the loss compares two answers to a prompt."""
+        return self.loss not in UNPAIRED
+
+    @property
+    def scale(self) -> float:
+        """Returns beta, or what the loss has where none is set."""
+        return BETAS[self.loss] if self.beta is None else self.beta
+
+
+def preference_problems(key: str, cfg: PreferenceConfig) -> Iterator[str]:
+    """Yields a line for each key that the loss does not read, or misses; `key` is the section."""
+    if cfg.loss not in BETAS:
+        return  # not a choice, which is said elsewhere
+    plain = PreferenceConfig()
+    for name, readers in _READERS.items():
+        value = getattr(cfg, name)
+        if value != getattr(plain, name) and cfg.loss not in readers:
+            yield (
+                f"{key}.{name}={value}: {key}.loss={cfg.loss} does not read it; leave it out, or "
+                f"take {key}.loss={' or '.join(readers)}"
+            )
+    if cfg.loss in _READERS["label_smoothing"] and not cfg.label_smoothing:
+        yield (
+            f"{key}.label_smoothing=0: {key}.loss={cfg.loss} is about flipped preferences; say how "
+            f"many are, or take {key}.loss=dpo"
+        )
