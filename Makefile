@@ -18,6 +18,7 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 TE_HOME ?= .venv-te
 TE_STAMPS := $(TE_HOME)/oldest/.installed $(TE_HOME)/newest/.installed
 CPU := MEGARL_DEVICE=cpu
+SMOLLM2 := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/SmolLM2-135M-Instruct
 PYTEST := $(CPU) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools/*.py)
 
@@ -25,7 +26,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 .PHONY: help install quickstart quickstart-ppo demo-smollm2 lint format house docs unit dist e2e test \
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
-	bench-delta bench-resume bench-order bench-async bench-gpu constraints clean bench-kv \
+	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client
 
 help:  ## list the targets
@@ -192,6 +193,11 @@ bench-async: install  ## asynchronous training beside synchronous, by staleness 
 
 bench-algos: install  ## every preset on the quickstart's sums, 3 seeds (docs/bench_algos.md)
 	$(CPU) $(BIN)/python benchmarks/algos.py
+
+bench-gap: install  ## which gap between trainer and server rounding makes (docs/numerics.md)
+	$(CPU) $(BIN)/python -m megarl.cli gap --budget
+	$(BIN)/python examples/fetch_smollm2.py $(SMOLLM2)
+	$(CPU) $(BIN)/python -m megarl.cli gap --budget $(SMOLLM2)
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py

@@ -23,6 +23,8 @@ from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, intake, optimizer, passes, weights
 from megarl.engine.offload import Memory
+from megarl.engine.probe import Part, Probe
+from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
@@ -235,6 +237,16 @@ class MegatronEngine(TrainEngine):
             return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
 
         return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
+
+    def probe(self, input_: Padded) -> tuple[Padded, dict[Part, torch.Tensor]]:
+        """Returns `forward`'s logprobs of a plain dict of padded tensors, of a model with experts
+        also its routes, and what every part of its layers put out: [T,...] float32 of the T real
+        tokens, row after row, on every rank."""
+        probe = Probe(self.state)
+        outputs = ("logprobs", ROUTED) if self.state.routing else ("logprobs",)
+        with self._inference("probe"), probe.listening():
+            result = passes.forward_pass(self.state, input_, outputs, 1.0, probe)
+        return result, probe.found
 
     @contextmanager
     def _inference(self, what: str) -> Iterator[None]:

@@ -36,6 +36,12 @@ class MicroBatch:
         made anew each time, so that only one micro-batch at a time is padded."""
         return self.source.padded(self.rows, names)
 
+    def tokens(self, layout: Layout, tp_rank: int) -> Tensor:
+        """Returns [T/tp under sequence parallelism, else T]: the token of these rows, row * S + t,
+        that each token between the layers of a tensor-parallel rank is, or -1."""
+        token = self.packed.token
+        return token.chunk(layout.tp)[tp_rank] if layout.sequence_parallel else token
+
     def params(self) -> PackedSeqParams:
         """Returns what attention and rotary embedding need to know about the packed tokens.
 
@@ -123,6 +129,14 @@ class Frame:
         places = torch.stack([self.starts(mb.rows)[row] + t, row * values.shape[1] + t])
         into, of = places.to(full.device, non_blocking=True)
         full[into] = values.flatten(0, 1)[of].to(full.dtype)
+
+    def places(self, mb: MicroBatch, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which of `token` (see MicroBatch.tokens) are real [len(token)], and where these
+        are among the T tokens."""
+        real = token >= 0
+        width = max(1, mb.packed.index.shape[1])
+        starts = torch.tensor([*self.starts(mb.rows).tolist(), 0], device=token.device)
+        return real, (starts[token // width] + token % width)[real]
 
     def tokens(self, full: Tensor) -> Tokens:
         """Returns the result `full` [T,...] as Tokens on the host."""

@@ -18,6 +18,7 @@ from megarl.engine import intake, micro_batch, schedule
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import Frame, MicroBatch
+from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
@@ -85,10 +86,14 @@ def _whole_weight(batch: Batch, loss_weight_fn: LossWeightFn) -> float:
 
 
 def forward_pass(
-    state: EngineState, given: Batch | Padded, outputs: Sequence[str], temperature: float
+    state: EngineState,
+    given: Batch | Padded,
+    outputs: Sequence[str],
+    temperature: float,
+    probe: Probe | None = None,
 ) -> dict[str, Any]:
     """Returns {name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain
-    dict, {name: [B,S,...]} on every rank."""
+    dict, {name: [B,S,...]} on every rank. A `probe` collects what it heard."""
     check_input(state, "forward", given, outputs, backward=False, temperature=temperature)
     needed = [name for name in ("input_ids", ROUTED) if name in given]
     if isinstance(given, Batch):
@@ -111,6 +116,8 @@ def forward_pass(
         result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
         if state.routing is not None and ROUTED in outputs:
             result[ROUTED] = state.routing.collect(mine, frame)
+        if probe is not None:
+            probe.collect(mine, frame)
     if not isinstance(given, Batch):
         width = given["input_ids"].shape[1]
         return {name: tokens.padded(width=width) for name, tokens in result.items()}

@@ -181,28 +181,18 @@ class Routing:
             )
         given = torch.cat([given, given.new_zeros(1, *given.shape[1:])])  # filling's, token -1
         given = given.to(mcore.device(), non_blocking=True)
-        token = self._tokens(mb)
+        token = mb.tokens(self.groups.layout, self.groups.coords.tp)
         filling = (token < 0)[:, None]  # it goes where its router sends it
         for tape in self._tapes[chunk]:
             tape.given = given[token, tape.layer].long().masked_fill(filling, -1)
-
-    def _tokens(self, mb: MicroBatch) -> Tensor:
-        """Returns [T]: the token of mb's batch that each of this rank's packed tokens is, or -1."""
-        layout = self.groups.layout
-        if not layout.sequence_parallel:
-            return mb.packed.token
-        return mb.packed.token.chunk(layout.tp)[self.groups.coords.tp]
 
     def collect(self, micro_batches: Sequence[MicroBatch], frame: Frame) -> Tokens:
         """Returns what was chosen, [T,L,k] of the tokens of `frame`, for the ranks it says, in the
         smallest integers that hold an expert's number. Inside a recording pass. Collective."""
         full = frame.zeros((self.model.num_layers, self.shape.top_k), self.dtype)
         for i, mb in enumerate(micro_batches):
-            token = self._tokens(mb)
-            real = token >= 0
-            width = max(1, mb.packed.index.shape[1])
-            starts = torch.tensor([*frame.starts(mb.rows).tolist(), 0], device=full.device)
-            places = (starts[token // width] + token % width)[real]
+            token = mb.tokens(self.groups.layout, self.groups.coords.tp)
+            real, places = frame.places(mb, token)
             for tape in self.tapes:
                 assert tape.recorded is not None
                 full[places, tape.layer] = tape.recorded[i][real].to(full.dtype)

@@ -1,0 +1,51 @@
+"""`megarl gap` over several processes: what the parts of every layer put out is the same in every
+layout, and is transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.cli.gap.passes import Passed, Routes, Sample, by_transformers, trained
+from megarl.cli.gap.sides import load_model
+from megarl.models.hf_config import read_hf_config
+from tests.dist.engine_jobs import SP, make_engine, save_model
+from tests.tiny import VOCAB
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "qwen2": [dict(tp=2), SP, dict(pp=2, vpp=2), dict(cp=2)],
+    "qwen3_moe": [dict(pp=2), dict(ep=2)],
+}
+
+
+def samples() -> list[Sample]:
+    g = torch.Generator().manual_seed(1)
+    return [Sample(torch.randint(3, VOCAB, (n,), generator=g).tolist(), n // 2) for n in (9, 21, 4)]
+
+
+def run_layouts(path: str, layouts: list[dict[str, Any]]) -> list[Passed]:
+    found = []
+    for parallel in layouts:
+        engine = make_engine(path, parallel, trained=False, max_tokens=16)  # several micro-batches
+        found.append(trained(engine, samples()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_parts_are_transformers_in_every_layout(world2, models, kind):
+    path = save_model(models, kind, tie=False)
+    model = load_model(path, torch.float32)
+    experts = read_hf_config(path).moe
+    for ranks in zip(*world2.run(run_layouts, path, LAYOUTS[kind]), strict=True):
+        for run in ranks:  # every rank knows all of it
+            routes = None if experts is None else Routes(run.routes, experts)
+            want = by_transformers(model, samples(), routes)
+            assert run.parts.keys() == want.parts.keys()
+            for part, values in want.parts.items():
+                error = (run.parts[part] - values).norm() / values.norm()
+                assert error < 1e-5, (part, float(error))
+            if routes is not None:
+                assert torch.equal(run.routes.sort(-1).values, want.routes.sort(-1).values)

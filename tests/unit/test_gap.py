@@ -1,0 +1,388 @@
+"""`megarl gap`: no gap between programs that compute the same model, and every injected bug named
+by its layer and part. The trainer, the server and transformers really run, in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.api.records import SaveLoadMeta
+from megarl.cli import main
+from megarl.cli.gap import budget, sides
+from megarl.cli.gap.compare import CHOICE, Comparison, Runs, compare
+from megarl.cli.gap.passes import Passed, Routes, Sample, served, trained
+from megarl.cli.gap.sides import Subject, run_all, start_server
+from megarl.cli.gap.table import verdict
+from megarl.config.earlier_run import CONFIG_FILE, MARKER, RECOVER_DIR
+from megarl.config.engine import TrainEngineConfig
+from megarl.config.loader import load_config, save_config
+from megarl.engine import MegatronEngine
+from megarl.engine.probe import (
+    ATTENTION,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MLP,
+    MLP_NORM,
+    MLP_POST_NORM,
+    ROUTER,
+)
+from megarl.models.hf_config import read_hf_config
+from megarl.observability.episodes import GROUP, EpisodeStream, pack
+from megarl.parallel.groups import forget_groups
+from megarl.server import kv_cache
+from megarl.utils.digests import seal
+from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny
+
+DENSE, MOE, BIASED = "qwen2", "qwen3_moe", "deepseek_v3"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    torch.set_num_threads(1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        forget_groups()
+
+
+def make_samples() -> list[Sample]:
+    g = torch.Generator().manual_seed(0)
+    lengths = ((40, 25), (24, 12), (33, 20))
+    return [Sample(torch.randint(3, VOCAB, (n,), generator=g).tolist(), p) for n, p in lengths]
+
+
+@dataclass(frozen=True)
+class Case:
+    path: str
+    runs: Runs
+    routes: Routes | None
+
+
+def run_tiny(path: Path, dtype: str = "float32", **kw: Any) -> Case:
+    engine = TrainEngineConfig(path=str(path), dtype=dtype)
+    runs = run_all(Subject(engine=engine, **kw), make_samples())
+    assert runs is not None
+    experts = read_hf_config(path).moe
+    routes = (
+        Routes(runs.first.routes, experts) if experts and runs.first.routes is not None else None
+    )
+    return Case(str(path), runs, routes)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Returns cases(kind): the runs of a tiny model in float32."""
+    made: dict[str, Case] = {}
+
+    def of(kind: str) -> Case:
+        if kind not in made:
+            made[kind] = run_tiny(save_tiny(tmp_path_factory.mktemp(kind), kind))
+        return made[kind]
+
+    return of
+
+
+def with_bug(case: Case, inject: Any) -> Comparison:
+    """Compares the trainer with a server into whose model `inject` puts a bug."""
+    samples = make_samples()
+    runner = start_server(case.path, torch.float32, samples)
+    inject(runner.model)
+    return compare(replace(case.runs, second=served(runner, samples, case.routes)))
+
+
+def named(found: Comparison) -> tuple[int, str] | None:
+    return found.first and tuple(found.first.part)
+
+
+OFTEN = (DENSE, MOE, BIASED, "glm4")
+SELDOM = [
+    pytest.param(kind, marks=pytest.mark.full)
+    for kind in (*KINDS, *MOE_KINDS, *MLA_KINDS, *GLM_KINDS)
+    if kind not in OFTEN
+]
+
+
+def check_rounding(found: Comparison) -> None:
+    """Asserts that nothing was found, and that no part came near its bound."""
+    assert found.first is None
+    assert max(gap.times for gap in found.gaps if gap.part.name != CHOICE) < 0.5
+
+
+@pytest.mark.parametrize("kind", [*OFTEN, *SELDOM])
+def test_no_gap_in_float32(cases, kind):
+    found = compare(cases(kind).runs)
+    check_rounding(found)
+    assert found.logp.largest < 1e-5 and found.logp.tokens == 40
+    assert all(gap.mean == 0 for gap in found.gaps if gap.part.name == CHOICE)
+
+
+@pytest.mark.parametrize(
+    "kind", [DENSE, MOE, *SELDOM, *(pytest.param(k, marks=pytest.mark.full) for k in OFTEN[2:])]
+)
+def test_no_gap_in_bfloat16(kind, tmp_path):
+    path = save_tiny(tmp_path, kind, dtype=torch.bfloat16)
+    found = compare(run_tiny(path, "bfloat16").runs)
+    check_rounding(found)
+    assert 1e-4 < found.logp.mean < 0.1, "bfloat16 rounds"
+
+
+def add(tensor: torch.Tensor, index: Any, value: float) -> None:
+    tensor[index] += value
+
+
+def wrong_rope(model: Any) -> None:
+    """Rotates by another base in layer 1."""
+    config = type(model.config)(**model.config.to_dict())
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 20000.0}
+    rotary, attention = (
+        type(model.base_model.rotary_emb)(config),
+        model.base_model.layers[1].self_attn,
+    )
+    plain = attention.forward
+
+    def forward(hidden_states: Any, position_embeddings: Any, **kw: Any) -> Any:
+        angles = rotary(hidden_states, kw["position_ids"])
+        return plain(hidden_states=hidden_states, position_embeddings=angles, **kw)
+
+    attention.forward = forward
+
+
+def wrong_eps(model: Any) -> None:
+    norm = model.base_model.layers[2].post_attention_layernorm
+    norm.forward = lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, 1e-5)
+
+
+def swap_experts(model: Any) -> None:
+    weights = model.base_model.layers[2].mlp.experts.gate_up_proj
+    weights[[0, 3]] = weights[[3, 0]]
+
+
+def no_choice_bias(model: Any) -> None:
+    model.base_model.layers[2].mlp.gate.e_score_correction_bias.zero_()
+
+
+BUGS = {
+    "an element of a weight": (
+        DENSE,
+        lambda m: add(m.base_model.layers[2].mlp.down_proj.weight, (3, 5), 1e-3),
+        (2, MLP),
+    ),
+    "rope base": (DENSE, wrong_rope, (1, ATTENTION)),
+    "eps": (DENSE, wrong_eps, (2, MLP_NORM)),
+    "a missing bias": (
+        DENSE,
+        lambda m: m.base_model.layers[3].self_attn.q_proj.bias.zero_(),
+        (3, ATTENTION),
+    ),
+    "an embedding": (
+        DENSE,
+        lambda m: add(m.base_model.embed_tokens.weight, make_samples()[0].ids[3], 1e-4),
+        (-1, EMBEDDING),
+    ),
+    "the final norm": (DENSE, lambda m: m.base_model.norm.weight.mul_(1.001), (4, FINAL_NORM)),
+    "the head": (DENSE, lambda m: m.lm_head.weight.mul_(1.001), (4, HEAD)),
+    "a norm of an output": (
+        "glm4",
+        lambda m: m.base_model.layers[1].post_mlp_layernorm.weight.mul_(1.001),
+        (1, MLP_POST_NORM),
+    ),
+    "swapped experts": (MOE, swap_experts, (2, MLP)),
+    "a router's weight": (
+        MOE,
+        lambda m: add(m.base_model.layers[3].mlp.gate.weight, (1, 7), 1e-3),
+        (3, ROUTER),
+    ),
+    "a bias of the choice": (BIASED, no_choice_bias, (2, CHOICE)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_an_injected_bug_is_named(cases, bug):
+    kind, inject, where = BUGS[bug]
+    found = with_bug(cases(kind), inject)
+    assert named(found) == where
+    if where[1] != CHOICE:
+        trainer, server = found.sides
+        assert trainer <= 1 < server, "transformers disagrees with the server alone"
+
+
+def test_swapped_experts_are_named(cases):
+    found = with_bug(cases(MOE), swap_experts)
+    assert found.experts == (0, 3)
+    assert any("of these experts differ" in line and "0, 3" in line for line in verdict(found, "x"))
+
+
+def test_a_bug_of_the_trainer_is_the_trainers(cases):
+    case, samples = cases(DENSE), make_samples()
+    engine = MegatronEngine(TrainEngineConfig(path=case.path, dtype="float32"))
+    engine.initialize()
+    engine.state.params["decoder.layers.1.self_attention.linear_proj.weight"][4, 2] += 1e-3
+    broken = trained(engine, samples)
+    engine.destroy()
+    found = compare(replace(case.runs, first=broken))
+    assert named(found) == (1, ATTENTION)
+    trainer, server = found.sides
+    assert server <= 1 < trainer
+
+
+def test_what_only_decoding_does_wrong_is_found(cases, monkeypatch):
+    """A server whose cache loses the newest key agrees on prompts, and in a pass of its own."""
+    plain = kv_cache.Decode._parts_of
+
+    def short(self: Any, window: int | None) -> Any:
+        return [(i, slice(s.start, s.stop - 1), mask) for i, s, mask in plain(self, window)]
+
+    case, samples = cases(DENSE), make_samples()
+    runner = start_server(case.path, torch.float32, samples)
+    monkeypatch.setattr(kv_cache.Decode, "_parts_of", short)
+    found = compare(replace(case.runs, second=served(runner, samples)))
+    assert named(found) == (0, ATTENTION)
+    assert found.first.token >= samples[0].prompt
+    assert compare(replace(case.runs, second=case.runs.rounded)).first is None
+
+
+def test_a_program_that_gives_nan_has_a_gap(cases):
+    case = cases(DENSE)
+    parts = dict(case.runs.second.parts)
+    part = next(p for p in parts if p == (1, MLP))
+    parts[part] = parts[part] * torch.nan
+    assert named(compare(replace(case.runs, second=Passed(parts, None)))) == (1, MLP)
+
+
+def test_the_command_says_where_and_exits_with_one(tmp_path, capsys):
+    path = save_tiny(tmp_path / "model", "llama", layers=2)
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([sample.ids for sample in make_samples()]))
+    assert main(["gap", str(path), "--tokens", str(ids)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on 97 tokens" in said and "compute the same model" in said
+    assert main(["gap", str(path), "--tokens", str(ids), "--against", "hf"]) == 0
+    assert "trainer and transformers" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_names_a_bug_and_exits_with_one(tmp_path, capsys, monkeypatch):
+    path = save_tiny(tmp_path, MOE, layers=3)
+
+    def start(*args: Any) -> Any:
+        runner = start_server(*args)
+        swap_experts(runner.model)
+        return runner
+
+    monkeypatch.setattr(sides, "start_server", start)
+    assert main(["gap", str(path), "--length", "64", "actor.dtype=float32"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "random tokens" in said  # the model has no tokenizer
+    assert "layer 2, MLP: the first gap that is more than rounding." in said
+    assert "disagrees with the server alone" in said
+
+
+def test_a_run_is_compared_as_its_newest_checkpoint_is_on_what_it_recorded(tmp_path, capsys):
+    model = save_tiny(tmp_path / "model", "llama", layers=2)
+    run = tmp_path / "exp" / "trial"
+    cfg = load_config(None, [f"actor.path={model}", "actor.dtype=float32", "recipe=grpo"])
+    save_config(cfg, run / CONFIG_FILE)
+    engine = MegatronEngine(TrainEngineConfig(path=str(model), dtype="float32"))
+    engine.initialize()
+    weight = engine.state.params["decoder.layers.1.mlp.linear_fc2.weight"]
+    weight.mul_(2)  # the checkpoint's weights are not those of the model directory
+    step = run / RECOVER_DIR / "step_000002"
+    engine.save(SaveLoadMeta(path=str(step / "actor"), weight_format="dist"))
+    engine.destroy()
+    (step / MARKER).write_text(json.dumps(seal({"models": {"actor": {}}})))
+    record_episode(run, make_samples()[:2])
+
+    assert main(["gap", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step_000002/actor" in said and "64 tokens, episode 2.7" in said
+    assert "│ 27 │" in said  # tokens that were trained
+    mlp = [
+        run_all(Subject(engine=cfg.actor, checkpoint=at), make_samples()).exact.parts[1, MLP]
+        for at in (None, step / "actor")
+    ]
+    torch.testing.assert_close(mlp[1], 2 * mlp[0])
+    assert not list(run.glob(".gap-*")), "what the server read is gone"
+    assert main(["gap", str(run), "--episode", "2.8"]) == 2
+    assert "recorded are 2.7" in capsys.readouterr().err
+
+
+def record_episode(run: Path, samples: list[Sample]) -> None:
+    rows = [{"rollout": k, "length": len(s.ids)} for k, s in enumerate(samples)]
+    ids = np.concatenate([np.array(s.ids, "<i4") for s in samples])
+    mask = np.concatenate([np.arange(len(s.ids)) >= s.prompt for s in samples]).astype("|u1")
+    stream = EpisodeStream(run)
+    line = {"kind": GROUP, "step": 2, "episode": 7, "tokens": len(ids)}
+    stream.append(line, pack({"rows": rows}, {"ids": ids, "mask": mask}))
+    stream.close()
+
+
+def test_fp8_keeps_three_bits_of_a_number():
+    x = torch.tensor([448.0, 1.0, 1.06, -17.0, 0.0]).repeat(40)[:130]
+    kept = budget.round_to_fp8(x)
+    assert kept[:5].tolist() == [448.0, 1.0, 1.0, -16.0, 0.0]
+    assert float(((kept - x).abs() / x.abs().clamp(min=1e-9)).max()) <= 2**-4
+
+
+def test_the_budget_grows_with_rounding_and_shrinks_with_replay(monkeypatch, capsys):
+    small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
+    monkeypatch.setattr(budget, "_SIZES", budget._SIZES | small)
+    monkeypatch.setattr(budget, "PROMPTS", 2)
+    monkeypatch.setattr(budget, "ANSWER", 12)
+    shown: dict[str, list[budget.Line]] = {}
+    plain = budget.table
+
+    def keep(name: str, lines: Any) -> Any:
+        shown[name] = lines
+        return plain(name, lines)
+
+    monkeypatch.setattr(budget, "table", keep)
+    assert main(["gap", "--budget"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "24 sampled tokens" in said and "fp8 is simulated" in said
+    exact, bfloat16, mixed, fp8 = (line.gaps.mean for line in shown["random, dense"])
+    assert exact < 1e-5 < 1e-4 < min(bfloat16, mixed) and max(bfloat16, mixed) < fp8
+    lines = shown["random, 16 experts"]
+    assert [line.replay for line in lines] == [False, True] * 4
+    free, replayed = lines[-2:]
+    assert free.flips and replayed.gaps.mean < free.gaps.mean
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ([], "give one model or run directory"),
+        (["{tmp}"], "neither a model's config.json nor a run's config.yaml"),
+        (["{model}", "--against", "vllm"], "--against vllm: use one of server, hf"),
+        (["{model}", "--length", "1"], "--length 1"),
+        (["{model}", "--episode", "1.2"], "it goes with a run"),
+        (["{model}", "--tokens", "{tmp}/none"], "No such file"),
+        (["{model}", "--tokens", "{model}/config.json"], "give at least two token ids"),
+        (["{model}", "--tokens", "{ids}"], "the token id 999, the model's vocab_size is 130"),
+        (["{model}", "actor.parallel.tp=2"], "world"),
+        (["{model}", "actor.fp8=blockwise"], "use actor.fp8=none"),
+    ],
+)
+def test_wrong_command_lines_say_so(args, why, tmp_path, capsys):
+    model = save_tiny(tmp_path / "model", "llama", layers=1)
+    ids = tmp_path / "ids.json"
+    ids.write_text("[3, 999]")
+    named = [arg.format(tmp=tmp_path, model=model, ids=ids) for arg in args]
+    assert main(["gap", *named]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; from megarl.cli import main; assert main(['gap', '--help']) == 0;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
