@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -199,18 +198,6 @@ def test_missing_prox_logp_says_what_to_call():
     whole = Batch.from_padded(batch)  # no pass, but the ranks that will train on it get it
     actor.compute_prox_logp(whole)
     assert whole.minibatches == [list(range(16))]
-
-
-@pytest.fixture
-def warnings():
-    """Text of what the algorithms' loggers say at WARNING."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megarl.algos")
-    logger.addHandler(handler)
-    yield said
-    logger.removeHandler(handler)
 
 
 def test_gap_shows_text_where_it_can_decode(warnings):

@@ -19,15 +19,6 @@ from megarl.rollout.generation import stable_seed
 from megarl.rollout.server_choice import Home, current_home
 from megarl.utils.http import call_json, retry_after
 from tests.dist.world import free_port
-from tests.unit.rollout_fakes import FakeServer
-
-
-@pytest.fixture
-def servers():
-    made = [FakeServer(), FakeServer()]
-    yield made
-    for s in made:
-        s.close()
 
 
 @pytest.fixture

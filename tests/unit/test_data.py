@@ -1,7 +1,6 @@
 """Datasets, their rows, and the loader's order."""
 
 import json
-import logging
 
 import pytest
 import reasoning_gym
@@ -22,23 +21,6 @@ from megarl.data import (
 from megarl.data.template import Template
 from megarl.rollout.rewards import get_reward_fn
 from tests.tiny_tokenizer import save_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def warnings():
-    """The messages of megarl's loggers, which do not propagate to the root."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("megarl")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def sums(tokenizer, *, purpose="rl", seed=1, **cfg):

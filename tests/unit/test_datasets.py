@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import datasets
 import pytest
@@ -16,24 +15,6 @@ from megarl.config.loader import config_yaml, load_config
 from megarl.config.recipes import sources
 from megarl.data import build_dataset, load_rows
 from megarl.trainer.named import check_data
-from tests.tiny_tokenizer import save_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def warnings():
-    """The messages of megarl's loggers, which do not propagate to the root."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("megarl")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def asked(rows):

@@ -32,7 +32,6 @@ from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command
 from megarl.rollout.trajectory import Trajectory
 from tests.sglang import servers as sglang
-from tests.tiny_tokenizer import save_tokenizer
 from tests.unit.rollout_fakes import FakeServer
 
 ROOT = Path(__file__).parents[2]
@@ -249,11 +248,6 @@ def matches(pattern: str, text: str) -> bool:
 
 
 # examples
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_example_reward() -> None:

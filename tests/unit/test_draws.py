@@ -15,12 +15,6 @@ from megarl.config.dataset import CurriculumConfig, DatasetConfig, PartConfig, S
 from megarl.data import RowDataset, build_dataloader, build_dataset, go_on
 from megarl.data.curriculum import ByPassRate, InTurn, pass_rate
 from megarl.data.shares import Shares
-from tests.tiny_tokenizer import save_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def rows_of(sizes: dict[str, int]) -> RowDataset:

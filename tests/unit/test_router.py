@@ -13,7 +13,6 @@ from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.loop_thread import LoopThread
-from tests.unit.rollout_fakes import FakeServer
 
 
 class FakeRouter:
@@ -66,14 +65,6 @@ class FakeRouter:
         url = f"{urls[next(self.turn) % len(urls)]}/generate"
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
             return web.json_response((await answer.json())[0], status=answer.status)
-
-
-@pytest.fixture
-def servers():
-    made = [FakeServer(), FakeServer()]
-    yield made
-    for s in made:
-        s.close()
 
 
 @pytest.fixture
