@@ -33,6 +33,7 @@ COMMANDS = {
     "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
     "status": Command("megarl.cli.status", "say how a run is doing"),
     "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
+    "report": Command("megarl.observability.report.__main__", "write the report of runs"),
     "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 

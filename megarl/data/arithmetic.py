@@ -55,7 +55,10 @@ def arithmetic(
         if in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
             question = f"{a}{op}{b}"
             made[question] = Problem(
-                question=question, answer=str(_OPS[op](a, b)), task=f"arithmetic{op}{digits}"
+                question=question,
+                answer=str(_OPS[op](a, b)),
+                task=f"arithmetic{op}{digits}",
+                extra={"difficulty": digits},
             )
     if len(made) < wanted:
         raise _too_few(cfg, level, ops, len(made), wanted)
