@@ -502,8 +502,10 @@ def test_a_band_shows_what_earlier_runs_did(tmp_path, capsys):
     # step 4 is that of two runs, step 5 of one
     assert band["v"][2:] == ["0.6 [0.15, 0.9]", "1 [0.8, 1.2]", "1.5 [1.5, 1.5]"]
     assert len(by_title["Held-out accuracy"]["s"]) == 2
-    areas = re.findall(r'<path class="band c7" d="M[^"]*Z"', out.read_text())
-    assert len(areas) == sum(any("earlier" in s["n"] for s in h["s"]) for h in page.hover) > 5
+    gap = [(s["n"], s["c"]) for s in by_title["Trainer / server logprob gap"]["s"]]
+    assert gap[2:] == [("3 earlier runs: max", "c0"), ("3 earlier runs: mean", "c1")]
+    areas = re.findall(r'<path class="band c\d" d="M[^"]*Z"', out.read_text())
+    assert len(areas) == sum("earlier" in s["n"] for h in page.hover for s in h["s"]) > 5
 
     other = write_run(tmp_path / "other", [{"step": 1, "mine": 2.0}])
     sft = write_run(tmp_path / "sft", [{"step": 1, "loss": 2.0}])

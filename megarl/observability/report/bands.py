@@ -13,9 +13,10 @@ REWARD = "reward/mean"  # of RL, and of RL alone
 NOT_METRICS = ("step", "time", "elapsed_s", "epoch")
 
 
-def band(earlier: Sequence[Run], *keys: str) -> Line | None:
+def band(earlier: Sequence[Run], *keys: str, of: str = "", color: int = GREY) -> Line | None:
     """Returns the line of the medians of `earlier` runs within their lowest and highest values, at
-    every step for which one of them has a number; None where none has. keys: see Run.points."""
+    every step for which one of them has a number; None where none has. keys: see Run.points; of:
+    the line that it stands behind, where there are several."""
     values: dict[float, list[float]] = {}
     for run in earlier:
         for step, value in run.points(*keys):
@@ -24,10 +25,11 @@ def band(earlier: Sequence[Run], *keys: str) -> Line | None:
         return None
     steps = sorted(values)
     runs = "an earlier run" if len(earlier) == 1 else f"{len(earlier)} earlier runs"
+    label = f"{runs}: {of or 'median, lowest to highest'}"
     return Line(
-        label=f"{runs}: median, lowest to highest",
+        label=label,
         points=[(x, statistics.median(values[x])) for x in steps],
-        color=GREY,
+        color=color,
         dashed=True,
         band=[(x, min(values[x]), max(values[x])) for x in steps],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -15,7 +15,7 @@ from megarl.observability.report.formats import percent, plain
 from megarl.observability.report.held_out import COLORS
 from megarl.observability.report.phases import step_time
 from megarl.observability.report.runs import Run
-from megarl.observability.report.svg import Format, Line, LineChart, line_chart
+from megarl.observability.report.svg import GREY, Format, Line, LineChart, line_chart
 
 GAP = "train_rollout_logprob_abs_diff"
 STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
@@ -240,7 +240,7 @@ def _is_rl(run: Run) -> bool:
 
 def _metric(runs: list[Run], metric: Metric, earlier: Sequence[Run]) -> Markup:
     """Draws one metric. Colour tells runs apart, or series where there is one run; dashes tell
-    series apart. The band is that of its main key."""
+    series apart. Every series has its band, beside other runs the first alone."""
     if metric.where and not any(value > 0 for run in runs for value in run.values(metric.where)):
         return Markup()
     several, lines = len(runs) > 1, []
@@ -261,8 +261,8 @@ def _metric(runs: list[Run], metric: Metric, earlier: Sequence[Run]) -> Markup:
                     smooth=smoothing_window(len(points)) if metric.smooth else 0,
                 )
             )
-    if lines and (behind := band(earlier, named[0][0])):
-        lines.append(behind)
+    bands = _bands(earlier, named[:1] if several else named) if lines else []
+    lines += [replace(line, color=GREY) for line in bands] if len(bands) == 1 else bands
     log = metric.log and _spans_decades(lines)
     return line_chart(
         LineChart(
@@ -275,6 +275,12 @@ def _metric(runs: list[Run], metric: Metric, earlier: Sequence[Run]) -> Markup:
             named=several,
         )
     )
+
+
+def _bands(earlier: Sequence[Run], named: Sequence[tuple[str, str]]) -> list[Line]:
+    """Returns the bands behind the lines of a chart, in their colours."""
+    found = (band(earlier, key, of=name, color=s % COLORS) for s, (key, name) in enumerate(named))
+    return [line for line in found if line is not None]
 
 
 def _keys(run: Run, metric: Metric) -> list[tuple[str, str]]:
