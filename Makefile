@@ -27,7 +27,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
-	bench-client
+	bench-client bench-algos
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20

@@ -5,9 +5,9 @@
 For each seed a model is warmed up as the quickstart's is. From there every algorithm makes the same
 number of steps, of as many answers each, at the same learning rate; nothing is tuned to it. Runs
 take turns, one at a time; trainer and server have one thread each. Held-out sums are answered at
-temperature 1, the policy that is trained: greedy answers would all be right too soon to tell
-algorithms apart. A run that has ended is not made again: remove its directory to have it made anew. Prints a Markdown table, ordered by what was
-reached, and draws the curves to <root>/algos.svg.
+temperature 1, by the policy that is trained: greedy answers would all be right too soon to tell
+algorithms apart. A run that has ended is not made again: remove its directory to have it made anew.
+Prints a Markdown table, ordered by what was reached, and draws the curves to <root>/algos.svg.
 """
 
 from __future__ import annotations

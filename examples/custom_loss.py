@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algos import LossSpec, Surrogate
+from megarl import stats_tracker
+from megarl.algos import LossSpec, Surrogate, derived_policy_stats, policy_stats
 from megarl.config.algo import PPOActorConfig
 
 
@@ -29,12 +30,17 @@ def raft(config: PPOActorConfig, *, floor: float = 0.0) -> LossSpec:
         # sums, and what they are divided by: the engine adds both up over all micro-batches
         cross_entropy = -torch.where(good(batch), outputs["logprobs"], 0.0).sum()
         share = (good(batch).sum(), batch["loss_mask"].sum())
-        return cross_entropy, {"good_tokens": share}
+        figures = policy_stats(outputs, batch, config.old_logp)  # ratio, KL, ... as of every loss
+        # what is no mean over all trained tokens: the least likely of the good ones
+        stats_tracker.denominator(good=good(batch))
+        stats_tracker.stat(good_logp_min=outputs["logprobs"], denominator="good", reduce_type="min")
+        return cross_entropy, figures | {"good_tokens": share}
 
     return LossSpec(
         fn=loss,
         weight=lambda batch: float(good(batch).sum()),
-        needs=("advantages", config.old_logp),
+        needs=("advantages", "logprobs", config.old_logp),
+        derive=derived_policy_stats,
     )
 
 

@@ -37,12 +37,13 @@ from megarl.algos.critic import Critic
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
-from megarl.algos.policy_loss import PolicyLoss
+from megarl.algos.policy_loss import PolicyLoss, derived_policy_stats, policy_stats
 from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
+from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 
 __all__ = [
     "Actor",
@@ -57,18 +58,23 @@ __all__ = [
     "Role",
     "SFT",
     "Surrogate",
+    "advantage_spread",
     "critic_loss",
+    "derived_policy_stats",
     "explained_variance",
     "gae",
+    "gap_by_age",
     "grpo_advantages",
     "kl_estimate",
     "logp_gap_stats",
     "place_rewards",
+    "policy_stats",
     "rollout_weight",
     "sequence_weight",
     "sft_loss",
     "shape_rewards",
     "spread_over_tokens",
+    "staleness",
     "token_weight",
     "whiten",
     "worst_logp_gaps",

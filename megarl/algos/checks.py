@@ -19,6 +19,7 @@ from megarl.algos.metrics import Decode, LogpGap, show_gaps, spell_ids
 from megarl.algos.rows import Data
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import LossFn
+from megarl.observability import stats_tracker
 
 ROW = "row"  # batch key [b]: which sequence of the mini-batch a row of a micro-batch is
 
@@ -197,10 +198,11 @@ def watch_losses(loss_fn: LossFn, *, whole_groups: bool = False) -> LossFn:
 
     def watched(outputs: Padded, batch: Padded) -> tuple[Tensor, dict[str, Any]]:
         loss, stats = loss_fn(outputs, batch)
-        single = [
-            loss_fn(part(outputs, batch, i), part(batch, batch, i))[0]
-            for i in range(len(batch[ROW]))
-        ]
+        with stats_tracker.muted():
+            single = [
+                loss_fn(part(outputs, batch, i), part(batch, batch, i))[0]
+                for i in range(len(batch[ROW]))
+            ]
         return loss, stats | _by_row(batch, {"loss": [float(x) for x in single]})
 
     return watched

@@ -72,21 +72,16 @@ class PolicyLoss:
             weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
             loss = torch.where(dropped, 0.0, loss * weight)
         pg_sum = total = self.scale * aggregate(loss, batch, self.loss_agg)
-        stats = _policy_stats(logp.detach(), old, found, batch, dropped)
+        stats = policy_stats(outputs, batch, self.old_logp, surrogate=found, dropped=dropped)
         stats["pg_loss"] = (pg_sum.detach(), weight_of(batch, self.loss_agg))
-        if "entropy" in outputs:
-            stats |= token_means({"entropy": outputs["entropy"].detach()}, mask)
-            if self.entropy_coef:
-                bonus = aggregate(outputs["entropy"], batch, self.loss_agg)
-                total = total - self.scale * self.entropy_coef * bonus
+        if self.entropy_coef:
+            bonus = aggregate(outputs["entropy"], batch, self.loss_agg)
+            total = total - self.scale * self.entropy_coef * bonus
         if self.kl_coef:
             kl = kl_term(logp, batch["ref_logp"], old, self.kl_estimator)
             if self.kl_adapts:
                 kl = kl * batch["kl_scale"][:, None]
             total = total + self.scale * self.kl_coef * aggregate(kl, batch, self.loss_agg)
-        if "ref_logp" in batch:
-            kl = kl_estimate(logp.detach(), batch["ref_logp"], "k3")
-            stats |= token_means({"kl_ref": kl}, mask)
         return total, stats
 
 
@@ -116,7 +111,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
             *aggregation_needs(config.loss_agg),
         ),
         uses=("ref_logp",),
-        derive=_derived,
+        derive=derived_policy_stats,
     )
 
 
@@ -132,8 +127,9 @@ def _correction(config: PPOActorConfig) -> Correction | None:
     )
 
 
-def _derived(mean: Metrics, first: Metrics) -> Metrics:
-    """Adds the ratio's deviation at the first step, its root mean square and the sample size."""
+def derived_policy_stats(mean: Metrics, first: Metrics) -> Metrics:
+    """Returns what LossSpec.derive makes of policy_stats: adds the ratio's deviation at the first
+    step, its root mean square and the effective sample size."""
     rest = {k: v for k, v in mean.items() if k not in ("ratio_sq_dev", "behav_imp_weight_sq")}
     square = mean["behav_imp_weight_sq"]
     return rest | {
@@ -145,35 +141,50 @@ def _derived(mean: Metrics, first: Metrics) -> Metrics:
 
 
 @torch.no_grad()
-def _policy_stats(
-    logp: Tensor, old: Tensor, found: Surrogate, batch: Padded, dropped: Tensor
+def policy_stats(
+    outputs: Padded,
+    batch: Padded,
+    old_logp: str,
+    *,
+    surrogate: Surrogate | None = None,
+    dropped: Tensor | None = None,
 ) -> Stats:
-    """Returns figures of the step, as means over trained tokens.
+    """Returns the figures of a policy's update, as means over trained tokens; any loss can add them
+    to its own, with derived_policy_stats as its LossSpec.derive.
 
-    clip_frac counts the tokens that a bound of the surrogate acted on. approx_kl is the k3 estimate
-    of KL(behaviour || policy) (tokens were drawn from the behaviour policy). behav_imp_weight is
-    exp(old - behaviour): who wrote the token against the policy the ratio starts from.
+    outputs: logprobs [b,S], optionally entropy [b,S]. batch: loss_mask, advantages, logprobs
+    (behaviour policy), `old_logp`, optionally ref_logp. surrogate: has the ratio and the tokens
+    that a bound acted on, which clip_frac counts; None is the ratio to `old_logp`, without bounds.
+    dropped: tokens that a correction left out, [b,S] bool.
+
+    approx_kl is the k3 estimate of KL(behaviour || policy) (tokens were drawn from the behaviour
+    policy). behav_imp_weight is exp(old - behaviour): who wrote the token against the policy the
+    ratio starts from.
     """
-    mask, behav = batch["loss_mask"].bool(), batch["logprobs"]
-    none = torch.zeros_like(mask)
-    low, high, dual = (found.bounded.get(name, none) for name in ("low", "high", "dual"))
-    weight = safe_exp(torch.where(mask, old - behav, 0.0))
-    return token_means(
-        {
-            "logp": logp,
-            "advantage": batch["advantages"],
-            "ratio": found.ratio,
-            "ratio_abs_dev": (found.ratio - 1.0).abs(),
-            "ratio_sq_dev": (found.ratio - 1.0).square(),
-            "approx_kl": kl_estimate(behav, logp, "k3"),
-            "approx_kl_k1": kl_estimate(behav, logp, "k1"),
-            "clip_frac": low | high | dual,
-            "clip_frac_low": low,
-            "clip_frac_high": high,
-            "clip_frac_dual": dual,
-            "behav_imp_weight": weight,
-            "behav_imp_weight_sq": weight.square(),
-            "behav_dropped_frac": dropped,
-        },
-        mask,
-    )
+    mask, behav, old = batch["loss_mask"].bool(), batch["logprobs"], batch[old_logp]
+    logp, none = torch.where(mask, outputs["logprobs"], 0.0), torch.zeros_like(mask)
+    if surrogate is None:
+        surrogate = Surrogate(none.float(), safe_exp(torch.where(mask, logp - old, 0.0)))
+    low, high, dual = (surrogate.bounded.get(name, none) for name in ("low", "high", "dual"))
+    weight, ratio = safe_exp(torch.where(mask, old - behav, 0.0)), surrogate.ratio
+    figures = {
+        "logp": logp,
+        "advantage": batch["advantages"],
+        "ratio": ratio,
+        "ratio_abs_dev": (ratio - 1.0).abs(),
+        "ratio_sq_dev": (ratio - 1.0).square(),
+        "approx_kl": kl_estimate(behav, logp, "k3"),
+        "approx_kl_k1": kl_estimate(behav, logp, "k1"),
+        "clip_frac": low | high | dual,
+        "clip_frac_low": low,
+        "clip_frac_high": high,
+        "clip_frac_dual": dual,
+        "behav_imp_weight": weight,
+        "behav_imp_weight_sq": weight.square(),
+        "behav_dropped_frac": none if dropped is None else dropped,
+    }
+    if "entropy" in outputs:
+        figures["entropy"] = outputs["entropy"]
+    if "ref_logp" in batch:
+        figures["kl_ref"] = kl_estimate(logp, batch["ref_logp"], "k3")
+    return token_means(figures, mask)

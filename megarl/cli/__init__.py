@@ -34,6 +34,7 @@ COMMANDS = {
     "status": Command("megarl.cli.status", "say how a run is doing"),
     "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
     "gap": Command("megarl.cli.gap", "name the layer where trainer and server part"),
+    "report": Command("megarl.observability.report.__main__", "write the report of runs"),
     "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 

@@ -60,6 +60,7 @@ def arithmetic(
                 answer=(answer := str(_OPS[op](a, b))),
                 task=f"arithmetic{op}{digits}",
                 wrong=_wrong(question, op, answer),
+                extra={"difficulty": digits},
             )
     if len(made) < wanted:
         raise _too_few(cfg, level, ops, len(made), wanted)

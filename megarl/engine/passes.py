@@ -23,6 +23,7 @@ from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.models.fp8 import token_unit
+from megarl.observability import stats_tracker
 from megarl.parallel import exchange
 from megarl.parallel.packing import MicroBatchPlan, plan_micro_batches
 from megarl.parallel.placement import units_of
@@ -64,7 +65,7 @@ def loss_pass(
         routing=state.routing,
         offload=backward and state.config.offload_activations,
     )
-    with _taped(state):
+    with _taped(state), stats_tracker.muted(not schedule.speaks(state.groups)):
         schedule.run(state.chunks, mine, job, backward=backward)
     sums = schedule.reduce_sums(job, state.groups)
     routing = state.routing.metrics(len(mine)) if state.routing else {}

@@ -135,7 +135,7 @@ def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, floa
 
     Numbers are added in rank order, in fp64.
     """
-    mine, error = attempt(_add_up, job.sums if _speaks(groups) else [])
+    mine, error = attempt(_add_up, job.sums if speaks(groups) else [])
     error, job.error = job.error or error, None  # an error holds the frames that hold the job
     try:
         said = from_every_rank("loss_fn", mine, error, world_comm())
@@ -147,7 +147,7 @@ def reduce_sums(job: Pass, groups: ProcessGroups) -> dict[str, tuple[float, floa
     return total
 
 
-def _speaks(groups: ProcessGroups) -> bool:
+def speaks(groups: ProcessGroups) -> bool:
     """Returns whether this rank reports for its data-parallel replica: the last stage's first
     tensor- and context-parallel rank does."""
     c = groups.coords
@@ -190,7 +190,7 @@ def collect_outputs(
     for name in job.outputs:
         inner = [extra[name]] if name in extra else []
         full = frame.zeros(inner, torch.long if name == TOP_IDS else torch.float32)
-        if _speaks(groups) if frame.everyone else groups.is_last_stage:
+        if speaks(groups) if frame.everyone else groups.is_last_stage:
             for mb, outputs in zip(filled, job.outputs_of, strict=True):
                 frame.put(full, mb, outputs[name])
         if frame.everyone and groups.layout.world_size > 1:

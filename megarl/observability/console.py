@@ -75,11 +75,10 @@ def progress_line(
     reward, accuracy = stats.get("eval/reward"), stats.get("eval/accuracy", 0.0)
     if reward is not None and abs(reward - accuracy) > 1e-6:  # in parts of a point
         parts.append(f"eval reward {reward:.3f}")
-    seconds, tokens = stats.get("timing/step_s"), stats.get("tokens/total")
-    if seconds:
+    if seconds := stats.get("timing/step_s"):
         parts.append(f"{seconds:.2f} s/step")
-    if seconds and tokens:
-        parts.append(f"{number(tokens / seconds)} tok/s")
+    if speed := stats.get("perf/tokens_per_s"):
+        parts.append(f"{number(speed)} tok/s")
     if pace is not None and total_steps is not None and total_steps > step:
         parts.append(f"ETA {duration(pace * (total_steps - step))}")
     return " · ".join(parts)

@@ -119,6 +119,7 @@ class StatsLogger:
         completions: rows of the tables completions/<name>, for wandb alone. Raises DiskFull where
         there is no room."""
         self._total_steps, self._committed = total_steps, True
+        stats = {**stats, **throughput(stats)}
         with full_disk_named(f"writing the metrics of step {step}", self._run_dir):
             for sink in self._sinks:
                 sink.write(step, stats, total_steps)
@@ -165,6 +166,13 @@ class StatsLogger:
         summary["paths"] = report.artifacts(self._run_dir)
         write_whole(self._run_dir / report.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         report.print_summary(summary)
+
+
+def throughput(stats: Mapping[str, float]) -> dict[str, float]:
+    """Returns perf/tokens_per_s of a step that tells its tokens and seconds, else {}: all tokens of
+    the batch, prompts included, over the whole step."""
+    tokens, seconds = stats.get("tokens/total"), stats.get("timing/step_s")
+    return {"perf/tokens_per_s": tokens / seconds} if tokens and seconds else {}
 
 
 class JsonlSink:

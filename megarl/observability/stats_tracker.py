@@ -5,11 +5,14 @@
     stats_tracker.scalar(reward=0.5)                               # the mean of what was recorded
     stats_tracker.denominator(right=rewards > 0)                   # a bool tensor
     stats_tracker.stat(seqlen=lengths, denominator="right")        # avg, min and max where it holds
+    stats_tracker.peak(memory_gib=3.5)                             # the largest, over all ranks
     with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
         stats_tracker.scalar(loss=1.0)                             # actor/loss
     stats = stats_tracker.export()                                 # {name: float}, and starts anew
 
-The functions act on one tracker of the process; StatsTracker is for a second one.
+The functions act on one tracker of the process; StatsTracker is for a second one. A loss may use
+them: the engine has one rank of each data-parallel replica record, so that every sequence counts
+once however it is laid out and cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -65,11 +68,17 @@ class StatsTracker:
         self._masks: dict[str, Tensor] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}  # by (name, how it is reduced)
         self._timers = Timers()
+        self._muted = False
 
     def scalar(self, **values: float) -> None:
         """Records numbers. A name's values of one export are averaged, over all ranks."""
         for name, value in values.items():
             self._add(self._scoped(name), "avg", torch.tensor([float(value)], dtype=torch.float64))
+
+    def peak(self, **values: float) -> None:
+        """Records numbers of which the export has the largest, over all ranks."""
+        for name, value in values.items():
+            self._add(self._scoped(name), "max", torch.tensor([float(value)], dtype=torch.float64))
 
     def denominator(self, **masks: Tensor) -> None:
         """Records bool tensors that `stat` selects by; each is exported as its number of trues.
@@ -118,6 +127,16 @@ class StatsTracker:
             self._scopes.pop()
 
     @contextmanager
+    def muted(self, mute: bool = True) -> Iterator[None]:
+        """Checks what is recorded inside, but for timings, and leaves it out: on a rank that
+        computes what another records, or where something is computed again."""
+        before, self._muted = self._muted, self._muted or mute
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
         """Adds the seconds inside to timing/<name>_s. It waits for the GPU at both ends, and is a
         range in a profiler's trace."""
@@ -147,7 +166,8 @@ class StatsTracker:
         return {name: entry.reduced(how) for (name, how), entry in sorted(entries.items())}
 
     def _add(self, name: str, how: str, values: Tensor) -> None:
-        self._entries.setdefault((name, how), _Entry()).add(values)
+        if not self._muted:
+            self._entries.setdefault((name, how), _Entry()).add(values)
 
     def _scoped(self, name: str) -> str:
         return "/".join([*self._scopes, name])
@@ -177,5 +197,6 @@ def _joined(entries: dict[tuple[str, str], _Entry], group: Any) -> dict[tuple[st
 
 _tracker = StatsTracker()
 scalar, denominator, stat = _tracker.scalar, _tracker.denominator, _tracker.stat
+peak, muted = _tracker.peak, _tracker.muted
 scope, record_timing = _tracker.scope, _tracker.record_timing
 seconds, export, watch = _tracker.seconds, _tracker.export, _tracker.watch

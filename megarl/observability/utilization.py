@@ -1,10 +1,13 @@
-"""Measures the share of the hardware that a step uses: model FLOP/s, and their part of the peak
+"""Measures what a step uses of the hardware: memory, model FLOP/s, and their part of the peak
 (MFU, A. Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
 
 The model's FLOPs are those its formulas need, whatever the implementation computes again or twice.
 """
 
 from __future__ import annotations
+
+import resource
+from pathlib import Path
 
 import torch
 
@@ -60,3 +63,24 @@ def utilization(
     reached = flops / seconds / devices / 1e12
     metrics = {"perf/tflops_per_gpu": reached}
     return metrics if peak is None else metrics | {"perf/mfu": reached / peak}
+
+
+def memory_in_use() -> dict[str, float]:
+    """Returns in GiB what this process uses: memory/host_gib, and of its GPU, if it has one, the
+    peaks since the last call: memory/gpu_gib of tensors, memory/gpu_reserved_gib with what torch
+    keeps for more."""
+    found = {"memory/host_gib": _resident() / 2**30}
+    if torch.cuda.is_available():
+        found["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _resident() -> int:
+    """Returns the bytes of host memory that the process holds, or held at most where only that is
+    known."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,7 +22,7 @@ from megarl.trainer.generation import Generation
 from megarl.trainer.held_out import with_means
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
-from megarl.trainer.rollout_metrics import batch_metrics, update_speed
+from megarl.trainer.rollout_metrics import batch_metrics, gathered, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
@@ -191,7 +191,7 @@ class OfflineTrainer:
             self.saver.save_final()
 
     def _log(self, step: int, stats: dict[str, float]) -> None:
-        stats = stats | stats_tracker.export(over_ranks=False)
+        stats = stats | gathered()
         self.ctx.log_stats(step, stats, total_steps=self.spec.total_train_steps)
 
     def _step(self, batch: Padded) -> dict[str, float]:

@@ -11,7 +11,7 @@ from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
 from megarl.trainer.roles import MegatronCritic
-from megarl.trainer.rollout_metrics import rollout_metrics
+from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics
 
 
 class PPOTrainer(rl.RLTrainer):
@@ -61,6 +61,7 @@ class PPOTrainer(rl.RLTrainer):
         with record_timing("train"):
             stats |= self.actor.ppo_update(batch)
             self.actor.step_lr_scheduler()
+        stats |= trained_metrics(batch, version=self.actor.get_version())
         stats |= self.session.account(batch)
         with record_timing("update_weights"):
             stats |= self.publisher.publish(step + 1)

@@ -25,7 +25,7 @@ from megarl.trainer.roles import (
     MegatronRewardModel,
     make_ref,
 )
-from megarl.trainer.rollout_metrics import rollout_metrics, update_speed
+from megarl.trainer.rollout_metrics import gathered, rollout_metrics, trained_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
@@ -160,7 +160,7 @@ class RLTrainer:
                 stats |= self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=last)
             self.ctx.log_stats(
                 step,
-                stats | stats_tracker.export(over_ranks=False),
+                stats | gathered(),
                 total_steps=total,
                 completions=self.session.completions(),
             )
@@ -206,6 +206,7 @@ class RLTrainer:
         with record_timing("train"):
             stats |= self.actor.ppo_update(batch)
             self.actor.step_lr_scheduler()
+        stats |= trained_metrics(batch, version=self.actor.get_version())
         stats |= self.session.account(batch)
         with record_timing("update_weights"):
             stats |= self.publisher.publish(step + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +9,17 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos.rollouts import rollouts_of
-from megarl.algos.rows import Data, as_batch, moments, reduce_rows, total, trained_tokens
+from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens
+from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
-from megarl.observability.utilization import this_device_peak, utilization
+from megarl.observability import stats_tracker
+from megarl.observability.utilization import memory_in_use, this_device_peak, utilization
 from megarl.rollout.trajectory import REWARD_PART
 from megarl.trainer.transcript import turns
 from megarl.utils.batch import seqlens
+
+PASSES = 1.0  # a rollout is right from this reward on
 
 
 def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
@@ -26,12 +29,15 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     batch = as_batch(data)
     rollouts, trained = rollouts_of(batch), trained_tokens(batch)
     rewards = rollouts.common(batch["rewards"].float(), "rewards")
+    right = rewards >= PASSES
     written = rollouts.sums(trained)
     groups = group_extremes(rewards, rollouts.of_first(batch["group_ids"]))
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
-        "reward/pass_at_group": (groups["max"] >= 1).float().mean().item(),
+        "reward/pass_rate": right.float().mean().item(),
+        "reward/pass_at_group": (groups["max"] >= PASSES).float().mean().item(),
+        "reward/groups_all_right": (groups["min"] >= PASSES).float().mean().item(),
         "reward/groups_all_equal": (groups["max"] == groups["min"]).float().mean().item(),
         "response_len/mean": written.mean().item(),
         "response_len/max": written.max().item(),
@@ -46,18 +52,29 @@ def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     if "truncated" in batch:
         cut = rollouts.any(batch["truncated"])
         metrics["response_len/truncated"] = cut.float().mean().item()
-    if "versions" in batch and trained.any():
-
-        def age(part: Padded) -> list[torch.Tensor]:
-            ages = (version - part["versions"]).double()
-            return [ages.where(part["loss_mask"].bool(), -math.inf)]
-
-        _, mean, _ = moments(batch, lambda part: version - part["versions"], ["versions"])
-        oldest = reduce_rows(batch, age, ["versions", "loss_mask"], "max")
-        metrics |= {"staleness/mean": mean, "staleness/max": oldest.max().item()}
+        metrics |= _mean_length(written, cut=cut)
+    metrics |= _mean_length(written, right=right, wrong=~right)
+    metrics |= staleness(batch, version=version)
     if "routed_experts" in batch and trained.any():
         metrics["moe/routes_known"] = _routes_known(batch, trained)
     return metrics
+
+
+def _mean_length(written: torch.Tensor, **kinds: torch.Tensor) -> dict[str, float]:
+    """Returns response_len/<kind>, the mean of `written` [R] over each kind of rollouts, [R] bool,
+    that there is."""
+    return {
+        f"response_len/{name}": written[mask].mean().item()
+        for name, mask in kinds.items()
+        if mask.any()
+    }
+
+
+def trained_metrics(data: Data, *, version: int) -> dict[str, float]:
+    """Returns what an update trained on: the spread of the advantages, and the logprob gap by the
+    tokens' age. `version` is the trainer's. Collective."""
+    batch = as_batch(data)
+    return advantage_spread(batch) | gap_by_age(batch, version=version)
 
 
 def _routes_known(batch: Batch, trained: torch.Tensor) -> float:
@@ -83,6 +100,13 @@ def _sizes(batch: Batch, trained: torch.Tensor) -> dict[str, float]:
         "tokens/trained": total(trained),
         "tokens/total": float(batch.lengths.sum()),
     }
+
+
+def gathered() -> dict[str, float]:
+    """Returns what stats_tracker has gathered on all ranks since the last call, and the memory that
+    was in use. Collective."""
+    stats_tracker.peak(**memory_in_use())
+    return stats_tracker.export()
 
 
 def update_speed(

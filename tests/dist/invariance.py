@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.api.engine import LossFn
+from megarl.observability import stats_tracker
 from tests.dist.engine_jobs import Tensors, make_engine, state
 from tests.dist.losses import LOSSES
 from tests.dist.reference import STEPS, hf_model, hf_outputs, hf_steps
@@ -228,14 +230,30 @@ def train(path: str, parallel: dict[str, Any], loss: str, b: Tensors, **over: An
     result: dict[str, Any] = {"outputs": out if isinstance(out, dict) else {"values": out}}
     stats = []
     for step in range(STEPS):
-        stats.append(engine.train_batch(b, LOSSES[loss].fn, LOSSES[loss].weight, **kw))
+        stats.append(engine.train_batch(b, recording(LOSSES[loss].fn), LOSSES[loss].weight, **kw))
         if step == 0:
             if engine.config.optimizer.distributed:
                 gather_gradients(engine)
             result["grads"] = state(engine, grads=True)
     result["weights"], result["stats"] = state(engine), stats
     engine.destroy()
+    ids = b["input_ids"][b["loss_mask"].bool()].double()
+    assert stats_tracker.export() == {  # to the bit what one rank records of the whole batch
+        "tokens": STEPS * len(ids), "id/avg": float(ids.mean()),
+        "id/min": float(ids.min()), "id/max": float(ids.max()),
+    }  # fmt: skip
     return result
+
+
+def recording(fn: LossFn) -> LossFn:
+    """Returns a loss that has stats_tracker record figures of its own."""
+
+    def recorded(outputs: Tensors, b: Tensors) -> Any:
+        stats_tracker.denominator(tokens=b["loss_mask"].bool())
+        stats_tracker.stat(id=b["input_ids"], denominator="tokens")
+        return fn(outputs, b)
+
+    return recorded
 
 
 def gather_gradients(engine: Any) -> None:

@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.recipes import GRPOConfig
 from megarl.data import build_dataloader, build_dataset
+from megarl.observability import stats_tracker
 from megarl.run import check_named
 from tests.hf_stub import write_stub
 from tests.tiny_tokenizer import save_tokenizer
@@ -218,6 +219,7 @@ def updated(*words: str) -> tuple[dict[str, float], torch.Tensor, dict[str, Any]
 
 def test_a_loss_that_learns_from_good_answers_alone() -> None:
     name = "actor.loss=examples.custom_loss:raft"
+    stats_tracker.export(over_ranks=False)  # what other tests left
     stats, gain, batch = updated(name, "actor.loss.options.floor=0.5")
     good = batch["loss_mask"].bool() & (batch["advantages"] > 0.5)
     assert stats["good_tokens"] == pytest.approx(float(good.sum() / batch["loss_mask"].sum()))
@@ -225,6 +227,14 @@ def test_a_loss_that_learns_from_good_answers_alone() -> None:
     logp = batch["prox_logp"]
     assert stats["loss"] == pytest.approx(float(-logp[good].mean()), rel=1e-5)
     assert gain[good].sum() > 0
+    # the figures of every loss, and one that is no mean
+    assert {"ratio_rms_dev", "approx_kl", "behav_ess", "clip_frac"} <= set(stats)
+    assert stats["ratio"] == pytest.approx(1.0) and "ratio_sq_dev" not in stats
+    own = stats_tracker.export(over_ranks=False)
+    assert own == {
+        "good": float(good.sum()),
+        "good_logp_min": pytest.approx(float(logp[good].min())),
+    }
 
 
 def test_a_surrogate_keeps_what_stands_around_it() -> None:

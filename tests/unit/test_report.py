@@ -100,7 +100,7 @@ def rl_rows(n: int = 6) -> list[dict]:
                 "timing/step_s": 2.0,
                 "timing/eval_s": 9.0,
                 "timing/update_weights/gather_s": 0.1,
-                "tokens/total": 1000,
+                "perf/tokens_per_s": 500.0,
                 "elapsed_s": 1.0 + 2 * s,
                 "time": 1.79e9 + 2 * s,
             }
@@ -477,3 +477,66 @@ def test_samples_of_several_turns_show_who_said_what(tmp_path):
         ("", "model", "2"),
     ]
     assert SAMPLES[1]["completion"] not in text and 'class="chip part"' in text
+
+
+def test_a_band_shows_what_earlier_runs_did(tmp_path, capsys):
+    def scaled(by: float, n: int) -> list[dict]:
+        rows = rl_rows(n)
+        return [
+            r | {"reward/mean": by * r["reward/mean"]} if "reward/mean" in r else r for r in rows
+        ]
+
+    run = write_run(tmp_path / "now", rl_rows(3))
+    earlier = [
+        str(write_run(tmp_path / f"b{i}", scaled(by, 3 + i)))
+        for i, by in enumerate((0.5, 2.0, 3.0))
+    ]
+    out = tmp_path / "r.html"
+    main([str(run), "--band", *earlier, "--out", str(out)])
+    page = Page(out.read_text())
+    titles = [h for h in page.headings if h != "Curves"][1:]
+    by_title = dict(zip(titles, page.hover, strict=True))
+    mine, band = by_title["Reward"]["s"]
+    assert band["n"] == "3 earlier runs: median, lowest to highest"
+    assert mine["v"] == ["0.1", "0.2", "0.3", None, None]
+    # step 4 is that of two runs, step 5 of one
+    assert band["v"][2:] == ["0.6 [0.15, 0.9]", "1 [0.8, 1.2]", "1.5 [1.5, 1.5]"]
+    assert len(by_title["Held-out accuracy"]["s"]) == 2
+    gap = [(s["n"], s["c"]) for s in by_title["Trainer / server logprob gap"]["s"]]
+    assert gap[2:] == [("3 earlier runs: max", "c0"), ("3 earlier runs: mean", "c1")]
+    areas = re.findall(r'<path class="band c\d" d="M[^"]*Z"', out.read_text())
+    assert len(areas) == sum("earlier" in s["n"] for h in page.hover for s in h["s"]) > 5
+
+    other = write_run(tmp_path / "other", [{"step": 1, "mine": 2.0}])
+    sft = write_run(tmp_path / "sft", [{"step": 1, "loss": 2.0}])
+    for wrong in (other, sft):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(run), "--band", str(wrong), "--out", str(out)])
+        assert f"{wrong.name} shares no metric with" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_lines_that_a_star_names(tmp_path):
+    rows = [
+        {
+            "step": s,
+            "reward/mean": 0.5,
+            "reward/format": 0.1 * s,
+            "reward/pass_rate": 0.4,
+            "difficulty/1/pass_rate": 0.9,
+            "difficulty/2/pass_rate": 0.3,
+            "difficulty/2/prompts": 4.0,
+            "staleness/max": 1.0,
+            "staleness/mean": 0.5,
+            "staleness/age_0": 0.25,
+            "staleness/age_1": 0.75,
+        }
+        for s in (1, 2)
+    ]
+    text = write_report(tmp_path / "r.html", [Run(label="x", rows=rows)]).read_text()
+    page = Page(text)
+    by_title = dict(zip([h for h in page.headings if h != "Curves"][1:], page.hover, strict=True))
+    assert [s["n"] for s in by_title["Pass rate by difficulty"]["s"]] == ["1", "2"]
+    assert [s["n"] for s in by_title["Parts of the reward"]["s"]] == ["format"]
+    ages = by_title["Age of the trained tokens"]["s"]
+    assert [(s["n"], s["v"][0]) for s in ages] == [("age_0", "25.0%"), ("age_1", "75.0%")]
+    assert "Logprob gap by age" not in by_title

@@ -21,7 +21,7 @@ from megarl.observability.console import (
     progress_line,
     seconds_per_step,
 )
-from megarl.observability.stats_logger import StatsLogger
+from megarl.observability.stats_logger import StatsLogger, throughput
 from megarl.observability.timers import Timers
 from megarl.utils.disk import DiskFull
 from tests.full_disk import files_below
@@ -193,7 +193,8 @@ def test_table_shows_every_figure_at_any_width(width):
 
 
 def test_progress_line():
-    stats = {"reward/mean": 0.5, "loss": 1.0, "timing/step_s": 2.0, "tokens/total": 25_000}
+    stats = {"reward/mean": 0.5, "loss": 1.0, "timing/step_s": 2.0}
+    stats |= throughput(stats | {"tokens/total": 25_000})
     line = progress_line(3, stats, 10, 60.0)
     assert line == "step 3/10 · reward 0.500 · 2.00 s/step · 12500 tok/s · ETA 7m 00s"
     assert progress_line(10, {"loss": 1.0}, 10, 60.0) == "step 10/10 · loss 1.000"

@@ -42,6 +42,46 @@ def test_tensors_are_reduced_where_their_denominator_holds() -> None:
     }  # fmt: skip
 
 
+def test_the_largest_of_what_was_recorded() -> None:
+    tracker = StatsTracker()
+    for gib in (1.5, 4.0, 2.0):
+        tracker.peak(gib=gib)
+    assert tracker.export() == {"gib": 4.0}
+
+
+def test_micro_batches_add_up_to_the_whole_batch() -> None:
+    """Rows are cut anywhere, among them parts that the mask leaves nothing of."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(9, 5, generator=generator) < 0.6
+    mask[3:5] = False
+    values = torch.randint(-50, 50, (9, 5), generator=generator)
+
+    def recorded(*cuts: int) -> dict[str, float]:
+        tracker = StatsTracker()
+        for rows in torch.arange(9).tensor_split(list(cuts)):
+            tracker.denominator(tokens=mask[rows])
+            tracker.stat(value=values[rows], denominator="tokens")
+            tracker.stat(total=values[rows], denominator="tokens", reduce_type="sum")
+        return tracker.export()
+
+    whole = recorded()
+    assert whole["tokens"] == mask.sum() and whole["value/avg"] == values[mask].double().mean()
+    assert recorded(1, 3, 5, 6) == recorded(4) == recorded(3, 5) == whole
+
+
+def test_what_is_muted_is_checked_and_left_out() -> None:
+    tracker, mask = StatsTracker(), torch.tensor([True, False])
+    with tracker.muted():
+        tracker.denominator(n=mask)
+        tracker.stat(x=torch.ones(2), denominator="n")
+        with pytest.raises(ValueError, match="denominator 'm' is not known"):
+            tracker.stat(x=torch.ones(2), denominator="m")
+        with tracker.muted(False):  # a part of what is muted is muted
+            tracker.scalar(y=1.0)
+    tracker.scalar(z=2.0)
+    assert tracker.export() == {"z": 2.0}
+
+
 def test_wrong_use_is_named() -> None:
     tracker, mask = StatsTracker(), torch.tensor([True, False])
     with pytest.raises(ValueError, match=r"denominator\(n=\): torch.float32, not bool"):

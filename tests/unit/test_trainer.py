@@ -58,6 +58,12 @@ def test_rollout_figures():
     assert figures["tokens/trained"] == 7
     assert figures["tokens/total"] == 11
     assert figures["staleness/max"] == figures["staleness/mean"] == 2
+    assert [figures[f"staleness/age_{k}"] for k in range(3)] == [0, 0, 1]
+    assert figures["reward/pass_rate"] == 0.25 and figures["reward/groups_all_right"] == 0
+    lengths = {name: figures[f"response_len/{name}"] for name in ("right", "wrong", "cut")}
+    assert lengths == {"right": 2, "wrong": pytest.approx(5 / 3), "cut": 2}
+    none_right = rollout_metrics(a_batch() | {"rewards": torch.zeros(4)}, version=6)
+    assert "response_len/right" not in none_right and none_right["response_len/wrong"] == 7 / 4
 
 
 def test_completions_are_the_first_sample_of_each_row():

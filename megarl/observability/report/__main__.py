@@ -1,4 +1,4 @@
-"""python -m megarl.observability.report RUN_DIR... --out report.html"""
+"""megarl report RUN_DIR... --out report.html"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.observability.report import write_report
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes the report that the command line asks for and prints its path."""
     parser = argparse.ArgumentParser(
-        prog="python -m megarl.observability.report",
+        prog="megarl report",
         description="Write one self-contained HTML report about one or several runs.",
     )
     parser.add_argument(
@@ -19,6 +19,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="+",
         metavar="[LABEL=]RUN_DIR",
         help="directories with a stats.jsonl; the first is the report's subject",
+    )
+    parser.add_argument(
+        "--band",
+        nargs="+",
+        default=[],
+        metavar="RUN_DIR",
+        help="earlier runs, drawn behind every curve: lowest, highest and median at each step",
     )
     parser.add_argument("--out", default="report.html", help="the file to write (report.html)")
     parser.add_argument("--title", help="headline; the first run's label by default")
@@ -29,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = write_report(
             args.out,
             args.runs,
+            band=args.band,
             title=args.title,
             subtitle=args.subtitle,
             max_samples=args.max_samples,

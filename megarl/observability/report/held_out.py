@@ -4,13 +4,14 @@ and its confidence interval, and their curves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from megarl.observability.intervals import Estimate, correlation, difference_ci
+from megarl.observability.report.bands import band
 from megarl.observability.report.formats import percent, plain, signed
 from megarl.observability.report.runs import Run
 from megarl.observability.report.svg import Format, Line, LineChart, line_chart
@@ -175,8 +176,11 @@ def by_dataset(run: Run, measure: Measure) -> Markup:
     )
 
 
-def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> Markup:
-    """Draws the measure with its confidence intervals, by step or by minutes of the run."""
+def curve(
+    runs: list[Run], measure: Measure, *, by_time: bool, earlier: Sequence[Run] = ()
+) -> Markup:
+    """Draws the measure with its confidence intervals, by step or by minutes of the run; by step
+    before the band of `earlier` runs."""
     x, scale = ("elapsed_s", 1 / 60) if by_time else ("step", 1.0)
     lines = []
     for r, run in enumerate(runs):
@@ -193,6 +197,8 @@ def curve(runs: list[Run], measure: Measure, *, by_time: bool) -> Markup:
                 whiskers=[(scale * px, low[px], high[px]) for px in low if px in high],
             )
         )
+    if lines and not by_time and (behind := band(earlier, *measure.keys)):
+        lines.append(behind)
     return line_chart(
         LineChart(
             title=f"Held-out {measure.name}" + (" by wall time" if by_time else ""),

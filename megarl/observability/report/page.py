@@ -44,14 +44,16 @@ class Tile:
 def render_page(
     runs: list[Run],
     *,
+    earlier: Sequence[Run] = (),
     title: str,
     subtitle: str,
     samples: Sequence[Mapping[str, Any]],
     config: str,
     max_samples: int,
 ) -> str:
-    """Returns the report as one HTML page. The first run is the one it is about; `samples` are
-    records as in samples.jsonl, of which it shows `max_samples` prompts."""
+    """Returns the report as one HTML page. The first run is the one it is about; `earlier` runs are
+    drawn as a band behind its curves; `samples` are records as in samples.jsonl, of which it shows
+    `max_samples` prompts."""
     run = runs[0]
     measure = headline(run) or ACCURACY
     pairs = pair_samples([dict(s) for s in samples])[:max_samples]
@@ -62,7 +64,7 @@ def render_page(
         tiles=list(_tiles(run)),
         measure=measure.name.capitalize(),
         compared=[_compared(i, r, measure) for i, r in enumerate(runs)] if runs[1:] else [],
-        charts=all_charts(runs),
+        charts=all_charts(runs, earlier),
         summary=summary_lines(run.summary) if run.summary else [],
         samples=pairs,
         shown=[w for w in ("before", "after") if any(p[w] for p in pairs)],
@@ -128,11 +130,7 @@ def _interval(run: Run, measure: Measure) -> str:
 
 
 def _speed(run: Run) -> str:
-    tokens = [
-        row["tokens/total"] / row["timing/step_s"]
-        for row in run.rows
-        if row.get("tokens/total") and row.get("timing/step_s")
-    ]
+    tokens = run.values("perf/tokens_per_s")
     return f"{number(round(statistics.median(tokens)))} tokens/s, medians" if tokens else "median"
 
 

@@ -20,6 +20,7 @@ from megarl.observability.report.scale import Scale, log_ticks, nice_ticks
 from megarl.observability.report.templates import fill
 
 Points = Sequence[tuple[float, float]]
+Range = tuple[float, float, float]  # x, low, high
 Format = Callable[[float], str]
 Legend = list[tuple[str, str]]  # (label, CSS classes of its key)
 Mark = tuple[str, str]  # (CSS classes, SVG path)
@@ -32,8 +33,9 @@ GREY = 7  # the colour class of what belongs to no series
 
 @dataclass(kw_only=True)
 class Line:
-    """Describes one series. `whiskers` are (x, low, high); `smooth` is a window in points, and 0
-    draws them as they are. Points may be means of `per_point` steps each."""
+    """Describes one series. `whiskers` are (x, low, high), and so is `band`, an area behind the
+    lines; `smooth` is a window in points, and 0 draws them as they are. Points may be means of
+    `per_point` steps each."""
 
     label: str
     points: Points
@@ -42,7 +44,8 @@ class Line:
     smooth: int = 0
     per_point: int = 1
     markers: bool = False
-    whiskers: Sequence[tuple[float, float, float]] = ()
+    whiskers: Sequence[Range] = ()
+    band: Sequence[Range] = ()
 
     @property
     def is_smoothed(self) -> bool:
@@ -112,13 +115,14 @@ def line_chart(chart: LineChart) -> Markup:
     lines = [_prepare(line, chart.log) for line in chart.lines]
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
-    ys += [v for line in lines for _, lo, hi in line.whiskers for v in (lo, hi)]
+    ys += [v for line in lines for _, lo, hi in (*line.whiskers, *line.band) for v in (lo, hi)]
     if not xs:
         return Markup()
     y_ticks = log_ticks(min(ys), max(ys)) if chart.log else _y_ticks(chart, min(ys), max(ys))
     x = Scale(xs[0], xs[-1], LEFT + 6, RIGHT - 6)
     y = Scale(y_ticks[0], y_ticks[-1], FLOOR, TOP, log=chart.log)
-    marks = [mark for line in lines for mark in _line_marks(line, x, y)]
+    marks = [_area(line, x, y) for line in lines if line.band]
+    marks += [mark for line in lines for mark in _line_marks(line, x, y)]
     series = [_line_values(line, xs, y, chart.format) for line in lines]
     return _figure(chart, x, y, xs, y_ticks, _line_legend(lines, chart.named), marks, series)
 
@@ -156,7 +160,27 @@ def stacked_chart(chart: StackedChart) -> Markup:
 def _prepare(line: Line, log: bool) -> Line:
     points = [(x, v) for x, v in line.points if math.isfinite(v) and (v > 0 or not log)]
     size = bin_size(len(points))
-    return replace(line, points=thin(points), smooth=line.smooth // size, per_point=size)
+    ends = [(x, lo, hi) for x, lo, hi in line.band if lo > 0 or not log]
+    (xs, lows), (_, highs) = (_xy(thin([(e[0], e[i]) for e in ends])) for i in (1, 2))
+    return replace(
+        line,
+        points=thin(points),
+        smooth=line.smooth // size,
+        per_point=size,
+        band=list(zip(xs, lows, highs, strict=True)),
+    )
+
+
+def _xy(points: Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _area(line: Line, x: Scale, y: Scale) -> Mark:
+    """Returns the area between the ends of the line's band."""
+    there = [(px, lo) for px, lo, _ in line.band]
+    back = [(px, hi) for px, _, hi in reversed(line.band)]
+    corners = (f"{x(px):.1f},{y(py):.1f}" for px, py in there + back)
+    return f"band c{line.color}", "M" + "L".join(corners) + "Z"
 
 
 def _y_ticks(chart: LineChart, lo: float, hi: float) -> list[float]:
@@ -211,7 +235,7 @@ def _line_values(line: Line, xs: Sequence[float], y: Scale, fmt: Format) -> dict
     height of its dot."""
     at = dict(line.points)
     texts = {px: fmt(value) for px, value in line.points}
-    for wx, lo, hi in line.whiskers:
+    for wx, lo, hi in (*line.whiskers, *line.band):
         if wx in texts:
             texts[wx] += f" [{fmt(lo)}, {fmt(hi)}]"
     heights = [round(y(at[px]), 1) if px in at else None for px in xs]
