@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megarl.algos.aggregation import (
 from megarl.algos.correction import Correction
 from megarl.algos.kl import kl_estimate, kl_term, safe_exp
 from megarl.algos.ratios import RATIOS
-from megarl.algos.specs import LossSpec, Metrics, Surrogate, SurrogateFn, surrogate_of
+from megarl.algos.specs import LossSpec, Metrics, Picks, Surrogate, SurrogateFn, surrogate_of
 from megarl.algos.surrogates import Clip
 from megarl.api.batch import Padded
 from megarl.config.algo import PPOActorConfig
@@ -60,7 +61,8 @@ class PolicyLoss:
         mask, old = batch["loss_mask"].bool(), batch[self.old_logp]
         # where nothing is trained, anything may stand, and its gradient must not come through
         logp, adv = (torch.where(mask, x, 0.0) for x in (outputs["logprobs"], batch["advantages"]))
-        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask)
+        picked = {"picked": batch["picked"].bool()} if isinstance(self.surrogate, Picks) else {}
+        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask, **picked)
         loss, dropped = found.loss, torch.zeros_like(mask)
         if self.correction is not None:
             weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
@@ -87,10 +89,12 @@ class PolicyLoss:
 def policy(config: PPOActorConfig) -> LossSpec:
     """Returns the PolicyLoss of the settings of the actor's section."""
     adapts = config.kl_coef > 0 and config.kl_controller is not None
+    surrogate, old_logp = surrogate_of(config), config.old_logp
+    pick = partial(surrogate.pick, old_logp=old_logp) if isinstance(surrogate, Picks) else None
     loss = PolicyLoss(
-        old_logp=config.old_logp,
+        old_logp=old_logp,
         ratio=config.ratio,
-        surrogate=surrogate_of(config),
+        surrogate=surrogate,
         correction=_correction(config),
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
@@ -104,12 +108,14 @@ def policy(config: PPOActorConfig) -> LossSpec:
         weight=LOSS_WEIGHTS[config.loss_agg],
         outputs=("logprobs", "entropy"),
         needs=(
-            *("logprobs", "advantages", config.old_logp),
+            *("logprobs", "advantages", old_logp),
+            *(["picked"] if pick else []),
             *(["ref_logp"] if config.kl_coef else []),
             *(["kl_scale"] if adapts else []),
             *aggregation_needs(config.loss_agg),
         ),
         uses=("ref_logp",),
+        pick=pick,
         derive=_derived,
     )
 
@@ -152,8 +158,10 @@ def _policy_stats(
     none = torch.zeros_like(mask)
     low, high, dual = (found.bounded.get(name, none) for name in ("low", "high", "dual"))
     weight = safe_exp(torch.where(mask, old - behav, 0.0))
+    more = {f"{name}_frac": found.bounded[name] for name in ("picked",) if name in found.bounded}
     return token_means(
-        {
+        more
+        | {
             "logp": logp,
             "advantage": batch["advantages"],
             "ratio": found.ratio,
