@@ -35,7 +35,7 @@ from megarl.parallel.placement import split_minibatches
 log = get_logger(__name__)
 
 # fields that ppo_update makes for losses
-MADE_HERE = ("rollout_tokens", "batch_share", "kl_scale")
+MADE_HERE = ("rollout_tokens", "batch_share", "kl_scale", "picked")
 
 
 class Actor(Role):
@@ -272,8 +272,11 @@ class Actor(Role):
             data.minibatches = self._minibatches(data)
 
     def _minibatches(self, batch: Batch) -> list[list[int]]:
-        seed = self.seed * 1_000_003 + self.engine.get_version()
-        return split_minibatches(batch.unit_ids, self.config.ppo_n_minibatches, seed=seed)
+        n = self.config.ppo_n_minibatches
+        return split_minibatches(batch.unit_ids, n, seed=self._step_seed())
+
+    def _step_seed(self) -> int:
+        return self.seed * 1_000_003 + self.engine.get_version()
 
     def _shaped_rewards(self, rewards: Tensor) -> Tensor:
         bad = (~rewards.isfinite()).nonzero().flatten().tolist()
@@ -309,6 +312,8 @@ class Actor(Role):
             batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
         if "kl_scale" in keys:
             batch["kl_scale"] = torch.full((len(whole),), self.kl.scale)
+        if spec.pick is not None:
+            put(batch, "picked", spec.pick(whole, self._step_seed()))
         if "batch_share" in keys:
             batch["batch_share"] = batch_shares(parts, trained)
         updates = []

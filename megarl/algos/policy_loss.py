@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megarl.algos.aggregation import (
 from megarl.algos.correction import Correction
 from megarl.algos.kl import kl_estimate, kl_term, safe_exp
 from megarl.algos.ratios import RATIOS
-from megarl.algos.specs import LossSpec, Metrics, Surrogate, SurrogateFn, surrogate_of
+from megarl.algos.specs import LossSpec, Metrics, Picks, Surrogate, SurrogateFn, surrogate_of
 from megarl.algos.surrogates import Clip
 from megarl.api.batch import Padded
 from megarl.config.algo import PPOActorConfig
@@ -66,7 +67,8 @@ class PolicyLoss:
         mask, old = batch["loss_mask"].bool(), batch[self.old_logp]
         # where nothing is trained, anything may stand, and its gradient must not come through
         logp, adv = (torch.where(mask, x, 0.0) for x in (outputs["logprobs"], batch["advantages"]))
-        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask)
+        picked = {"picked": batch["picked"].bool()} if isinstance(self.surrogate, Picks) else {}
+        found = self.surrogate(RATIOS[self.ratio](logp, old, mask), adv, logp, mask, **picked)
         loss, dropped = found.loss, torch.zeros_like(mask)
         if self.correction is not None:
             weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
@@ -88,10 +90,12 @@ class PolicyLoss:
 def policy(config: PPOActorConfig) -> LossSpec:
     """Returns the PolicyLoss of the settings of the actor's section."""
     adapts = config.kl_coef > 0 and config.kl_controller is not None
+    surrogate, old_logp = surrogate_of(config), config.old_logp
+    pick = partial(surrogate.pick, old_logp=old_logp) if isinstance(surrogate, Picks) else None
     loss = PolicyLoss(
-        old_logp=config.old_logp,
+        old_logp=old_logp,
         ratio=config.ratio,
-        surrogate=surrogate_of(config),
+        surrogate=surrogate,
         correction=_correction(config),
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
@@ -105,12 +109,14 @@ def policy(config: PPOActorConfig) -> LossSpec:
         weight=LOSS_WEIGHTS[config.loss_agg],
         outputs=("logprobs", "entropy"),
         needs=(
-            *("logprobs", "advantages", config.old_logp),
+            *("logprobs", "advantages", old_logp),
+            *(["picked"] if pick else []),
             *(["ref_logp"] if config.kl_coef else []),
             *(["kl_scale"] if adapts else []),
             *aggregation_needs(config.loss_agg),
         ),
         uses=("ref_logp",),
+        pick=pick,
         derive=derived_policy_stats,
     )
 
@@ -185,6 +191,8 @@ def policy_stats(
     }
     if "entropy" in outputs:
         figures["entropy"] = outputs["entropy"]
+    if "picked" in surrogate.bounded:
+        figures["picked_frac"] = surrogate.bounded["picked"]
     if "ref_logp" in batch:
         figures["kl_ref"] = kl_estimate(logp, batch["ref_logp"], "k3")
     return token_means(figures, mask)

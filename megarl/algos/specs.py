@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from megarl.api.batch import Padded
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn
 from megarl.config.algo import PPOActorConfig
 from megarl.config.base import SeamConfig
@@ -26,20 +26,40 @@ Metrics = dict[str, float]
 @dataclass(frozen=True)
 class Surrogate:
     """Holds the loss of every token, [b,S] with gradient, the ratio for the figures, [b,S], and by
-    name which tokens a bound acted on, [b,S] bool ("low", "high", "dual")."""
+    name which tokens a bound acted on, [b,S] bool ("low", "high", "dual"), or were "picked"."""
 
     loss: Tensor
     ratio: Tensor
     bounded: dict[str, Tensor] = field(default_factory=dict)
 
 
-SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor], Surrogate]
+SurrogateFn = Callable[..., Surrogate]
+# (batch, seed) -> which tokens of the rows that this rank holds, [T] bool
+PickFn = Callable[[Batch, int], Tokens]
+
+
+@runtime_checkable
+class Picks(Protocol):
+    """Is a surrogate that treats some tokens otherwise, which it picks of the whole batch."""
+
+    def pick(self, batch: Batch, seed: int, old_logp: str) -> Tokens:
+        """Returns which tokens of the held rows, [T] bool; old_logp: the field with the logprobs of
+        the policy before the update. Collective."""
+
+    def __call__(
+        self, log_ratio: Tensor, adv: Tensor, logp: Tensor, mask: Tensor, picked: Tensor
+    ) -> Surrogate:
+        """Returns the loss; `picked` [b,S] bool is what `pick` returned."""
+
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "loss": {"policy": "megarl.algos.policy_loss:policy"},
     "surrogate": {
         name: f"megarl.algos.surrogates:{name}"
-        for name in ("clip", "cispo", "sapo", "gmpo", "topr", "unclipped", "log_likelihood")
+        for name in (
+            *("clip", "cispo", "sapo", "gmpo", "topr", "unclipped", "log_likelihood"),
+            *("clip_cov", "kl_cov"),
+        )
     },
     "advantages": {
         "group": "megarl.algos.advantages:group",
@@ -75,6 +95,8 @@ class LossSpec:
     outputs: what the engine computes for it: "logprobs", "entropy", "values".
     needs: fields of the batch beside input_ids, attention_mask and loss_mask; it is an error if one
     is missing. uses: fields that it gets where there are any.
+    pick: picks tokens of the whole batch once, before it is cut into mini-batches; `fn` gets them
+    as the field `picked` [b,S], which is among its needs. Collective.
     derive: (mean, first) -> metrics of an update, of the means over its optimizer steps and the
     metrics of the first step: what is no mean, as a root of one, is made here.
     """
@@ -84,6 +106,7 @@ class LossSpec:
     outputs: tuple[str, ...] = ("logprobs",)
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    pick: PickFn | None = None
     derive: Callable[[Metrics, Metrics], Metrics] = as_they_are
 
 

@@ -76,7 +76,7 @@ class PPOActorConfig(TrainEngineConfig):
     surrogate: SeamConfig = seam(
         "clip",
         help="what a token's loss is, by its ratio and its advantage: clip (PPO), cispo, sapo, "
-        "gmpo, topr, unclipped, log_likelihood, or a function of this section",
+        "gmpo, topr, clip_cov, kl_cov, unclipped, log_likelihood, or a function of this section",
     )
     advantages: SeamConfig = seam(
         "group",
