@@ -104,6 +104,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         ),
         uses=("ref_logp",),
         derive=_derived,
+        own_prox=True,
     )
 
 

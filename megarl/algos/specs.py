@@ -77,6 +77,8 @@ class LossSpec:
     is missing. uses: fields that it gets where there are any.
     derive: (mean, first) -> metrics of an update, of the means over its optimizer steps and the
     metrics of the first step: what is no mean, as a root of one, is made here.
+    own_prox: where a step makes one update, `fn` may be given the logprobs of its own pass, without
+    gradient, as prox_logp (actor.recompute_logprob=auto); `weight` does not read that field.
     """
 
     fn: LossFn
@@ -85,6 +87,7 @@ class LossSpec:
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     derive: Callable[[Metrics, Metrics], Metrics] = as_they_are
+    own_prox: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
