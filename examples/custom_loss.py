@@ -41,6 +41,7 @@ def raft(config: PPOActorConfig, *, floor: float = 0.0) -> LossSpec:
         weight=lambda batch: float(good(batch).sum()),
         needs=("advantages", "logprobs", config.old_logp),
         derive=derived_policy_stats,
+        own_prox=True,
     )
 
 

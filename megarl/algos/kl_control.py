@@ -51,7 +51,8 @@ class KLController:
         not 0, and that KL ("kl_observed"). Raises KeyError without ref_logp. Collective."""
         used = {"kl_coef": self.scale * self.config.kl_coef, "kl_ctl": self._in_reward}
         metrics = {name: weight for name, weight in used.items() if weight}
-        if (how := self.config.kl_controller) is None:
+        how = self.config.kl_controller
+        if how is None or self.config.old_logp not in batch:  # of a refused update nothing is known
             return metrics
         rollouts = len(rollouts_of(batch))
         count = rollouts if how.per == "rollout" else total(trained_tokens(batch))

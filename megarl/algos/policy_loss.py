@@ -118,6 +118,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         uses=("ref_logp",),
         pick=pick,
         derive=derived_policy_stats,
+        own_prox=True,
     )
 
 

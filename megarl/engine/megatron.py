@@ -157,6 +157,7 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
         whole_groups: bool = False,
+        keep: Sequence[str] = (),
     ) -> dict[str, float]:
         """Makes one optimizer step; returns its metrics (TrainEngine.train_batch). Raises
         ValueError without an optimizer, for a batch that differs between ranks, or without anything
@@ -168,6 +169,7 @@ class MegatronEngine(TrainEngine):
             outputs=outputs,
             temperature=temperature,
             whole_groups=whole_groups,
+            keep=keep,
         )
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):
