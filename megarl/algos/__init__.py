@@ -34,6 +34,7 @@ from megarl.algos.aggregation import (
     token_weight,
 )
 from megarl.algos.critic import Critic
+from megarl.algos.distillation import Distillation, divergence
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
@@ -43,11 +44,13 @@ from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
+from megarl.algos.teacher import Teacher
 
 __all__ = [
     "Actor",
     "AdvantageSpec",
     "Critic",
+    "Distillation",
     "LOSS_WEIGHTS",
     "LoRARef",
     "LossSpec",
@@ -57,7 +60,9 @@ __all__ = [
     "Role",
     "SFT",
     "Surrogate",
+    "Teacher",
     "critic_loss",
+    "divergence",
     "explained_variance",
     "gae",
     "grpo_advantages",
