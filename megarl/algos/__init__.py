@@ -34,6 +34,7 @@ from megarl.algos.aggregation import (
     token_weight,
 )
 from megarl.algos.critic import Critic
+from megarl.algos.distillation import Distillation, divergence
 from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
@@ -43,12 +44,14 @@ from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
 from megarl.algos.sft import SFT
 from megarl.algos.specs import AdvantageSpec, LossSpec, Surrogate
+from megarl.algos.teacher import Teacher
 from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 
 __all__ = [
     "Actor",
     "AdvantageSpec",
     "Critic",
+    "Distillation",
     "LOSS_WEIGHTS",
     "LoRARef",
     "LossSpec",
@@ -58,9 +61,11 @@ __all__ = [
     "Role",
     "SFT",
     "Surrogate",
+    "Teacher",
     "advantage_spread",
     "critic_loss",
     "derived_policy_stats",
+    "divergence",
     "explained_variance",
     "gae",
     "gap_by_age",

@@ -388,6 +388,10 @@ def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:
         "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
         "advantages": "actor.compute_advantages(batch)",
         "values": "critic.compute_values(batch)",
+        **dict.fromkeys(
+            ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp"),
+            "teacher.teach(batch)",
+        ),
     }
     for key in keys:
         if key not in batch and key != "attention_mask":  # a Batch has lengths instead

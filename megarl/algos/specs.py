@@ -53,7 +53,10 @@ class Picks(Protocol):
 
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "loss": {"policy": "megarl.algos.policy_loss:policy"},
+    "loss": {
+        "policy": "megarl.algos.policy_loss:policy",
+        "distill": "megarl.algos.distillation:distill",
+    },
     "surrogate": {
         name: f"megarl.algos.surrogates:{name}"
         for name in (
@@ -63,6 +66,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "advantages": {
         "group": "megarl.algos.advantages:group",
+        "teacher": "megarl.algos.distillation:toward_teacher",
         **{
             name: f"megarl.algos.estimators:{name}"
             for name in (
@@ -92,7 +96,7 @@ class LossSpec:
     fn: (outputs, batch) -> (loss_sum, {name: (sum, weight)}), all tensors padded [b,S] of whole
     samples; it sums and divides by nothing of the batch.
     weight: what loss_sum is divided by, of the same batch: it adds up when the batch is cut.
-    outputs: what the engine computes for it: "logprobs", "entropy", "values".
+    outputs: what the engine computes for it, of api.engine.OUTPUTS.
     needs: fields of the batch beside input_ids, attention_mask and loss_mask; it is an error if one
     is missing. uses: fields that it gets where there are any.
     pick: picks tokens of the whole batch once, before it is cut into mini-batches; `fn` gets them

@@ -32,6 +32,9 @@ OUTPUTS = (
     "values",
     "topk_logprobs",
     "topk_ids",
+    "topk_tail",
+    "given_logprobs",
+    "given_tail",
     "greedy_match",
     "logits",
     "routed_experts",
@@ -120,6 +123,11 @@ class TrainEngine(ABC):
         as they are and update_successful is 0. Where a function raises on one rank, all ranks raise
         an error that names it.
 
+        The outputs "given_logprobs" [b,S,n] and "given_tail" [b,S] are the logprobs of the tokens
+        batch["given_ids"] [B,S,n], and the log of the probability of all others: -inf where there
+        is none. The ids of a position are distinct; one outside of the vocabulary has probability
+        0, and -1 stands for none.
+
         loss_fn gets some sequences at a time, each of them whole. With `whole_groups` all rows with
         the same batch["unit_ids"] [B] (without the field: "group_ids") come together, as a loss
         over pairs needs them. `keep` names outputs that stand in `Metrics.kept` afterwards: of the
@@ -157,9 +165,9 @@ class TrainEngine(ABC):
         "routed_experts" is [B,S,L,k], for k experts in each of L layers (see
         TrainEngineConfig.moe). "topk_logprobs" and "topk_ids" [B,S,k] are the likeliest tokens of
         the distribution that x_t was drawn from, k = TrainEngineConfig.lm_head_topk, the likeliest
-        first and of equals the lowest id; training refuses them and "logits": they have no
-        gradient. `post_hook(outputs, batch)` maps one sequence's outputs before `aggregate_fn`
-        joins the list over sequences.
+        first and of equals the lowest id, and "topk_tail" [B,S] is the log of the probability of
+        all others; training refuses them and "logits": they have no gradient. `post_hook(outputs,
+        batch)` maps one sequence's outputs before `aggregate_fn` joins the list over sequences.
         """
 
     def disable_adapter(self) -> AbstractContextManager[None]:

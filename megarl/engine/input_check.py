@@ -15,11 +15,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megarl.api.batch import Batch, Padded, row_lengths
+from megarl.api.batch import Batch, Padded, Tokens, row_lengths
 from megarl.engine.lm_head import check_outputs
+from megarl.engine.micro_batch import GIVEN_IDS
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
 from megarl.parallel import mcore
+from megarl.parallel.vocab_parallel import GIVEN
 
 _ARGUMENTS = "the call's arguments"
 _HOME = "who holds which rows"
@@ -47,7 +49,8 @@ def check_input(
         asked = repr((verb, tuple(outputs), temperature, sorted(arguments.items())))
         found_wrong = _same_everywhere(given, asked, found_wrong)
     from_head = [o for o in outputs if verb != "forward" or o != ROUTED]  # losses are not given it
-    check_outputs(from_head, state.config.head, backward=backward)
+    check_outputs(from_head, state.config.head, backward=backward, to_loss=verb != "forward")
+    _check_given(given, outputs)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: logits are divided by it, it must be > 0")
     if not isinstance(given, Batch):
@@ -63,6 +66,22 @@ def check_input(
             f"moe.router_replay={state.config.moe.router_replay}: the batch has no {ROUTED!r} to "
             "replay; put forward()'s output of that name into it, as an actor with "
             "recompute_logprob does, or what the servers said (to_batch does)"
+        )
+
+
+def _check_given(batch: Batch | Padded, outputs: Sequence[str]) -> None:
+    """Raises ValueError where outputs are about given tokens, and the batch does not give any."""
+    if set(GIVEN).isdisjoint(outputs):
+        return
+    if GIVEN_IDS not in batch:
+        raise ValueError(f"outputs={tuple(outputs)}: the batch has no {GIVEN_IDS!r} [B,S,n]")
+    ids = batch[GIVEN_IDS]
+    values = ids.values[None] if isinstance(ids, Tokens) else ids
+    if values.ndim != 3 or values.is_floating_point():
+        shape = ["B", "S", *values.shape[2:]]
+        raise ValueError(
+            f"{GIVEN_IDS!r} of shape {shape}, {values.dtype}: it must be integers [B,S,n], the ids "
+            "that each position is asked about"
         )
 
 

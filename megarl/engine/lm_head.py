@@ -19,14 +19,17 @@ import torch.distributed as dist
 from megarl.api.engine import OUTPUTS
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.vocab_parallel import (
+    GIVEN,
+    GIVEN_LOGPROBS,
     TOKEN_OUTPUTS,
+    TOP,
     TOP_IDS,
     TOP_LOGPROBS,
-    VocabShard,
     columns,
     gathered_logits,
     token_outputs,
 )
+from megarl.parallel.vocab_shard import VocabShard
 
 from megatron.core.tensor_parallel import mappings  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
@@ -36,11 +39,13 @@ SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by Train
 
 @dataclass(frozen=True, kw_only=True)
 class HeadJob:
-    """Says what one forward pass computes: `outputs` about `labels` [T] at `temperature`."""
+    """Says what one forward pass computes: `outputs` about `labels` [T] at `temperature`, and those
+    of GIVEN about `given` [T,n]."""
 
     labels: torch.Tensor
     outputs: tuple[str, ...]
     temperature: float
+    given: torch.Tensor | None = None
 
 
 class LMHead(torch.nn.Module):
@@ -115,6 +120,7 @@ class LMHead(torch.nn.Module):
                     chunk_tokens=self.chunk_tokens,
                     keep_bytes=self.keep_bytes,
                     topk=self.topk,
+                    given=job.given,
                 )
             )
         if "logits" in job.outputs:
@@ -124,14 +130,17 @@ class LMHead(torch.nn.Module):
                 )
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Splits [T,K] into {name: [T]}, [T,k] for the top k, [T,V] for "logits"."""
-        at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk)
+    def split(
+        self, out: torch.Tensor, outputs: Sequence[str], given: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Splits [T,K] into {name: [T]}, [T,k] for the top k, [T,n] for n `given` ids, [T,V] for
+        "logits"."""
+        at = columns([o for o in outputs if o in TOKEN_OUTPUTS], self.topk, given)
         by_name = {name: out[:, where] for name, where in at.items()}
         for name, x in by_name.items():
             if name == TOP_IDS:
                 by_name[name] = x.long()
-            elif name != TOP_LOGPROBS:
+            elif name not in (TOP_LOGPROBS, GIVEN_LOGPROBS):
                 by_name[name] = x[:, 0]
         if "logits" in outputs:
             by_name["logits"] = out[:, max((w.stop for w in at.values()), default=0) :]
@@ -160,16 +169,20 @@ def output_widths(vocab_size: int, topk: int) -> dict[str, int]:
 
 
 def check_outputs(
-    outputs: Sequence[str], head: str = "lm", *, backward: bool = False
+    outputs: Sequence[str], head: str = "lm", *, backward: bool = False, to_loss: bool = True
 ) -> tuple[str, ...]:
     """Returns the names of the outputs. Raises ValueError naming one that does not exist, that
-    `head` cannot compute, or that has no gradient to train by."""
+    `head` cannot compute, that has no gradient to train by, or (of GIVEN) that only a loss gets."""
     names = tuple(outputs)
     if not names or len(set(names)) != len(names):
         raise ValueError(f"outputs={names}: name at least one output, each once")
     for name in names:
-        if backward and name in (TOP_LOGPROBS, TOP_IDS, "logits"):
+        if backward and name in (*TOP, "logits"):
             raise ValueError(f"outputs={names}: {name!r} has no gradient; take it from forward()")
+        if name in GIVEN and not to_loss:
+            raise ValueError(
+                f"outputs={names}: {name!r} is for the losses of train_batch, eval_batch"
+            )
         if name in SUPPORTED[head]:
             continue
         known = "needs another head" if name in OUTPUTS else "does not exist"

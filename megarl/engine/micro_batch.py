@@ -19,6 +19,8 @@ from megarl.parallel.packing import Alignment, Packed, pack
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
+GIVEN_IDS = "given_ids"  # batch key [B,S,n]: the ids of the outputs about given tokens
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -77,18 +79,21 @@ def build(
     *,
     cp_rank: int,
     token_unit: int = 1,
+    given: bool = False,
 ) -> list[MicroBatch]:
-    """Packs this rank's micro-batches, in the order of the plan."""
-    out = []
+    """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
+    [B,S,n] too."""
+    out, names = [], ("input_ids", *(GIVEN_IDS,) * given)
     for rows in micro_batches:
-        ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
+        padded = batch.padded(rows, names=names)
         # packed on the host: the index arithmetic would stall a GPU at every boolean mask
         packed = pack(
-            ids,
+            padded["input_ids"].long(),
             batch.lengths[rows].tolist(),
             align=alignment(layout, token_unit),
             cp=layout.cp,
             cp_rank=cp_rank,
+            given=padded.get(GIVEN_IDS),
         )
         out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
     return out

@@ -27,6 +27,7 @@ from megarl.observability import stats_tracker
 from megarl.parallel import exchange
 from megarl.parallel.packing import MicroBatchPlan, plan_micro_batches
 from megarl.parallel.placement import units_of
+from megarl.parallel.vocab_parallel import GIVEN
 
 
 def loss_pass(
@@ -59,7 +60,10 @@ def loss_pass(
         keep=tuple(keep),
     )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
-    mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
+    given_ids = not set(GIVEN).isdisjoint(outputs)
+    mine = _micro_batches(
+        state, batch, whole_groups=whole_groups, backward=backward, given=given_ids
+    )
     weight = _whole_weight(batch, loss_weight_fn)
     job = schedule.Pass(
         outputs=tuple(outputs),
@@ -174,13 +178,23 @@ def plan(
 
 
 def _micro_batches(
-    state: EngineState, batch: Batch, *, whole_groups: bool = False, backward: bool
+    state: EngineState,
+    batch: Batch,
+    *,
+    whole_groups: bool = False,
+    backward: bool,
+    given: bool = False,
 ) -> list[MicroBatch]:
     """Returns this rank's micro-batches."""
     c = state.groups.coords
     mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
-        batch, mine, state.layout, cp_rank=c.cp, token_unit=token_unit(state.config.fp8)
+        batch,
+        mine,
+        state.layout,
+        cp_rank=c.cp,
+        token_unit=token_unit(state.config.fp8),
+        given=given,
     )
 
 

@@ -89,7 +89,12 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
         job.routing.prepare(model, mb)
     if model.post_process:
         model.output_layer.prepare(
-            HeadJob(labels=mb.packed.labels, outputs=job.outputs, temperature=job.temperature)
+            HeadJob(
+                labels=mb.packed.labels,
+                outputs=job.outputs,
+                temperature=job.temperature,
+                given=mb.packed.given,
+            )
         )
     ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]
     with offload_activations(job.offload):
@@ -102,7 +107,8 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     whole = mappings.gather_from_sequence_parallel_region(  # [T,K]; backward takes the rank's slice
         out[0], tensor_parallel_output_grad=False, group=job.cp_group
     )
-    per_token = head.split(whole, job.outputs)
+    given = 0 if mb.packed.given is None else mb.packed.given.shape[-1]
+    per_token = head.split(whole, job.outputs, given)
     outputs = {name: unpack(values, mb.packed) for name, values in per_token.items()}
     nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
     if not mb.rows or job.error is not None:

@@ -61,8 +61,11 @@ class ValueHead(torch.nn.Module):
             )
         return values, None
 
-    def split(self, out: torch.Tensor, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Returns the values [T] of `out` [T,1] under each name of `outputs`."""
+    def split(
+        self, out: torch.Tensor, outputs: Sequence[str], given: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Returns the values [T] of `out` [T,1] under each name of `outputs`. `given` is for the LM
+        head's outputs."""
         return dict.fromkeys(outputs, out[:, 0])
 
     def sharded_state_dict(

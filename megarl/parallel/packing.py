@@ -189,6 +189,7 @@ class Packed:
     index: torch.Tensor  # [b,S] int64: where the output for (row, position t) stands, for t >= 1
     valid: torch.Tensor  # [b,S] bool: t >= 1 and real
     max_slot: int
+    given: torch.Tensor | None = None  # [T/cp,n]: `given` of the next token, beside its label
 
     def to(self, device: torch.device) -> Packed:
         """Returns the same with its tensors on `device`; copies may still be under way."""
@@ -207,8 +208,10 @@ def pack(
     align: Alignment = UNALIGNED,
     cp: int = 1,
     cp_rank: int = 0,
+    given: torch.Tensor | None = None,
 ) -> Packed:
     """Packs right-padded [b,S] rows into slots, filled up with zeros, and takes the rank's share.
+    given [b,S,n]: ids that go beside the labels, filled up with -1.
 
     The filling belongs to its sequence: under causal attention nothing real sees it, and attention
     kernels need no notion of gaps between sequences.
@@ -232,12 +235,17 @@ def pack(
     valid = real & (t >= 1)
     index = (place - 1).clamp(min=0)  # what is said about x_t is read off position t-1
     labels[index[valid]] = input_ids[valid]
+    beside = None
+    if given is not None:
+        beside = torch.full((total, given.shape[-1]), -1, dtype=given.dtype, device=device)
+        beside[index[valid]] = given[valid]
     if cp > 1:
         shares = [zigzag_index(slots, cp, r).to(device) for r in range(cp)]
         mine = shares[cp_rank]
         ids, labels, positions, token = ids[mine], labels[mine], positions[mine], token[mine]
+        beside = None if beside is None else beside[mine]
         index = torch.argsort(torch.cat(shares))[index]
-    return Packed(ids, labels, positions, token, cu.int(), index, valid, max(slots))
+    return Packed(ids, labels, positions, token, cu.int(), index, valid, max(slots), beside)
 
 
 def unpack(values: torch.Tensor, packed: Packed) -> torch.Tensor:

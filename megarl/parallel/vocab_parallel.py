@@ -8,49 +8,45 @@ temperature), Z = sum_j exp(l_j), p = exp(l) / Z:
     logprob(y) = l_y - log Z              d/dl_j = [j = y] - p_j
     entropy    = log Z - sum_j p_j l_j    d/dl_j = -p_j (log p_j + entropy)
 
+Given tokens and the tail are in vocab_given.
+
 No library's fused kernel gives these: the cross entropies of megatron-core 0.16
 (fused_vocab_parallel_cross_entropy) and Transformer Engine take whole logits, keep as much for
 backward, and know neither entropy nor temperature; Liger's starts from hidden states, but wants the
 whole vocabulary on one rank.
 
-T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, k of the top, K
-numbers per token.
+T tokens, V vocabulary, v this rank's share of it (padding cut off), H hidden, k of the top, n given
+ids per token, K numbers per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-TOP_LOGPROBS, TOP_IDS = "topk_logprobs", "topk_ids"  # k numbers a token, the others one
-TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match", TOP_LOGPROBS, TOP_IDS)
-_CACHED = 1 << 17  # numbers that fit a CPU's cache
-_LOW = (1 << 32) - 1
+from megarl.parallel import vocab_given
+from megarl.parallel.vocab_given import GivenGrad
+from megarl.parallel.vocab_shard import VocabShard, local_target, rows_in_cache, top_k
+
+# k numbers a token, n, all others one
+TOP_LOGPROBS, TOP_IDS, TOP_TAIL = "topk_logprobs", "topk_ids", "topk_tail"
+GIVEN_LOGPROBS, GIVEN_TAIL = "given_logprobs", "given_tail"
+TOP = (TOP_LOGPROBS, TOP_IDS, TOP_TAIL)
+GIVEN = (GIVEN_LOGPROBS, GIVEN_TAIL)  # about batch["given_ids"]
+TAILS = (TOP_TAIL, GIVEN_TAIL)
+TOKEN_OUTPUTS = ("logprobs", "entropy", "greedy_match", *TOP, *GIVEN)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabShard:
-    """This rank's rows [start, start + rows) of a vocabulary whose `vocab_size` first are real."""
+class Kept(NamedTuple):
+    """Holds what backward keeps of every token, [c] or [T] each: entropy and tail are 0 where they
+    are not asked for."""
 
-    start: int
-    rows: int
-    vocab_size: int
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def real_rows(self) -> int:
-        """Returns how many of the shard's rows are real vocabulary, without padding."""
-        return max(0, min(self.rows, self.vocab_size - self.start))
-
-    def all_reduce(self, x: torch.Tensor, op: Any) -> torch.Tensor:
-        """Reduces `x` over the shards in place and returns it; one shard sends nothing."""
-        if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(x, op=op, group=self.group)
-        return x
+    log_z: torch.Tensor
+    entropy: torch.Tensor
+    tail: torch.Tensor
 
 
 def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -62,13 +58,6 @@ def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.
     product = h @ weight.t()
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     return wide if temperature == 1.0 else wide.div_(temperature)
-
-
-def _local_target(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this shard's row of every label (else 0), and whether it is here, both [c]."""
-    row = labels - shard.start
-    here = (row >= 0) & (row < shard.real_rows)
-    return row.masked_fill(~here, 0), here
 
 
 def _greedy_match(
@@ -83,92 +72,85 @@ def _greedy_match(
     return (winner == labels).to(logits.dtype)
 
 
-def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Maps a float's int32 bits to an int32 of the same order, and back: negatives are mirrored."""
-    return x ^ ((x >> 31) & 0x7FFFFFFF)
-
-
-def _top(logits: torch.Tensor, shard: VocabShard, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the k largest of all shards' [c,v] logits, in fp32, and their ids, both [c,k]:
-    largest first, of equal ones the lowest id first. One collective, of 8 * k bytes per token and
-    shard.
-
-    torch.topk leaves the order of equals open. So it is given integers that differ: the logit's
-    bits above, the id's complement below. They also carry both through the collective. They are
-    made for an eighth of the chunk at a time, since they take several times the logits' memory.
-    """
-    real = shard.real_rows
-    below = _LOW - torch.arange(shard.start, shard.start + real, device=logits.device)
-    keys = torch.full((len(logits), k), torch.iinfo(torch.long).min, device=logits.device)
-    rows = -(-len(logits) // 8)
-    for part, out in zip(logits.split(rows), keys.split(rows), strict=True):
-        bits = part.float().add(0.0).view(torch.int32)  # -0.0 becomes 0.0
-        key = _ordered(bits).long().bitwise_left_shift_(32).bitwise_or_(below)
-        out[:, : min(k, real)] = key.topk(min(k, real)).values
-    if shard.group is not None and shard.group.size() > 1:
-        everyones = [torch.empty_like(keys) for _ in range(shard.group.size())]
-        dist.all_gather(everyones, keys, group=shard.group)
-        keys = torch.cat(everyones, -1).topk(k).values
-    values = _ordered((keys >> 32).int()).view(torch.float32)
-    return values, _LOW - (keys & _LOW)
-
-
-def columns(outputs: Sequence[str], topk: int) -> dict[str, slice]:
-    """Returns where each output stands among the K numbers of a token."""
-    found, end = {}, 0
+def columns(outputs: Sequence[str], topk: int, given: int = 0) -> dict[str, slice]:
+    """Returns where each output stands among the K numbers of a token; `given` is n."""
+    widths, found, end = {TOP_LOGPROBS: topk, TOP_IDS: topk, GIVEN_LOGPROBS: given}, {}, 0
     for name in outputs:
-        width = topk if name in (TOP_LOGPROBS, TOP_IDS) else 1
+        width = widths.get(name, 1)
         found[name] = slice(end, end + width)
         end += width
     return found
 
 
 def _reduce_chunk(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, outputs: Sequence[str], topk: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduces [c,v] logits, changed in place to log p, to ([c,K] outputs, [c] log Z, [c] entropy).
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ids: torch.Tensor,
+    shard: VocabShard,
+    outputs: Sequence[str],
+    topk: int,
+) -> tuple[torch.Tensor, Kept]:
+    """Reduces [c,v] logits, changed in place to log p, to [c,K] outputs and what backward keeps.
+    ids [c,n]: the given ones.
 
-    There are two collectives, one more for greedy_match and one for the top k. Entropy is 0 where
-    it is not asked for.
+    There are two collectives, one more for greedy_match and one for the top k.
     """
+    top = _largest(logits, shard)
+    values = {}
+    if "greedy_match" in outputs:
+        values["greedy_match"] = _greedy_match(logits, top, labels, shard)
+    if not set(TOP).isdisjoint(outputs):
+        values[TOP_LOGPROBS], top_ids = top_k(logits, shard, topk)
+        values[TOP_IDS] = top_ids.to(top.dtype)  # exact: below 2^24
+    centred = logits.sub_(top[:, None])
+    parts = {"sums": _exp_sums(centred, weighted="entropy" in outputs)}
+    parts["target"] = vocab_given.own_logits(centred, labels[:, None], shard)
+    tails = {name: ids if name == GIVEN_TAIL else top_ids for name in TAILS if name in outputs}
+    for name, beside in tails.items():
+        parts[name] = vocab_given.outside_sums(centred, beside, shard)[None]
+    if GIVEN_LOGPROBS in outputs:
+        parts[GIVEN_LOGPROBS] = vocab_given.own_logits(centred, ids, shard)
+    found = _summed(parts, shard)
+    total, *weighted = found["sums"]
+    log_total = total.log()
+    values["logprobs"] = found["target"][0] - log_total
+    values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
+    for name, beside in tails.items():
+        values[name] = vocab_given.tail(found[name][0], beside, log_total, shard)
+    if GIVEN_LOGPROBS in outputs:
+        values[GIVEN_LOGPROBS] = vocab_given.of_given(found[GIVEN_LOGPROBS], ids, log_total, shard)
+    centred.sub_(log_total[:, None])
+    log_z = log_total + top
+    if TOP_LOGPROBS in values:
+        values[TOP_LOGPROBS] = values[TOP_LOGPROBS] - log_z[:, None]
+    numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
+    tail = values.get(GIVEN_TAIL, torch.zeros_like(log_z))
+    return torch.cat(numbers, -1), Kept(log_z, values["entropy"], tail)
+
+
+def _largest(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Returns the largest of all shards' [c,v] logits, [c]."""
     if shard.real_rows:
         top = logits.amax(-1)
     else:
         top = logits.new_full(logits.shape[:1], float("-inf"))
-    shard.all_reduce(top, dist.ReduceOp.MAX)
-    values = {}
-    if "greedy_match" in outputs:
-        values["greedy_match"] = _greedy_match(logits, top, labels, shard)
-    highest = None
-    if TOP_LOGPROBS in outputs or TOP_IDS in outputs:
-        highest, ids = _top(logits, shard, topk)
-        values[TOP_IDS] = ids.to(top.dtype)  # exact: below 2^24
-    centred = logits.sub_(top[:, None])
-    row, here = _local_target(labels, shard)
-    target = torch.zeros_like(top)
-    if shard.real_rows:
-        target = torch.where(here, centred.gather(-1, row[:, None])[:, 0], target)
-    sums = _exp_sums(centred, weighted="entropy" in outputs)
-    total, *weighted, target = shard.all_reduce(torch.cat([sums, target[None]]), dist.ReduceOp.SUM)
-    log_total = total.log()
-    values["logprobs"] = target - log_total
-    values["entropy"] = log_total - weighted[0] / total if weighted else torch.zeros_like(total)
-    centred.sub_(log_total[:, None])
-    log_z = log_total + top
-    if highest is not None:
-        values[TOP_LOGPROBS] = highest - log_z[:, None]
-    numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
-    return torch.cat(numbers, -1), log_z, values["entropy"]
+    return shard.all_reduce(top, dist.ReduceOp.MAX)
+
+
+def _summed(parts: dict[str, torch.Tensor], shard: VocabShard) -> dict[str, torch.Tensor]:
+    """Returns the sums over the shards of each of parts [.,c], by one collective."""
+    sizes = [len(part) for part in parts.values()]
+    whole = shard.all_reduce(torch.cat(list(parts.values())), dist.ReduceOp.SUM)
+    return dict(zip(parts, whole.split(sizes), strict=True))
 
 
 def _exp_sums(x: torch.Tensor, *, weighted: bool) -> torch.Tensor:
     """Returns [1 or 2, c] for x [c,v]: sum_j exp(x_j), and if asked for sum_j exp(x_j) x_j.
 
-    On a CPU it takes a few rows at a time, so that the exponentials stay in its cache.
+    It takes the rows that fit a cache at a time, so that the exponentials stay there.
     """
-    rows = len(x) if x.is_cuda else max(1, _CACHED // max(1, x.shape[1]))
     sums = []
-    for part in x.split(max(1, rows)):
+    for part in x.split(rows_in_cache(x)):
         e = part.exp()
         sums.append(torch.stack([e.sum(-1), *([e.mul_(part).sum(-1)] if weighted else [])]))
     return torch.cat(sums, -1)
@@ -188,6 +170,7 @@ class _TokenOutputs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
+        given: torch.Tensor,
         shard: VocabShard,
         outputs: tuple[str, ...],
         temperature: float,
@@ -196,32 +179,34 @@ class _TokenOutputs(torch.autograd.Function):
         topk: int,
     ) -> torch.Tensor:
         real = weight[: shard.real_rows]
-        parts, log_zs, entropies, ctx.kept = [], [], [], []
+        parts, about, ctx.kept = [], [], []
         wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
         keep = any(ctx.needs_input_grad) and len(hidden) * len(real) * wide <= keep_bytes
         log_p = None
-        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        cut = zip(hidden.split(chunk), labels.split(chunk), given.split(chunk), strict=True)
+        for h, y, ids in cut:
             log_p = None  # the chunk before is freed before this one is made
             log_p = _logits(h, real, temperature)
-            part, log_z, entropy = _reduce_chunk(log_p, y, shard, outputs, topk)
+            part, of_chunk = _reduce_chunk(log_p, y, ids, shard, outputs, topk)
             parts.append(part)
-            log_zs.append(log_z)
-            entropies.append(entropy)
+            about.append(of_chunk)
             if keep:
                 ctx.kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, labels, torch.cat(log_zs), torch.cat(entropies))
-        ctx.how = shard, columns(outputs, topk), temperature, chunk
+        whole = [torch.cat(each) for each in zip(*about, strict=True)]
+        ctx.save_for_backward(hidden, weight, labels, given, *whole)
+        ctx.how = shard, columns(outputs, topk, given.shape[1]), temperature, chunk
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+        hidden, weight, labels, given, *whole = ctx.saved_tensors
+        about = Kept(*whole)
         shard, at, temperature, chunk = ctx.how
         real = weight[: shard.real_rows]
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight = None
         if ctx.needs_input_grad[1]:
-            g_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
+            g_weight = weight.new_zeros(weight.shape, dtype=about.log_z.dtype)
         kept, ctx.kept = ctx.kept, []  # they are overwritten
         for i, lo in enumerate(range(0, len(hidden), chunk)):
             s = slice(lo, lo + chunk)
@@ -229,16 +214,17 @@ class _TokenOutputs(torch.autograd.Function):
             if kept:
                 log_p, kept[i] = kept[i], None
             else:
-                log_p = _logits(hidden[s], real, temperature).sub_(log_z[s, None])
-            g = _grad_logits(log_p, labels[s], entropy[s], grad[s] / temperature, shard, at)
-            g = g.to(hidden.dtype)
+                log_p = _logits(hidden[s], real, temperature).sub_(about.log_z[s, None])
+            of_chunk = Kept(*(numbers[s] for numbers in about))
+            said = labels[s], given[s], of_chunk
+            g = _grad_logits(log_p, *said, grad[s] / temperature, shard, at).to(hidden.dtype)
             if g_hidden is not None:
                 torch.mm(g, real, out=g_hidden[s])
             if g_weight is not None:
                 accumulate(g_weight[: shard.real_rows], g, hidden[s])
         if g_weight is not None:
             g_weight = g_weight.to(weight.dtype)
-        return g_hidden, g_weight, *[None] * 7
+        return g_hidden, g_weight, *[None] * 8
 
 
 def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
@@ -253,7 +239,8 @@ def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
 def _grad_logits(
     log_p: torch.Tensor,
     labels: torch.Tensor,
-    entropy: torch.Tensor,
+    ids: torch.Tensor,
+    about: Kept,
     grad: torch.Tensor,
     shard: VocabShard,
     at: dict[str, slice],
@@ -267,13 +254,17 @@ def _grad_logits(
     g_logprob, g_entropy = of("logprobs"), of("entropy")
     # an entropy that is only watched costs nothing, where looking does not stall the device
     if "entropy" in at and (grad.is_cuda or g_entropy.any()):
-        factor = log_p + entropy[:, None]
+        factor = log_p + about.entropy[:, None]
         factor.mul_(g_entropy[:, None]).add_(g_logprob[:, None])
-        out = log_p.exp_().mul_(factor).neg_()
     else:
-        out = log_p.exp_().mul_(-g_logprob[:, None])
+        factor = g_logprob[:, None].clone()
+    if not at.keys().isdisjoint(GIVEN):
+        g_ids = grad[:, at[GIVEN_LOGPROBS]] if GIVEN_LOGPROBS in at else torch.zeros_like(ids)
+        out = GivenGrad(ids, about.tail, g_ids, of(GIVEN_TAIL)).logits_grad(log_p, factor, shard)
+    else:
+        out = log_p.exp_().mul_(factor.neg_())
     if shard.real_rows:
-        row, here = _local_target(labels, shard)
+        row, here = local_target(labels, shard)
         out.scatter_add_(-1, row[:, None], torch.where(here, g_logprob, 0.0)[:, None])
     return out
 
@@ -289,22 +280,27 @@ def token_outputs(
     chunk_tokens: int = 4096,
     keep_bytes: int = 0,
     topk: int = 1,
+    given: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns per-token outputs [T,K] in fp32 in the order of `outputs` (names of TOKEN_OUTPUTS);
-    `columns` says where each stands. logprobs and entropy have gradients.
+    `columns` says where each stands. logprobs, entropy and those of GIVEN have
+    gradients.
 
-    hidden [T,H], weight [rows,H] of this shard, labels [T]. Peak memory is one chunk of logits
-    [chunk_tokens, v] in fp32 with its softmax, whatever T is, and `keep_bytes` for logits that
-    backward finds again where those of all T fit. Raises AssertionError for an unknown output, a
-    weight of another number of rows, or a `topk` beyond the vocabulary.
+    hidden [T,H], weight [rows,H] of this shard, labels [T]; given [T,n]: the ids of GIVEN. Peak
+    memory is one chunk of logits [chunk_tokens, v] in fp32 with its softmax, whatever T is, and
+    `keep_bytes` for logits that backward finds again where those of all T fit. Raises
+    AssertionError for an unknown output, a weight of another number of rows, or a `topk` beyond the
+    vocabulary.
     """
     assert outputs and set(outputs) <= set(TOKEN_OUTPUTS), outputs
     assert weight.shape[0] == shard.rows, (weight.shape, shard)
     assert topk <= shard.vocab_size < 1 << 24, (topk, shard)
+    assert given is not None or set(GIVEN).isdisjoint(outputs), outputs
     return _TokenOutputs.apply(
         hidden,
         weight,
         labels,
+        labels.new_empty(len(labels), 0) if given is None else given,
         shard,
         tuple(outputs),
         float(temperature),

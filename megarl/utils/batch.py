@@ -11,7 +11,7 @@ import torch.nn.functional as F
 Padded = dict[str, torch.Tensor]
 
 # what a padded position holds; everything else pads with 0
-PAD = {"versions": -1}
+PAD = {"versions": -1, "given_ids": -1}
 
 
 def is_per_token(key: str, value: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
-from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
+from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.dist.world import World
 from tests.tiny import VOCAB, tiny_hf
 
@@ -54,7 +54,8 @@ def test_destroy_gives_everything_back(world2, models, kind, parallel):
 
 def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
     """Returns values and gradients of token_outputs on this rank's shard of `rows` rows."""
-    from megarl.parallel.vocab_parallel import VocabShard, token_outputs
+    from megarl.parallel.vocab_parallel import token_outputs
+    from megarl.parallel.vocab_shard import VocabShard
 
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 5, generator=g, dtype=torch.float64, requires_grad=True)
@@ -71,8 +72,15 @@ def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
     (out[:, 0].sum() + 2 * out[:, 1].sum()).backward()
     top = token_outputs(
         hidden.detach(), weight.detach(), labels, shard=shard, topk=5, chunk_tokens=4,
-        outputs=("topk_logprobs", "topk_ids", "logprobs"), temperature=0.7,
+        outputs=("topk_logprobs", "topk_ids", "logprobs", "topk_tail"), temperature=0.7,
     )  # fmt: skip
+    given = torch.stack([torch.randperm(vocab, generator=g)[:4] for _ in range(9)])
+    given_hidden, given_weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    about = token_outputs(
+        given_hidden, given_weight, labels, shard=shard, outputs=("given_logprobs", "given_tail"),
+        given=given, temperature=0.7, chunk_tokens=4,
+    )  # fmt: skip
+    (about * torch.arange(1.0, 6.0)).sum().backward()
 
     dense_hidden = hidden.detach().requires_grad_()
     dense_weight = full[:vocab].clone().requires_grad_()
@@ -81,8 +89,16 @@ def sharded_vocabulary(vocab: int, rows: int) -> dict[str, Any]:
         logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1),
         (logp.argmax(-1) == labels).double(),
     ], -1)  # fmt: skip
-    (want[:, 0].sum() + 2 * want[:, 1].sum()).backward()
+    (want[:, 0].sum() + 2 * want[:, 1].sum()).backward(retain_graph=True)
+    asked = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, given, True)
+    others = logp.masked_fill(asked, -torch.inf).logsumexp(-1, keepdim=True)
+    want_about = torch.cat([logp.gather(-1, given), others], -1)
+    want_grads = torch.autograd.grad(
+        (want_about * torch.arange(1.0, 6.0)).sum(), (dense_hidden, dense_weight)
+    )
     return dict(
+        about=about.detach(), want_about=want_about.detach(), want_grads=want_grads,
+        about_grads=(given_hidden.grad, given_weight.grad),
         out=out.detach(), hidden=hidden.grad, weight=weight.grad, top=top,
         want_top=logp.detach().sort(-1, descending=True),
         want=want.detach(), want_hidden=dense_hidden.grad, want_weight=dense_weight.grad,
@@ -98,6 +114,15 @@ def test_vocabulary_shards_equal_the_dense_formula(world2, vocab):
     torch.testing.assert_close(a["top"][:, :5], a["want_top"].values[:, :5], rtol=0, atol=1e-6)
     assert torch.equal(a["top"][:, 5:10].long(), a["want_top"].indices[:, :5])
     assert torch.equal(a["top"][:, 10], a["out"][:, 0])
+    rest = a["want_top"].values[:, 5:].logsumexp(-1)
+    torch.testing.assert_close(a["top"][:, 11], rest, rtol=0, atol=1e-12)
+    torch.testing.assert_close(a["about"], a["want_about"], rtol=0, atol=1e-12)
+    assert torch.equal(a["about"], b["about"])
+    (ah, aw), (bh, bw) = a["about_grads"], b["about_grads"]
+    torch.testing.assert_close(ah + bh, a["want_grads"][0], rtol=0, atol=1e-12)
+    given_weight = torch.cat([aw, bw])
+    torch.testing.assert_close(given_weight[:vocab], a["want_grads"][1], rtol=0, atol=1e-12)
+    assert given_weight[vocab:].abs().sum() == 0
     torch.testing.assert_close(a["hidden"] + b["hidden"], a["want_hidden"], rtol=0, atol=1e-12)
     weight = torch.cat([a["weight"], b["weight"]])
     torch.testing.assert_close(weight[:vocab], a["want_weight"], rtol=0, atol=1e-12)
@@ -206,6 +231,83 @@ def test_top_k_stands_beside_the_token_it_speaks_of(world2, models, parallel):
         assert not ids[~said].any() and not got["topk_logprobs"][~said].any()
         assert torch.equal(got["one"], got["topk_logprobs"])
         assert "'topk_ids' has no gradient" in got["error"]
+
+
+def drawn_to(path: str, parallel: dict[str, Any], k: int) -> dict[str, Any]:
+    """Returns loss and gradients of a student drawn to a teacher, the same model at another
+    temperature, that names its k likeliest tokens."""
+    from megarl.algos.distillation import Distillation
+    from megarl.algos.teacher import Teacher
+    from megarl.config.engine import TrainEngineConfig
+
+    frozen = make_engine(path, parallel, trained=False, lm_head_topk=k)
+    b = batch()
+    b["logprobs"] = torch.zeros(b["input_ids"].shape)
+    Teacher(TrainEngineConfig(), frozen, temperature=2.5).teach(b)
+    logits = frozen.forward(b, outputs=("logits",), temperature=1.0)
+    frozen.destroy()
+    engine = make_engine(path, parallel, optimizer={"distributed": False})
+    outputs = ("logprobs", "given_tail", "given_logprobs")
+    found: dict[str, Any] = engine.backward_batch(
+        b, Distillation(kind="jsd", beta=0.3), weight_fn, outputs=outputs, temperature=0.8
+    )
+    again = engine.eval_batch(
+        b, Distillation(kind="jsd", beta=0.3), weight_fn, outputs=outputs, temperature=0.8
+    )
+    grads = state(engine, grads=True)
+    errors = [
+        error_of(engine.forward, b, outputs=("given_tail",)),
+        error_of(engine.eval_batch, batch(), loss_fn, weight_fn, outputs=("given_tail",)),
+        error_of(
+            engine.eval_batch, b | {"given_ids": b["input_ids"]}, loss_fn, weight_fn,
+            outputs=("given_tail",),
+        ),
+    ]  # fmt: skip
+    engine.destroy()
+    return dict(found=found, again=again["loss"], grads=grads, logits=logits, errors=errors)
+
+
+def exact_divergence(path: str, logits: torch.Tensor) -> tuple[float, dict[str, Any]]:
+    """Returns loss and gradients of drawn_to by whole logits, of transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    from megarl.algos.distillation import divergence
+
+    b, model = batch(), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    mask = b["loss_mask"].bool() & b["attention_mask"]
+    mask[:, 0] = False
+    said = model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits
+    student = (said[:, :-1] / 0.8).log_softmax(-1)
+    teacher = (logits[:, 1:] / 2.5).log_softmax(-1)
+    loss = divergence(student, teacher, "jsd", 0.3)[mask[:, 1:]].sum() / weight_fn(b)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "parallel", [dict(tp=2, sequence_parallel=True), dict(tp=2), dict(pp=2), dict(cp=2), dict()],
+    ids=["sp2", "tp2", "pp2", "cp2", "dp2"],
+)  # fmt: skip
+def test_a_teacher_that_names_the_whole_vocabulary_gives_the_exact_divergence(
+    world2, models, parallel
+):
+    path = save_model(models, "qwen3", False)
+    got, other = world2.run(drawn_to, path, parallel, VOCAB)
+    loss, grads = exact_divergence(path, got["logits"])
+    assert loss > 1e-3 and got["found"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert got["again"] == pytest.approx(loss, rel=1e-4) == other["again"]
+    assert got["found"]["student_tail_mass"] == got["found"]["teacher_tail_mass"] == 0
+    for name, want in grads.items():
+        close = 1e-5 + 1e-4 * want.abs().max()
+        torch.testing.assert_close(got["grads"][name], want, rtol=0, atol=close, msg=name)
+    forward, missing, shape = got["errors"]
+    assert "for the losses" in forward and "no 'given_ids'" in missing and "[B,S,n]" in shape
+
+
+def test_fewer_tokens_of_the_teacher_bound_the_divergence_from_below(world2, models):
+    path = save_model(models, "qwen3", False)
+    losses = [world2.run(drawn_to, path, SP, k)[0]["found"]["loss"] for k in (1, 8, VOCAB)]
+    assert 0 < losses[0] < losses[1] < losses[2]
 
 
 def nan_loss(outputs: Any, b: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -18,8 +18,9 @@ VOCAB = 11
 class BigramEngine(TrainEngine):
     """logits of x_t are a row of a table chosen by x_{t-1}; micro-batches of `rows` sequences."""
 
-    def __init__(self, lr: float = 0.5, rows: int = 2) -> None:
-        g = torch.Generator().manual_seed(0)
+    def __init__(self, lr: float = 0.5, rows: int = 2, *, seed: int = 0, topk: int = VOCAB) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.topk = topk
         self.table = torch.randn(VOCAB, VOCAB, generator=g, requires_grad=True)
         self.lr, self.rows, self.version, self.calls = lr, rows, 0, []
 
@@ -32,7 +33,14 @@ class BigramEngine(TrainEngine):
             "entropy": -(logp.exp() * logp).sum(-1),
             "greedy_match": (logits.argmax(-1) == ids[:, 1:]).float(),
         }
-        return {k: torch.nn.functional.pad(made[k], (1, 0)) for k in outputs}
+        made["topk_logprobs"], made["topk_ids"] = top = logp.topk(self.topk)
+        made["topk_tail"] = _outside(logp, top.indices)
+        if "given_ids" in batch:
+            ids = batch["given_ids"][:, 1:].long()
+            made["given_logprobs"] = logp.gather(-1, ids)
+            made["given_tail"] = _outside(logp, ids)
+        first = {k: torch.zeros_like(v[:, :1]) for k, v in made.items()}
+        return {k: torch.cat([first[k], made[k]], 1) for k in outputs}
 
     def _run(self, batch, loss_fn, weight_fn, outputs, temperature, backward):
         total, figures, self.made = 0.0, {}, []
@@ -146,6 +154,13 @@ class BigramEngine(TrainEngine):
     def upload_weights(self, meta):
         self._note("upload_weights", meta)
         return {"bytes": 8.0}
+
+
+def _outside(logp: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    inside = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, ids, True)
+    if inside.all():
+        return torch.full(logp.shape[:-1], -torch.inf)
+    return logp.masked_fill(inside, -torch.inf).logsumexp(-1)
 
 
 def rollout(engine: BigramEngine, temperature: float = 1.0, groups: int = 4, n: int = 4) -> dict:

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megarl.parallel import vocab_parallel
-from megarl.parallel.vocab_parallel import VocabShard, columns, gathered_logits, token_outputs
+from megarl.parallel.vocab_parallel import columns, gathered_logits, token_outputs
+from megarl.parallel.vocab_shard import VocabShard
 
 T, H, V, ROWS = 11, 6, 13, 16  # the last three rows are padding
 OUTPUTS = ("logprobs", "entropy", "greedy_match")
@@ -197,3 +198,82 @@ def test_peak_memory_is_a_few_chunks_of_logits_whatever_the_batch(shards):
     assert peak(8 * chunk, chunk=8 * chunk) > 8 * one_chunk
     assert 8 * one_chunk < peak(8 * chunk, keep=8 * one_chunk) < 10.2 * one_chunk + small
     assert peak(8 * chunk, keep=8 * one_chunk - 1) < 2.2 * one_chunk + small
+
+
+GIVEN = ("given_logprobs", "given_tail")
+# distinct ids by row; of the last rows some are no token, one is asked about nothing, one about all
+IDS = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(t)) for t in range(T)])
+IDS[-3, 2:] = -1
+IDS[-2] = -1
+
+
+def dense_given(hidden, weight, ids, temperature):
+    """The logprobs of `ids` and the log of the others' mass, by the whole vocabulary."""
+    logp = F.log_softmax(hidden @ weight[:V].T / temperature, -1)
+    known = (ids >= 0) & (ids < V)
+    asked = torch.where(known, logp.gather(-1, ids.clamp(0, V - 1)), -torch.inf)
+    others = torch.ones_like(logp, dtype=torch.bool)
+    for t, i in known.nonzero().tolist():
+        others[t, ids[t, i]] = False
+    return torch.cat([asked, logp.masked_fill(~others, -torch.inf).logsumexp(-1)[:, None]], -1)
+
+
+def finite(x):
+    return x.where(x.isfinite(), 0.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("n", [1, 5, V])
+def test_given_tokens_and_the_tail_equal_the_dense_formula(chunk, n):
+    hidden, weight, labels = inputs()
+    ids = torch.cat([IDS[:, : n - 1], torch.full((T, 1), V)], 1) if n == 5 else IDS[:, :n]
+    got = token_outputs(
+        hidden, weight, labels, shard=SHARD, outputs=(*GIVEN, "entropy", "logprobs"), given=ids,
+        temperature=0.7, chunk_tokens=chunk,
+    )  # fmt: skip
+    said = dense(hidden, weight, labels, 0.7)[:, [1, 0]]
+    want = torch.cat([dense_given(hidden, weight, ids, 0.7), said], 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    mix = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
+    for columns_ in (slice(None), slice(n), slice(n, n + 1), slice(n + 2)):
+        pairs = [(finite(x) * mix)[:, columns_].sum() for x in (got, want)]
+        grads, expected = (
+            torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in pairs
+        )
+        for a, b in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_tail_is_exact_where_one_less_the_rest_would_be_nothing():
+    """The given token has all but 3e-13 of the mass, which float32 cannot tell from 1."""
+    weight = torch.tensor([[30.0], [0.0], [0.0], [0.0]], requires_grad=True)
+    shard = VocabShard(start=0, rows=4, vocab_size=4)
+    out = token_outputs(
+        torch.ones(1, 1), weight, torch.tensor([0]), shard=shard, outputs=GIVEN,
+        given=torch.tensor([[0]], dtype=torch.int32),
+    )  # fmt: skip
+    assert out[0].tolist() == pytest.approx([0.0, torch.tensor(3.0).log().item() - 30.0])
+    out[0, 1].backward()
+    assert weight.grad.flatten().tolist() == pytest.approx([-1.0, 1 / 3, 1 / 3, 1 / 3])
+
+
+def test_a_tail_that_underflows_is_finite_and_gives_finite_gradients():
+    weight = torch.tensor([[500.0], [0.0]], requires_grad=True)
+    shard = VocabShard(start=0, rows=2, vocab_size=2)
+    out = token_outputs(
+        torch.ones(1, 1), weight, torch.tensor([0]), shard=shard, outputs=GIVEN,
+        given=torch.tensor([[0]]),
+    )  # fmt: skip
+    assert -90 < out[0, 1] < -80
+    out[0, 1].backward()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("k", [1, 4, V])
+def test_the_tail_of_the_top_k_is_that_of_its_ids(k):
+    hidden, weight, labels = inputs(torch.float32)
+    outputs = ("topk_ids", "topk_tail")
+    out = token_outputs(hidden, weight, labels, shard=SHARD, outputs=outputs, topk=k)
+    given = out[:, :k].long()
+    again = token_outputs(hidden, weight, labels, shard=SHARD, outputs=GIVEN, given=given)
+    assert torch.equal(out[:, k], again[:, k]) and (k < V) == bool(out[:, k].isfinite().all())
