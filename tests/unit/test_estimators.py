@@ -124,7 +124,8 @@ def test_every_name_makes_advantages_of_a_batch():
         config.advantages.options = options.get(name, {})
         numbers = advantages_of(config).per_sample(batch)
         assert numbers.shape == (4,) and numbers.dtype == torch.float32, name
-        assert numbers[0] > numbers[1], name
+        # a teacher's advantages are those of tokens, in whatever sample (test_distillation.py)
+        assert numbers[0] > numbers[1] if name != "teacher" else not numbers.any(), name
 
 
 def test_remax_is_the_reward_less_the_greedy_answers():
