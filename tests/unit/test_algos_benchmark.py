@@ -45,7 +45,7 @@ def test_every_preset_makes_as_many_answers(study: Any) -> None:
         answers = cfg.train_dataset.batch_size * cfg.gconfig.n_samples
         assert answers == study.PROMPTS * study.SAMPLES, name
         assert cfg.total_train_steps == study.STEPS
-        assert (cfg.ref is not None) == (name in ("grpo", study.CRITIC) or bool(cfg.kl_ctl)), name
+        assert (cfg.ref is not None) == (name == study.CRITIC or "ref" in PRESETS[name]), name
 
 
 def test_the_table_ranks_and_the_plot_shows_every_seed(study: Any, tmp_path: Path) -> None:
