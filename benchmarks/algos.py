@@ -153,6 +153,21 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
+def starts(results: Sequence[Result]) -> str:
+    """Says where each seed starts, by the mean and the standard deviation of the runs that begin
+    there, and how much a run trains."""
+    first = ([100 * run.values(*ACCURACY.keys)[0] for run in result.runs] for result in results)
+    means = ", ".join(
+        f"{statistics.fmean(seed):.1f} (sd {statistics.pstdev(seed):.1f})"
+        for seed in zip(*first, strict=True)
+    )
+    trained = [sum(run.values("tokens/trained")) for result in results for run in result.runs]
+    return (
+        f"The starts are at {means} %. A run trains {min(trained):,.0f} to {max(trained):,.0f} "
+        "tokens."
+    )
+
+
 def spread(values: Sequence[float]) -> str:
     """Writes the mean with its interval."""
     half = interval(values)
@@ -190,10 +205,7 @@ def main() -> None:
             found.append(train(root, seed, name))
     results = [Result(name, found) for name, found in runs.items()]
     results.sort(key=lambda result: -statistics.fmean(result.ends))
-    start = results[0].runs
-    starts = ", ".join(f"{100 * run.values(*ACCURACY.keys)[0]:.1f}" for run in start)
-    tokens = statistics.fmean(sum(run.values("tokens/trained")) for run in start)
-    print(f"The starts are at {starts} %. A run trains {tokens:,.0f} tokens or so.\n")
+    print(f"{starts(results)}\n")
     print("\n".join(table(results)))
     plot(args.root / "algos.svg", results)
 

@@ -32,7 +32,7 @@ def run(*accuracies: float) -> Run:
         rows.append({
             "step": 4 * i, "eval/accuracy": accuracy, "entropy": 0.1, "clip_frac": 0.25,
             "eval/accuracy_lo": accuracy - 0.02, "eval/accuracy_hi": accuracy + 0.02,
-            "rollout/accepted": 32.0, "rollout/rejected": 8.0,
+            "tokens/trained": 500.0 * i, "rollout/accepted": 32.0, "rollout/rejected": 8.0,
         })  # fmt: skip
     return Run(label="x", rows=rows)
 
@@ -45,7 +45,7 @@ def test_every_preset_makes_as_many_answers(study: Any) -> None:
         answers = cfg.train_dataset.batch_size * cfg.gconfig.n_samples
         assert answers == study.PROMPTS * study.SAMPLES, name
         assert cfg.total_train_steps == study.STEPS
-        assert (cfg.ref is not None) == (name in ("grpo", study.CRITIC) or bool(cfg.kl_ctl)), name
+        assert (cfg.ref is not None) == (name == study.CRITIC or "ref" in PRESETS[name]), name
 
 
 def test_the_table_ranks_and_the_plot_shows_every_seed(study: Any, tmp_path: Path) -> None:
@@ -54,6 +54,9 @@ def test_the_table_ranks_and_the_plot_shows_every_seed(study: Any, tmp_path: Pat
         study.Result("worse", [run(0.4, 0.4, 0.41), run(0.5, 0.4, 0.3)]),
     ]
     lines = list(study.table(results))
+    assert study.starts(results) == (
+        "The starts are at 40.0 (sd 0.0), 50.0 (sd 0.0) %. A run trains 1,500 to 1,500 tokens."
+    )
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     # of two values Student's interval is 12.7 standard errors to either side
     assert "| `better` | 85.0 ± 63.5 | +40.0, +40.0 |  | 2 of 2 | 1.25 |" in lines[2]

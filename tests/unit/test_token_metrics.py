@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from megarl.algos import derived_policy_stats, policy_stats
 from megarl.algos.token_metrics import OLDEST, advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
 from megarl.config.dataset import DatasetConfig
@@ -103,6 +105,57 @@ def test_numbers_do_not_depend_on_how_the_batch_is_held() -> None:
     want = all_of(Batch.from_padded(b))
     assert len(want) > 20
     assert all_of(Batch.from_padded(wide)) == all_of(Batch.from_local(rows)) == want
+
+
+def test_the_figures_of_an_update_add_up_over_micro_batches() -> None:
+    """They equal loops over tokens, whatever stands where nothing is trained."""
+    b, g = tokens(), torch.Generator().manual_seed(7)
+    shape, mask = b["loss_mask"].shape, b["loss_mask"]
+    logp = torch.where(mask, b["prox_logp"] + 0.3 * torch.randn(shape, generator=g), math.nan)
+    outputs = {"logprobs": logp, "entropy": torch.rand(shape, generator=g)}
+    b["ref_logp"] = torch.where(mask, b["logprobs"] - 0.2, math.nan)
+    dropped = mask & (torch.rand(shape, generator=g) < 0.3)
+
+    def figures(*cuts: int) -> dict[str, tuple[float, float]]:
+        sums: dict[str, tuple[float, float]] = {}
+        for rows in torch.arange(len(mask)).tensor_split(list(cuts)):
+            made = policy_stats(
+                {k: v[rows] for k, v in outputs.items()},
+                {k: v[rows] for k, v in b.items()},
+                "prox_logp",
+                surrogate=None,
+                dropped=dropped[rows],
+            )
+            for name, (value, weight) in made.items():
+                s, w = sums.get(name, (0.0, 0.0))
+                sums[name] = s + float(value), w + float(weight)
+        return sums
+
+    whole = figures()
+    for parts in (figures(1, 2, 3, 4, 5), figures(3)):
+        assert parts == {k: (pytest.approx(v, rel=1e-6), w) for k, (v, w) in whole.items()}
+    places = mask.nonzero().tolist()
+
+    def mean(of: Callable[[float, float, float], float]) -> object:
+        values = [
+            of(*(float(x[i, t]) for x in (logp, b["prox_logp"], b["logprobs"]))) for i, t in places
+        ]
+        return pytest.approx(statistics.fmean(values), rel=1e-5)
+
+    means = {name: value / weight for name, (value, weight) in whole.items()}
+    assert means["ratio"] == mean(lambda new, old, _: math.exp(new - old))
+    assert means["ratio_abs_dev"] == mean(lambda new, old, _: abs(math.exp(new - old) - 1))
+    assert means["approx_kl"] == mean(lambda new, _, behav: math.expm1(new - behav) - new + behav)
+    assert means["approx_kl_k1"] == mean(lambda new, _, behav: behav - new)
+    ref = [float(b["ref_logp"][i, t] - logp[i, t]) for i, t in places]
+    assert means["kl_ref"] == pytest.approx(statistics.fmean(math.expm1(x) - x for x in ref))
+    assert means["behav_dropped_frac"] == pytest.approx(int(dropped.sum()) / len(places))
+    assert means["entropy"] == pytest.approx(float(outputs["entropy"][mask].mean()))
+    weights = [math.exp(float(b["prox_logp"][i, t] - b["logprobs"][i, t])) for i, t in places]
+    kish = sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
+    derived = derived_policy_stats(means, means)
+    assert derived["behav_ess"] == pytest.approx(kish, rel=1e-5)
+    assert derived["ratio_rms_dev"] ** 2 == mean(lambda new, old, _: math.expm1(new - old) ** 2)
 
 
 def test_pass_rates_by_difficulty() -> None:
