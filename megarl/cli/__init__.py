@@ -33,6 +33,8 @@ COMMANDS = {
     "doctor": Command("megarl.cli.doctor", "look whether hosts are ready for a recipe"),
     "status": Command("megarl.cli.status", "say how a run is doing"),
     "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
+    "diff": Command("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
+    "replay": Command("megarl.cli.replay", "run a step of a run again, and compare the bits"),
     "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 
