@@ -30,7 +30,7 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
-from megarl.config.servers import ADDRESSES_ENV, server_addresses
+from megarl.config.servers import ADDRESSES_ENV, needs_servers, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull, full_disk_named
 from megarl.utils.importing import add_working_directory, load_object
@@ -121,7 +121,7 @@ def check(cfg: BaseConfig, world_size: int) -> None:
 
 def check_servers(cfg: BaseConfig) -> None:
     """Raises ConfigError where an RL recipe has no server addresses."""
-    if isinstance(cfg, GRPOConfig) and not _servers(cfg):
+    if isinstance(cfg, GRPOConfig) and needs_servers(cfg) and not _servers(cfg):
         raise ConfigError(
             [
                 "no generation server: name running ones in rollout.addresses=[host:port,...] or "
@@ -159,6 +159,10 @@ def run(cfg: BaseConfig) -> None:
     if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl
 
+        if cfg.replay is not None:
+            from megarl.trainer.replay import replaying
+
+            trainer = replaying(trainer)
         rl.run(cfg, trainer)
     else:
         from megarl.trainer import offline

@@ -20,6 +20,7 @@ import torch
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from megarl.utils.fingerprint import Fingerprint
 
 # (outputs, batch) of one micro-batch, padded [b,S] -> (loss_sum, {name: (sum, weight)})
 LossFn = Callable[[Padded, Padded], tuple[torch.Tensor, dict[str, tuple[Any, Any]]]]
@@ -179,6 +180,12 @@ class TrainEngine(ABC):
     @abstractmethod
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on by one step. Raises ValueError where it has none."""
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Returns a hash and a norm of every trained weight by name, the same on every rank and,
+        but for the last bits of norms, in every layout; none where the engine cannot tell.
+        Collective."""
+        return {}
 
     @abstractmethod
     def set_version(self, version: int) -> None:

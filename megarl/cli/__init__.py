@@ -35,6 +35,8 @@ COMMANDS = {
     "view": Command("megarl.cli.view", "show the episodes of a run, in one HTML file"),
     "gap": Command("megarl.cli.gap", "name the layer where trainer and server part"),
     "report": Command("megarl.observability.report.__main__", "write the report of runs"),
+    "diff": Command("megarl.cli.diff", "name the first step and tensor in which two runs differ"),
+    "replay": Command("megarl.cli.replay", "run a step of a run again, and compare the bits"),
     "trace": Command("megarl.cli.trace", "make one Chrome trace of a run"),
 }
 

@@ -34,6 +34,8 @@ _STEP = re.compile(r"step_(\d{6,})")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 # what a launcher gives anew at every start
 _PER_START = ("rollout.addresses",)
+# what another run of the same work has otherwise
+_OF_A_RUN = (*_PER_START, "fileroot", "experiment_name", "trial_name", "record.", "replay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,18 @@ def config_changes(cfg: BaseConfig) -> list[str]:
         return []
     keys = [k for k in (before | now) if k not in _PER_START and before.get(k) != now.get(k)]
     return [f"{k}: {_shown(before, k, now)} -> {_shown(now, k, before)}" for k in keys]
+
+
+def configs_apart(a: Path, b: Path) -> list[str]:
+    """Returns `key: a's value | b's value` for every key of which two run directories' config.yaml
+    differ, but for those that name a run or record it."""
+    first, second = _saved_config(a), _saved_config(b)
+    keys = [k for k in (first | second) if not k.startswith(_OF_A_RUN)]
+    return [
+        f"{k}: {_shown(first, k, second)} | {_shown(second, k, first)}"
+        for k in keys
+        if first.get(k) != second.get(k)
+    ]
 
 
 def _shown(config: dict[str, Any], key: str, other: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.generation import GenerationConfig
 from megarl.config.preferences import PreferenceConfig
 from megarl.config.presets import ALGORITHMS
+from megarl.config.record import RecordConfig, ReplayConfig
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.run import (
     EvaluatorConfig,
@@ -192,6 +193,10 @@ class GRPOConfig(BaseConfig):
     )
     rollout: RolloutConfig = arg(factory=RolloutConfig, help="generation client")
     episodes: EpisodesConfig = arg(factory=EpisodesConfig, help="record for megarl view")
+    record: RecordConfig = arg(factory=RecordConfig, help="record for megarl diff and replay")
+    replay: ReplayConfig | None = arg(
+        None, help="run a step of an earlier run again; megarl replay sets it"
+    )
     server: ServerConfig = arg(factory=ServerConfig, help="servers the launcher starts")
     judge: ServerConfig | None = arg(
         None,

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megarl.config.recipes import GRPOConfig
+from megarl.config.record import TRAIN
 from megarl.config.rollout import RolloutConfig
 
 ADDRESSES_ENV = "MEGARL_LLM_SERVER_ADDRS"
 JUDGES_ENV = "MEGARL_JUDGE_ADDRS"
+
+
+def needs_servers(cfg: GRPOConfig) -> bool:
+    """Returns whether a run generates: a replay of training alone does not."""
+    return cfg.replay is None or cfg.replay.what != TRAIN
 
 
 def server_addresses(config: RolloutConfig) -> list[str]:

@@ -29,6 +29,7 @@ from megarl.engine.setup import EngineState, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
+from megarl.utils.fingerprint import Fingerprint
 from megarl.weight_sync.reallocate import Reallocator
 from megarl.weight_sync.sender import WeightSender
 
@@ -337,6 +338,13 @@ class MegatronEngine(TrainEngine):
         rank its own part. Raises ValueError for `grads` without an optimizer."""
         needs = ("params", "grads") if grads else ("params",)
         return weights.hf_state(self.state, grads, partial(self._scope, "hf_state", needs))
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Returns the hash and the norm of every trained weight by HF name (of adapters by PEFT's
+        names), the same on every rank and, to the last bit of a hash, in every layout. It needs no
+        memory, and nothing but the hashes travels. Collective."""
+        with self.memory.at_hand(), self._scope("fingerprints"):
+            return weights.fingerprints(self.state)
 
     def set_version(self, version: int) -> None:
         """Sets the version of the weights. After a return to earlier weights, later uploads may

@@ -5,10 +5,12 @@ Everything here is collective, in the scope of the engine's groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
@@ -16,7 +18,9 @@ from megarl.ckpt.peft import load_peft, save_peft
 from megarl.engine import average, checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
+from megarl.models.tensor_hash import weight_hashes
 from megarl.parallel import mcore
+from megarl.utils.fingerprint import Fingerprint
 from megarl.weight_sync.reallocate import Reallocator
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
@@ -123,6 +127,23 @@ def reallocate(
     if target.optimizer is not None:
         optimizer.reload_main_params(target.optimizer)
     return stats
+
+
+def fingerprints(state: EngineState) -> dict[str, Fingerprint]:
+    """Returns the fingerprints of the trained weights; see MegatronEngine.fingerprints."""
+    optimizer.gather_params(state.chunks)
+    table = state.adapters.table if state.adapters else state.table.trained
+    found = weight_hashes(table, state.groups.rank, state.params, mcore.device())
+    for per_tensor in found:
+        dist.all_reduce(per_tensor, group=state.groups.world)
+    hashes, squares = (per_tensor.tolist() for per_tensor in found)
+    kind = str(state.dtype).removeprefix("torch.")
+    return {
+        tensor.name: Fingerprint(
+            f"{number % (1 << 64):016x}", math.sqrt(square), shape=f"{kind} {list(tensor.shape)}"
+        )
+        for tensor, number, square in zip(table.tensors, hashes, squares, strict=True)
+    }
 
 
 def hf_state(

@@ -13,6 +13,7 @@ from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
+from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
 from megarl.launcher.devices import check_devices, uses_gpus, visible_gpus
 from megarl.launcher.placement import Placement, place, set_aside, share_out
@@ -162,7 +163,8 @@ def _servers(cfg: BaseConfig) -> tuple[int, int]:
     """Returns how many servers the launcher starts, and the GPUs of each."""
     if not isinstance(cfg, GRPOConfig):
         return 0, 1
-    return 0 if cfg.rollout.addresses else cfg.server.count, cfg.server.gpus
+    started = needs_servers(cfg) and not cfg.rollout.addresses
+    return cfg.server.count if started else 0, cfg.server.gpus
 
 
 def _reward_nodes(cfg: BaseConfig) -> int:

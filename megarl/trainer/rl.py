@@ -30,6 +30,7 @@ from megarl.trainer.rollout_metrics import gathered, rollout_metrics, trained_me
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
+from megarl.trainer.step_recorder import StepRecorder
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
 
@@ -75,8 +76,10 @@ class RLTrainer:
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
-        self.session = RolloutSession(cfg, ctx.tokenizer, ctx.on_rank_zero)
         self._told: str | None = None  # the reason for a pass that the log has
+        self.session = self.make_session()
+        self.step_recorder = StepRecorder(cfg, ctx, dataset_size=self.session.dataset_size)
+        self.session.step_recorder = self.step_recorder
 
     def set_up(self) -> None:
         """Waits for the servers, makes the roles and the saver, and continues from the newest
@@ -93,9 +96,7 @@ class RLTrainer:
         if cfg.episodes.entropy and cfg.episodes.keep != 0:
             self.actor.also = ("entropy",)
         self.actor.initialize(None, self.spec)
-        self.publisher = WeightPublisher(
-            self.actor, self.session.client, cfg.weight_sync, path=ctx.run_dir / "weights"
-        )
+        self.publisher = self.make_publisher()
         self.ref: MegatronRef | MegatronLoRARef | None = None
         if cfg.ref is not None:
             self.ref = make_ref(cfg, self.actor)
@@ -107,6 +108,7 @@ class RLTrainer:
         recomputed = PROX if cfg.actor.old_logp == PROX else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
         trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
+        self.step_recorder.watch(trained)
         self.saver = Saver(
             cfg.saver,
             models=[
@@ -128,6 +130,15 @@ class RLTrainer:
             saved["ref"] = self.ref
         self.recovery = Recovery(ctx, saved, clocks)
         self.steps_done = self.recovery.restore(self.load_state_dict)
+
+    def make_session(self) -> RolloutSession:
+        """Returns what generates the batches. Collective."""
+        return RolloutSession(self.cfg, self.ctx.tokenizer, self.ctx.on_rank_zero)
+
+    def make_publisher(self) -> WeightPublisher:
+        """Returns what brings the actor's weights to the servers."""
+        path = self.ctx.run_dir / "weights"
+        return WeightPublisher(self.actor, self.session.client, self.cfg.weight_sync, path=path)
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the further roles of a subclass's algorithm, and returns by name those that are
@@ -152,10 +163,7 @@ class RLTrainer:
         stopping.work_begins()
         while step < total and not self._out_of_time():
             try:
-                self.check.begin_step(step + 1)
-                with self.ctx.profiler.step(step + 1), record_timing("step"):
-                    stats = self.step(step)
-                    self.renew_ref(step + 1)
+                stats = self.whole_step(step)
             except StopRequested:  # on every rank, while the batch was waited for
                 return self._stop(step)
             step += 1
@@ -198,6 +206,18 @@ class RLTrainer:
         """Ends after `step` steps because of a signal, with a checkpoint of them."""
         epoch = -(-step // self.spec.steps_per_epoch)
         self.ctx.stop(self.recovery.save_now(self.state_dict, step=step, epoch=epoch), step)
+
+    def whole_step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0), under the eyes of what checks, profiles and records it;
+        returns its metrics. Raises StopRequested where a signal came while its batch was waited
+        for. Collective."""
+        self.check.begin_step(step + 1)
+        self.step_recorder.begin_step(step + 1)
+        with self.ctx.profiler.step(step + 1), record_timing("step"):
+            stats = self.step(step)
+            self.renew_ref(step + 1)
+        self.step_recorder.end_step(self.session.client.addresses)
+        return stats
 
     # --8<-- [start:step]
     def step(self, step: int) -> dict[str, float]:
@@ -284,6 +304,7 @@ class RLTrainer:
             self.ctx.final_counters = self.session.counters()
         finally:
             self.session.close()
+            self.step_recorder.close()
 
     def destroy(self) -> None:
         """Destroys the roles. Collective."""

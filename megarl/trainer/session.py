@@ -27,6 +27,7 @@ from megarl.trainer.held_out import HeldOut, make_workflow
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.results import Results
 from megarl.trainer.rollout_metrics import trained_completions
+from megarl.trainer.step_recorder import StepRecorder
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
@@ -51,6 +52,7 @@ class RolloutSession:
             cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
         )
         self.driver: RolloutDriver | None = None  # on rank 0
+        self.step_recorder: StepRecorder | None = None
         self._episodes = cfg.episodes
 
         def make() -> int:
@@ -74,7 +76,10 @@ class RolloutSession:
 
     def prepare_batch(self) -> Batch:
         """Returns the next training batch. Raises StopRequested where a signal came meanwhile."""
-        return self.client.share(RolloutDriver.next_batch, self.driver)
+        batch = self.client.share(RolloutDriver.next_batch, self.driver)
+        if self.step_recorder is not None:
+            self.step_recorder.handed_out(batch)
+        return batch
 
     def drop(self, batch: Batch, failed: Tensor, kind: str) -> Batch:
         """Returns the batch without the samples under `failed` [B] bool, and the other rows of
@@ -102,6 +107,8 @@ class RolloutSession:
         skipped. Returns the counters so far, and reward/mean_failed_as_zero: what the mean reward
         would be if the rollouts that failed meanwhile had earned nothing.
         """
+        if self.step_recorder is not None:
+            self.step_recorder.computed(batch)
         if self._episodes.keep != 0:
             with record_timing("episodes"):
                 tokens = computed_tokens(batch, self._episodes.keep)

@@ -17,6 +17,7 @@ _CHUNK = 1 << 20  # bytes, read into one buffer: converters count their memory
 _SEAL = "checksum"
 
 Digest = xxhash.xxh3_128
+RowDigest = xxhash.xxh3_64  # of one of many rows, to compare with the same row elsewhere
 
 
 def file_digest(path: Path) -> str:

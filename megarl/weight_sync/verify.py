@@ -97,13 +97,22 @@ class Verifier:
         return not self.others
 
     def _ask(self, addresses: Sequence[str], deadline: Deadline) -> dict[str, list[Checksums]]:
-        if not addresses:
-            return {}
-        body: dict[str, Any] = {"action": "checksum"}
-        if self.names is not None:
-            body["names"] = sorted(self.names)
-        answers = Servers(addresses).call("/weights_checker", body, deadline)
-        return {server: _checksums(server, answer) for server, answer in answers.items()}
+        return held_checksums(addresses, deadline, self.names)
+
+
+def held_checksums(
+    addresses: Sequence[str], deadline: Deadline, names: Collection[str] | None = None
+) -> dict[str, list[Checksums]]:
+    """Returns the checksums of the tensors that servers hold, of `names` or (None) of all, by
+    server and its ranks. Raises RuntimeError where a server has none, ServersLost where some are
+    lost."""
+    if not addresses:
+        return {}
+    body: dict[str, Any] = {"action": "checksum"}
+    if names is not None:
+        body["names"] = sorted(names)
+    answers = Servers(addresses).call("/weights_checker", body, deadline)
+    return {server: _checksums(server, answer) for server, answer in answers.items()}
 
 
 def _once_each(level: int, servers: Collection[str]) -> int:

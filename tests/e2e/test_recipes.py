@@ -128,7 +128,7 @@ def test_grpo(name, model, tmp_path):
         f"total_train_steps={STEPS}", "train_dataset.batch_size=8", "train_dataset.size=40",
         "train_dataset.options.level=1", "valid_dataset.options.level=1", "valid_dataset.size=15",
         "evaluator.freq_steps=2", "weight_sync.verify=full", "actor.optimizer.lr=1e-3",
-        *CASES[name],
+        "record.keep=3", "record.servers=true", *CASES[name],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     run = tmp_path / "e" / "grpo"
@@ -160,6 +160,42 @@ def test_grpo(name, model, tmp_path):
     assert [k["step"] for k in kept] == [0, 2, 3] and len({tuple(k["rewards"]) for k in kept}) == 1
     assert done.stdout.count("checksums of") <= 1  # of four syncs
     check_books(run, done.stdout, prompts=8, samples=8)
+    status, said = replay(run, 3, "--train-only")  # in the same layout, from the first step on
+    assert status == 0 and "no difference in steps 1-3" in said, said
+
+
+def replay(run: Path, step: int, *more: str) -> tuple[int, str]:
+    """Returns the exit status and the output of megarl replay."""
+    command = [sys.executable, "-m", "megarl.cli", "replay", str(run), "--step", str(step), *more]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.full
+def test_a_step_is_run_again_to_the_bit(model, tmp_path):
+    """From the checkpoint in the middle: its training, its rollouts, and all of it."""
+    done = launch(
+        "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        "total_train_steps=4", "train_dataset.batch_size=8", "train_dataset.size=40",
+        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=1e-3",
+        "actor.parallel.tp=2", "gconfig.seed=7", "server.deterministic=true", "server.threads=1",
+        "recover.freq_steps=2", "recover.keep_last=9", "record.keep=2", "record.servers=true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "e" / "grpo"
+    before = sorted(p for p in run.rglob("*") if p.is_file())
+    for mode in (["--train-only"], ["--rollout-only"], []):
+        status, said = replay(run, 4, *mode)
+        assert status == 0 and "no difference in steps 3-4" in said, said
+    status, said = replay(run, 4, "--train-only", "actor.optimizer.lr=2e-3")
+    assert status == 1 and "step 3, update 1: lr: " in said, said
+    assert "configuration: actor.optimizer.lr: 0.001 | 0.002" in said
+    status, said = replay(run, 2, "--train-only")
+    assert status == 2 and "the batch of step 1 is not in" in said, said
+    assert sorted(p for p in run.rglob("*") if p.is_file() and "replay" not in p.parts) == before
 
 
 def reward_model(path: Path, like: Path) -> Path:

@@ -1,0 +1,118 @@
+"""Names the first step, phase and tensor in which two runs differ, by their recorded fingerprints.
+
+    megarl diff RUN_A RUN_B [--steps A-B] [--all]
+
+    RUN_A, RUN_B   run directories, <fileroot>/<experiment_name>/<trial_name>
+    --steps        compare only these steps, such as 10-12 or 7
+    --all          show every tensor of that phase that differs, not only the first ten
+
+Steps and phases that both runs recorded (record.fingerprints) are compared, bit by bit, in the
+order of a step: rollout, batch (what a filter or a reward model changed of it), logp, ref, values,
+advantages, the updates, weights, servers. The exit status is 0 where nothing differs, 1 where
+something does, 2 where there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.cli import main as command_line
+from megarl.config.command_line import help_or_command_line, step_range
+from megarl.config.earlier_run import configs_apart
+from megarl.config.errors import ConfigError
+from megarl.observability.fingerprints import (
+    Comparison,
+    Difference,
+    Fingerprints,
+    compare,
+    read_fingerprints,
+)
+
+DIFFERENT = 1  # exit status
+SHOWN = 10  # tensors, and keys of the configuration
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compares the two runs that `argv` names; returns 0 where nothing differs, else 1. Raises
+    ConfigError for a wrong command line, or runs with nothing to compare."""
+    command = help_or_command_line(argv, __doc__ or "", options=("steps",), switches=("all",))
+    if command is None:
+        return 0
+    if len(command.words) != 2 or command.overrides:
+        raise ConfigError(["give two run directories: megarl diff RUN_A RUN_B"])
+    a, b = map(Path, command.words)
+    steps = step_range(command.options["steps"]) if "steps" in command.options else None
+    return diff(a, b, steps=steps, shown=None if "all" in command.switches else SHOWN)
+
+
+def diff(a: Path, b: Path, *, steps: tuple[int, int] | None, shown: int | None) -> int:
+    """Prints how two runs compare, and returns the exit status. Raises ConfigError where they have
+    no step in common."""
+    first, second = recorded(a), recorded(b)
+    wanted = None if steps is None else range(steps[0], steps[1] + 1)
+    found = compare(first, second, wanted)
+    if not found.compared:
+        only = "" if steps is None else f" of {steps[0]}-{steps[1]}"
+        have = " and ".join(_steps([*run.steps]) for run in (first, second))
+        raise ConfigError([f"no step{only} that both runs recorded: they have {have}"])
+    for line in unlike(first, second):
+        print(f"not the same: {line}")
+    for line in _at_most(configs_apart(a, b), shown):
+        print(f"configuration: {line}")
+    print("\n".join(verdict(found, shown)))
+    return DIFFERENT if found.difference else 0
+
+
+def recorded(run: Path) -> Fingerprints:
+    """Returns the fingerprints of a run. Raises ConfigError where it has none."""
+    try:
+        return read_fingerprints(run)
+    except FileNotFoundError as e:
+        why = "no step has begun, it ran with record.fingerprints=false, or it is no RL run"
+        raise ConfigError([f"{e.filename}: no fingerprints; {why}"]) from e
+
+
+def unlike(a: Fingerprints, b: Fingerprints) -> Iterator[str]:
+    """Yields what two starts did not have alike, of what decides over bits."""
+    for name in sorted(a.start.keys() | b.start.keys()):
+        mine, others = a.start.get(name), b.start.get(name)
+        if isinstance(mine, dict) and isinstance(others, dict):
+            keys = [k for k in sorted(mine | others) if mine.get(k) != others.get(k)]
+            yield from (f"{name} of {k}: {mine.get(k)} | {others.get(k)}" for k in keys)
+        elif mine != others:
+            yield f"{name}: {mine} | {others}"
+
+
+def verdict(found: Comparison, shown: int | None) -> Iterator[str]:
+    """Yields the lines that say what differs first, or that nothing does."""
+    if found.difference is None:
+        yield f"no difference in {_steps(found.compared)}: {found.tensors} tensors are equal"
+        return
+    yield from _named(found.difference, shown)
+    if len(found.compared) > 1:
+        yield f"no difference before it, in {_steps(found.compared[:-1])}"
+
+
+def _named(found: Difference, shown: int | None) -> Iterator[str]:
+    tensors = [f"{name}: {why}" for name, why in found.tensors.items()]
+    yield f"step {found.step}, {found.phase}: {tensors[0]}"
+    yield from (f"  also {line}" for line in _at_most(tensors[1:], shown))
+    if found.equal:
+        yield f"  equal in that step: {', '.join(found.equal)}"
+
+
+def _at_most(lines: list[str], shown: int | None) -> list[str]:
+    more = 0 if shown is None else len(lines) - shown
+    return lines if more <= 0 else [*lines[:shown], f"{more} more (--all)"]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no step"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)}-{max(steps)}"
+
+
+if __name__ == "__main__":
+    sys.exit(command_line(["diff", *sys.argv[1:]]))

@@ -1,0 +1,221 @@
+"""Keeps fingerprints of what every step of a run computed, and finds where two runs differ.
+
+<run>/record/fingerprints.jsonl has a line for each phase of a step: {"step", "phase", "tensors":
+{name: fingerprint}}. The line {"start": {...}, "after": k} says where and with what a start goes on
+from step k: what earlier lines say of later steps is superseded. A hash is of bits, so that equal
+hashes mean equal tensors; norm and sum only tell people how far apart two tensors are.
+
+Beyond DETAIL_BYTES the tensors of weights are no longer listed one by one: a line then has one hash
+for all of them, under the name "*". The rest of a step takes a few kB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config.record import RECORD_DIR
+from megarl.utils.digests import Digest
+from megarl.utils.fingerprint import Fingerprint
+
+FILE = "fingerprints.jsonl"
+DETAIL_BYTES = 64 << 20
+ALL = "*"  # the name of one hash for all tensors of a phase
+ROLLOUT, BATCH, LOGP, REF, VALUES, ADVANTAGES = (
+    "rollout",  # the batch as it was handed out
+    "batch",  # what of it a reward model or a filter changed
+    "logp",
+    "ref",
+    "values",
+    "advantages",
+)
+UPDATE, WEIGHTS, SERVERS = "update", "weights", "servers"
+_BEFORE_UPDATES = (ROLLOUT, BATCH, LOGP, REF, VALUES, ADVANTAGES)
+_UPDATE = re.compile(r"(?:(?P<role>\w+) )?update (?P<number>\d+)")
+
+
+Tensors = Mapping[str, Fingerprint]
+
+
+def phase_of(kind: str, role: str = "actor", number: int | None = None) -> str:
+    """Returns the name of a phase of a role: "update 2", "critic weights"."""
+    words = [*([role] if role != "actor" else []), kind, *([str(number)] if number else [])]
+    return " ".join(words)
+
+
+def _rank(phase: str) -> tuple[int, int, str]:
+    """Returns a key that sorts phases as a step goes: a critic is updated before the policy."""
+    if phase in _BEFORE_UPDATES:
+        return _BEFORE_UPDATES.index(phase), 0, phase
+    if match := _UPDATE.fullmatch(phase):
+        return 6 if match["role"] else 7, int(match["number"]), phase
+    return (9 if phase == SERVERS else 8), 0, phase
+
+
+class FingerprintFile:
+    """Appends to the fingerprints of a run. One process writes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / RECORD_DIR / FILE
+
+    def begin(self, after: int, start: Mapping[str, Any]) -> None:
+        """Says that this start goes on from step `after`, and with what. Raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # an empty line first: a crash may have cut the one before short
+        self._write("\n" + json.dumps({"start": start, "after": after}))
+
+    def append(self, step: int, phase: str, tensors: Tensors) -> None:
+        """Appends a phase of a step. Raises OSError where there is no room."""
+        if phase.endswith((WEIGHTS, SERVERS)) and self._path.stat().st_size > DETAIL_BYTES:
+            tensors = {ALL: Fingerprint(_of_all(tensors))}
+        listed = {name: _shortened(found) for name, found in tensors.items()}
+        self._write(json.dumps({"step": step, "phase": phase, "tensors": listed}))
+
+    def _write(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(f"{self._path}: a write came out short")
+            except OSError:
+                file.truncate(size)
+                raise
+
+
+def _shortened(found: Fingerprint) -> list[Any]:
+    """Returns the fingerprint as it is written, without what is empty at its end."""
+    fields: list[Any] = [found.bits, *map(_rounded, (found.norm, found.sum)), *found[3:]]
+    while not fields[-1] and len(fields) > 1:
+        fields.pop()
+    return fields
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.9g}")
+
+
+def _of_all(tensors: Tensors) -> str:
+    """Returns one hash for all tensors of a phase."""
+    if ALL in tensors:
+        return tensors[ALL].bits
+    return Digest(" ".join(f"{n}={tensors[n].bits}" for n in sorted(tensors)).encode()).hexdigest()
+
+
+@dataclass
+class Fingerprints:
+    """Holds what a run recorded. start: of its last start, which versions, layout and machine it
+    had. steps: by step and phase the fingerprints of tensors by name."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, dict[str, dict[str, Fingerprint]]] = field(default_factory=dict)
+
+
+def read_fingerprints(run_dir: Path) -> Fingerprints:
+    """Returns the fingerprints that count; a line that was cut short is left out. Raises
+    FileNotFoundError where none were recorded."""
+    found = Fingerprints()
+    for line in _lines(run_dir / RECORD_DIR / FILE):
+        if "start" in line:
+            found.start = line["start"]
+            for step in [s for s in found.steps if s > line["after"]]:
+                del found.steps[step]
+        else:
+            tensors = {name: Fingerprint(*fields) for name, fields in line["tensors"].items()}
+            found.steps.setdefault(line["step"], {})[line["phase"]] = tensors
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:  # a crash cut it short
+                continue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Names what differs first: the step, its phase, and in their order the tensors, each with why.
+    equal: phases of that step that were compared before."""
+
+    step: int
+    phase: str
+    tensors: dict[str, str]
+    equal: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Says how two runs compare. compared: the steps that both recorded, up to the first that
+    differs. tensors: how many tensors were compared."""
+
+    compared: tuple[int, ...]
+    tensors: int
+    difference: Difference | None
+
+
+def compare(a: Fingerprints, b: Fingerprints, steps: Iterable[int] | None = None) -> Comparison:
+    """Compares two runs step by step, of `steps` (None: of all) those that both recorded, and of
+    these the phases that both recorded."""
+    both = sorted(a.steps.keys() & b.steps.keys() & set(a.steps if steps is None else steps))
+    count = 0
+    for i, step in enumerate(both):
+        equal: list[str] = []
+        for phase in _phases_of_both(a.steps[step], b.steps[step]):
+            mine, others = (_in_phase(run.steps[step], phase) for run in (a, b))
+            count += len(mine)
+            if wrong := differing(mine, others):
+                first = Difference(step=step, phase=phase, tensors=wrong, equal=tuple(equal))
+                return Comparison(compared=tuple(both[: i + 1]), tensors=count, difference=first)
+            equal.append(phase)
+    return Comparison(compared=tuple(both), tensors=count, difference=None)
+
+
+def _phases_of_both(a: Mapping[str, Tensors], b: Mapping[str, Tensors]) -> list[str]:
+    """Returns the phases of a step that two runs have in common. One whose batch was not changed
+    has no phase of this name, and yet can be compared."""
+    both = a.keys() & b.keys()
+    if ROLLOUT in both and (BATCH in a or BATCH in b):
+        both |= {BATCH}
+    return sorted(both, key=_rank)
+
+
+def _in_phase(step: Mapping[str, Tensors], phase: str) -> Tensors:
+    """Returns the tensors of a phase; of the batch as it was trained on, also what did not
+    change."""
+    return {**step[ROLLOUT], **step.get(BATCH, {})} if phase == BATCH else step[phase]
+
+
+def differing(a: Tensors, b: Tensors) -> dict[str, str]:
+    """Returns the tensors of one phase that differ, in the order of `a`, and how."""
+    if ALL in a or ALL in b:
+        return {} if _of_all(a) == _of_all(b) else {ALL: "the tensors were not listed"}
+    found = {}
+    for name in dict.fromkeys([*a, *b]):
+        if name not in a or name not in b:
+            found[name] = f"only the {'first' if name in a else 'second'} run has it"
+        elif a[name].bits != b[name].bits or a[name].shape != b[name].shape:
+            found[name] = _why(a[name], b[name])
+    return found
+
+
+def _why(a: Fingerprint, b: Fingerprint) -> str:
+    """Says how two tensors of one name differ."""
+    if a.shape != b.shape:
+        return f"{a.shape} and {b.shape}"
+    if a.rows and a.rows == b.rows:
+        return "the same rows in another order"
+    if a.norm is None or b.norm is None:
+        return "not the same bits"
+    if a.norm != b.norm:
+        return f"{'norm ' if a.shape else ''}{a.norm:.9g} and {b.norm:.9g}"
+    if a.sum != b.sum and a.sum is not None and b.sum is not None:
+        return f"norm {a.norm:.9g} in both, sum {a.sum:.9g} and {b.sum:.9g}"
+    return f"norm {a.norm:.9g} in both, to nine digits"

@@ -1,0 +1,134 @@
+"""megarl replay before it starts anything, and the session that hands out recorded batches."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.api.batch import Batch
+from megarl.cli import main as megarl
+from megarl.cli.replay import last_checkpoint, main
+from megarl.config.earlier_run import MARKER, RECOVER_DIR
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config, save_config
+from megarl.config.record import batch_path
+from megarl.observability.fingerprints import FingerprintFile
+from megarl.trainer.ppo import PPOTrainer
+from megarl.trainer.recorded_batches import as_tensors, write_batch
+from megarl.trainer.replay import RecordedSession, Replaying, replaying
+from megarl.trainer.rl import RLTrainer
+from megarl.utils.digests import seal
+from tests.unit.bigram import BigramEngine, rollout
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two processes with checkpoints of steps 2 and 4, and the batches of 3 to 5."""
+    directory = tmp_path / "e" / "t"
+    save_config(load_config(None, [f"fileroot={tmp_path}"]), directory / "config.yaml")
+    for step in (2, 4):
+        path = directory / RECOVER_DIR / f"step_{step:06d}"
+        (path / "actor").mkdir(parents=True)
+        (path / MARKER).write_text(json.dumps(seal({"version": step})))
+        (path / "actor" / "weights").write_text("w")
+    FingerprintFile(directory).begin(0, {"world_size": 2})
+    for step in (3, 4, 5):
+        batch = Batch.from_padded(rollout(BigramEngine()))
+        write_batch(batch_path(directory, step), as_tensors(batch), {"dataset_size": 40})
+    return directory
+
+
+def test_the_newest_checkpoint_before_the_step(run):
+    found = [last_checkpoint(run, step) for step in (2, 3, 4, 5, 9)]
+    assert [c and c.step for c in found] == [None, 2, 2, 4, 4]
+
+
+def test_what_is_run(run, capsys):
+    assert main([str(run), "--step", "4", "--train-only", "--print", "seed=3"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:4] == ["--config", str(run / "config.yaml"), "--nproc", "2"]
+    cfg: Any = load_config(words[1], words[4:])
+    assert (cfg.replay.run, cfg.replay.step, cfg.replay.what) == (str(run), 4, "train")
+    assert cfg.seed == 3 and cfg.recover.mode == "auto"
+    out = Path(cfg.fileroot, cfg.experiment_name, cfg.trial_name)
+    assert out == run / "replay" / "step_000004"
+    mine, copy = (d / RECOVER_DIR / "step_000002" / "actor" / "weights" for d in (run, out))
+    assert os.path.samefile(mine, copy)  # it takes no room
+    assert [c.name for c in (out / RECOVER_DIR).iterdir()] == ["step_000002"]
+    main([str(run), "--step", "4", "--print"])
+    assert "trial_name=step_000004_2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--step", "2", "--train-only"], "batch of step 1 is not in .*steps 3, 4, 5 are recorded"),
+        (["--step", "9", "--train-only"], "begins at step 5, and the batch of step 6 is not in"),
+        (["--step", "4", "--train-only", "--rollout-only"], "give one of them, or none"),
+        (["--step", "0"], "use a whole number of at least 1"),
+        ([], "give one run directory and a step"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told(run, words, message):
+    with pytest.raises(ConfigError, match=message):
+        main([str(run), *words])
+    assert not (run / "replay").exists()
+
+
+def test_no_run_directory_and_a_directory_that_is_taken(run, tmp_path):
+    with pytest.raises(ConfigError, match="it is no run directory"):
+        main([str(tmp_path), "--step", "1"])
+    with pytest.raises(ConfigError, match="it exists; name another"):
+        main([str(run), "--step", "3", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("command", ("diff", "replay"))
+def test_help(command, capsys):
+    assert megarl([command, "--help"]) == 0
+    assert f"megarl {command} RUN" in capsys.readouterr().out
+
+
+def a_session(run: Path) -> RecordedSession:
+    return RecordedSession(load_config(None, []), run, lambda fn, *args: fn(*args))  # type: ignore[arg-type]
+
+
+def test_recorded_batches_come_as_they_were_handed_out(run):
+    session = a_session(run)
+    taken: list[Batch] = []
+    session.step_recorder = SimpleNamespace(step=4, handed_out=taken.append)  # type: ignore[assignment]
+    assert session.dataset_size == 40
+    batch = session.prepare_batch()
+    assert taken == [batch] and not batch.placed
+    padded = rollout(BigramEngine())
+    assert {k: v.dtype for k, v in batch.padded().items()} == {
+        k: v.dtype for k, v in padded.items()
+    }
+    assert all(torch.equal(batch.padded()[name], padded[name]) for name in padded)
+    session.step_recorder.step = 7
+    with pytest.raises(ConfigError, match=r"step_000007.* cannot be read"):
+        session.prepare_batch()
+    batch_path(run, 4).write_bytes(batch_path(run, 4).read_bytes()[:-9])
+    session.step_recorder.step = 4
+    with pytest.raises(ConfigError, match=r"step_000004.* cannot be read"):
+        session.prepare_batch()
+
+
+def test_samples_may_leave_a_recorded_batch(run):
+    session = a_session(run)
+    batch = Batch.from_padded(rollout(BigramEngine()))
+    assert len(session.drop(batch, torch.arange(16) < 2, "reward")) == 14
+
+
+def test_the_runs_own_trainer_makes_the_steps():
+    made = replaying(PPOTrainer)
+    assert made.__mro__[1:4] == (Replaying, PPOTrainer, RLTrainer)
+    assert made.step is PPOTrainer.step
+    assert replaying(None).step is RLTrainer.step
+    with pytest.raises(ConfigError, match="a replay needs a subclass of RLTrainer"):
+        replaying(SimpleNamespace)
