@@ -191,7 +191,7 @@ bench-async: install  ## asynchronous training beside synchronous, by staleness 
 	$(CPU) $(BIN)/python benchmarks/async_study.py
 
 bench-algos: install  ## every preset on the quickstart's sums, 3 seeds (docs/bench_algos.md)
-	$(CPU) $(BIN)/python benchmarks/algos.py
+	$(CPU) $(BIN)/python benchmarks/algos.py --page docs/bench_algos.md
 
 bench-gpu:  ## how much of a GPU train_batch uses: PYTHON's own torch, as for test-gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_train.py
