@@ -192,7 +192,7 @@ bench-async: install  ## asynchronous training beside synchronous, by staleness 
 	$(CPU) $(BIN)/python benchmarks/async_study.py
 
 bench-algos: install  ## every preset on the quickstart's sums, 3 seeds (docs/bench_algos.md)
-	$(CPU) $(BIN)/python benchmarks/algos.py
+	$(CPU) $(BIN)/python benchmarks/algos.py --page docs/bench_algos.md
 
 bench-gap: install  ## which gap between trainer and server rounding makes (docs/numerics.md)
 	$(CPU) $(BIN)/python -m megarl.cli gap --budget

@@ -1,13 +1,15 @@
 """Trains the quickstart's sums by every preset of megarl/config/presets.py, and by PPO.
 
     python benchmarks/algos.py [--seeds 1 2 3] [--only NAME ...] [--root runs/algos]
+                               [--page docs/bench_algos.md]
 
 For each seed a model is warmed up as the quickstart's is. From there every algorithm makes the same
 number of steps, of as many answers each, at the same learning rate; nothing is tuned to it. Runs
 take turns, one at a time; trainer and server have one thread each. Held-out sums are answered at
 temperature 1, by the policy that is trained: greedy answers would all be right too soon to tell
 algorithms apart. A run that has ended is not made again: remove its directory to have it made anew.
-Prints a Markdown table, ordered by what was reached, and draws the curves to <root>/algos.svg.
+Prints a Markdown table, ordered by what was reached, and draws the curves to <root>/algos.svg; with
+--page puts the table in the place of the page's, and the curves into images/ beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -36,14 +39,13 @@ from megarl.observability.report.held_out import ACCURACY, gain  # noqa: E402
 
 STEPS, EVERY = 16, 4  # of a run, and between its evaluations
 PROMPTS, SAMPLES = 32, 8  # of a step; PPO takes as many answers, of more prompts
+BEGIN, END = "<!-- table: make bench-algos -->", "<!-- end of table -->"
 CRITIC = "ppo"  # the recipe with a critic, which is no preset
 ALGORITHMS = (*PRESETS, CRITIC)
 COMMON = f"""
     actor.parallel.tp=1 server.threads=1 total_train_steps={STEPS} evaluator.freq_steps={EVERY}
     saver.final=false recover.mode=disabled stats_logger.report=false eval_gconfig.greedy=false
 """.split()
-# Student's t for a 95 % interval of a mean, by the number of values
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,6 @@ class Result:
     def ends(self) -> list[float]:
         """Returns the last accuracy of each run, in percent."""
         return [100 * run.values(*ACCURACY.keys)[-1] for run in self.runs]
-
-    @property
-    def gains(self) -> list[float]:
-        """Returns by how many points each run rose."""
-        return [
-            end - 100 * run.values(*ACCURACY.keys)[0]
-            for end, run in zip(self.ends, self.runs, strict=True)
-        ]
 
     def certain(self) -> tuple[int, int]:
         """Returns in how many runs the 95 % interval of the gain is above 0, and below."""
@@ -82,11 +76,31 @@ class Result:
         return 1 + sum(rejected) / sum(prompts)
 
 
-def interval(values: Sequence[float]) -> float:
-    """Returns half the width of the 95 % interval of a mean (Student); NaN of a single value."""
-    if len(values) < 2:
+def tells_apart(results: Sequence[Result]) -> float:
+    """Returns half the width of the 95 % interval of the difference between two algorithms' mean
+    accuracies: from what is left of all ends once each algorithm and each seed has its mean (the
+    error of a two-way analysis of variance). NaN of one algorithm or one seed."""
+    ends = [result.ends for result in results]
+    freedom = (len(ends) - 1) * (len(ends[0]) - 1)
+    if not freedom:
         return math.nan
-    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    seeds = [statistics.fmean(column) for column in zip(*ends, strict=True)]
+    rest = [
+        end - statistics.fmean(row) - seed + statistics.fmean(seeds)
+        for row in ends
+        for end, seed in zip(row, seeds, strict=True)
+    ]
+    variance = sum(value**2 for value in rest) / freedom
+    return student(freedom) * math.sqrt(2 * variance / len(seeds))
+
+
+def student(freedom: int) -> float:
+    """Returns Student's t of a 95 % interval, by its expansion about the normal distribution's
+    quantile (Abramowitz and Stegun 26.7.5), which is right to 1 % from 4 degrees of freedom on."""
+    z = NormalDist().inv_cdf(0.975)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def warm_up(root: Path, seed: int) -> None:
@@ -131,20 +145,21 @@ def overrides(name: str) -> list[str]:
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yields the lines of a table, the best algorithm first."""
-    head = ["", "`algorithm`", "accuracy, %", "gain of each seed", "behind the first"]
+    head = ["", "`algorithm`", "accuracy, %", "of each seed", "behind the first"]
     head += ["beats the start", "answers", "entropy", "clipped, %"]
+    width = tells_apart(results)
     yield "| " + " | ".join(head) + " |"
     yield "|" + " --- |" * len(head)
     for place, result in enumerate(results, 1):
-        behind = [a - b for a, b in zip(results[0].ends, result.ends, strict=True)]
+        behind = statistics.fmean(results[0].ends) - statistics.fmean(result.ends)
         up, down = result.certain()
         worse = f", {down} worse" if down else ""
         cells = [
             str(place),
             f"`{result.name}`",
-            spread(result.ends),
-            ", ".join(f"{points:+.1f}" for points in result.gains),
-            spread(behind) if place > 1 else "",
+            f"{statistics.fmean(result.ends):.1f}",
+            ", ".join(f"{end:.1f}" for end in result.ends),
+            f"{behind:.1f}" + ("" if math.isnan(width) else f" ± {width:.1f}") if place > 1 else "",
             f"{up} of {len(result.runs)}{worse}",
             f"{result.written():.2f}",
             f"{statistics.fmean(run.values('entropy')[-1] for run in result.runs):.3f}",
@@ -168,13 +183,6 @@ def starts(results: Sequence[Result]) -> str:
     )
 
 
-def spread(values: Sequence[float]) -> str:
-    """Writes the mean with its interval."""
-    half = interval(values)
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if math.isnan(half) else f"{mean} ± {half:.1f}"
-
-
 def plot(path: Path, results: Sequence[Result]) -> None:
     """Draws the curves of every algorithm, by answers trained."""
     panels = []
@@ -188,14 +196,23 @@ def plot(path: Path, results: Sequence[Result]) -> None:
     draw(path, panels)
 
 
+def put_table(page: Path, text: str) -> None:
+    """Replaces what stands between the page's marks, BEGIN and END. Raises ValueError where it has
+    none."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{page} has no {BEGIN!r} and {END!r} for the table to stand between")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--root", type=Path, default=Path("runs/algos"))
+    parser.add_argument("--page", type=Path, help="a page of the docs, to put the results in")
     args = parser.parse_args()
-    if len(args.seeds) > max(STUDENT):
-        parser.error(f"--seeds: at most {max(STUDENT)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     runs: dict[str, list[Run]] = {name: [] for name in args.only}
     for seed in args.seeds:  # all algorithms of a seed, then the next: what is there compares
@@ -205,9 +222,12 @@ def main() -> None:
             found.append(train(root, seed, name))
     results = [Result(name, found) for name, found in runs.items()]
     results.sort(key=lambda result: -statistics.fmean(result.ends))
-    print(f"{starts(results)}\n")
-    print("\n".join(table(results)))
+    text = "\n".join([starts(results), "", *table(results)])
+    print(text)
     plot(args.root / "algos.svg", results)
+    if args.page is not None:
+        put_table(args.page, text)
+        plot(args.page.parent / "images" / "algos.svg", results)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,40 @@ def test_the_table_ranks_and_the_plot_shows_every_seed(study: Any, tmp_path: Pat
         "The starts are at 40.0 (sd 0.0), 50.0 (sd 0.0) %. A run trains 1,500 to 1,500 tokens."
     )
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    # of two values Student's interval is 12.7 standard errors to either side
-    assert "| `better` | 85.0 ± 63.5 | +40.0, +40.0 |  | 2 of 2 | 1.25 |" in lines[2]
-    assert "| `worse` | 35.5 ± 69.9 | +1.0, -20.0 | 49.5 ± 133.4 | 0 of 2, 1 worse |" in lines[3]
+    assert "| `better` | 85.0 | 80.0, 90.0 |  | 2 of 2 | 1.25 |" in lines[2]
+    assert "| `worse` | 35.5 | 41.0, 30.0 | 49.5 ± " in lines[3]
+    assert "| 0 of 2, 1 worse |" in lines[3]
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{study.BEGIN}\nan older one\n{study.END}\nbelow\n")
+    study.put_table(page, "\n".join(lines))
+    found = page.read_text()
+    assert found.startswith("above\n") and found.endswith("\nbelow\n") and lines[3] in found
+    assert "older" not in found and (ROOT / "docs/bench_algos.md").read_text().count("<!-- ") == 2
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="for the table to stand between"):
+        study.put_table(page, "")
     study.plot(tmp_path / "plot.svg", results)
     drawn = ET.parse(tmp_path / "plot.svg")
     assert len(drawn.findall(f".//{SVG}polyline")) == 2 * (2 + 2)  # seeds, mean, the other's mean
     assert "1  better  85.0" in "".join(drawn.getroot().itertext())
+
+
+def test_the_interval_is_that_of_a_two_way_analysis_of_variance(study: Any) -> None:
+    """Rows 1 2 3, 2 4 3 and 6 5 7 by hand: what is left adds up to 10/3 over 4 degrees of freedom;
+    t of 4 is 2.776."""
+    rows = [(0.01, 0.02, 0.03), (0.02, 0.04, 0.03), (0.06, 0.05, 0.07)]
+    results = [study.Result(str(i), [run(x) for x in row]) for i, row in enumerate(rows)]
+    grand, means, seeds = 11 / 3, (2, 3, 6), (3, 11 / 3, 13 / 3)
+    left = sum(
+        (100 * x - m - s + grand) ** 2 for row, m in zip(rows, means) for x, s in zip(row, seeds)
+    )
+    assert left == pytest.approx(10 / 3)
+    want = 2.776 * (2 * left / 4 / 3) ** 0.5
+    assert study.tells_apart(results) == pytest.approx(want, rel=0.01)
+    assert [study.student(n) for n in (10, 23, 46)] == pytest.approx(
+        [2.228, 2.069, 2.013], abs=1e-3
+    )
+    assert study.tells_apart(results[:1]) != study.tells_apart(results[:1])  # NaN: one algorithm
 
 
 def test_a_run_that_ended_is_not_made_again(
