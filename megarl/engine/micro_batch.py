@@ -72,19 +72,20 @@ def build(
     cp_rank: int,
     token_unit: int = 1,
 ) -> list[MicroBatch]:
-    """Packs this rank's micro-batches, in the order of the plan."""
+    """Packs this rank's micro-batches, in the order of the plan. Passes of one step that cut the
+    same rows alike, of whichever model, share them."""
+    align = alignment(layout, token_unit)
     out = []
     for rows in micro_batches:
-        ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
-        # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-        packed = pack(
-            ids,
-            batch.lengths[rows].tolist(),
-            align=alignment(layout, token_unit),
-            cp=layout.cp,
-            cp_rank=cp_rank,
-        )
-        out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
+        how = (tuple(rows), align, layout.cp, cp_rank)
+        if how not in batch.packed:
+            ids = batch.padded(rows, names=("input_ids",))["input_ids"].long()
+            # packed on the host: the index arithmetic would stall a GPU at every boolean mask
+            packed = pack(
+                ids, batch.lengths[rows].tolist(), align=align, cp=layout.cp, cp_rank=cp_rank
+            )
+            batch.packed[how] = packed.to(mcore.device())
+        out.append(MicroBatch(rows, batch, batch.packed[how]))
     return out
 
 
