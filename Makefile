@@ -27,7 +27,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
-	bench-client bench-algos
+	bench-client bench-algos bench-recompute
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -147,6 +147,9 @@ bench-train: install  ## train_batch beside transformers + torch AdamW (docs/ben
 
 bench-layouts: install  ## every parallel layout of up to 4 processes beside transformers
 	$(CPU) $(BIN)/python benchmarks/layouts.py
+
+bench-recompute: install  ## steps with and without the pass for prox_logp, in turns
+	$(CPU) $(BIN)/python benchmarks/recompute.py
 
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py

@@ -49,8 +49,8 @@ RUN_TIMEOUT = 900.0
 TRL_VERSION = "1.16.0"
 Row = dict[str, Any]
 
-# TRL makes no pass for the old logprobs: it uses the update's own
-SAME_WORK = "actor.recompute_logprob=false"
+# TRL makes no pass for the old logprobs: it uses the update's own, as `auto` does
+SAME_WORK, WITH_PASS = (f"actor.recompute_logprob={way}" for way in ("auto", "true"))
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ def contenders() -> list[Contender]:
         found += [
             Contender(f"TRL {layout}", None, split),
             Contender(f"megarl {layout} sync, TRL's work", (server, SAME_WORK), split),
-            Contender(f"megarl {layout} sync", (server,), split),
+            Contender(f"megarl {layout} sync", (server, WITH_PASS), split),
         ]
     half = max(1, CORES // 2)
     beside = (f"server.count={CORES - half or 1}", "server.threads=1")
     name = f"megarl {half}x1 async 1"
     found += [
-        Contender(name, (*beside, *asynchronous), True, half),
+        Contender(name, (*beside, *asynchronous, WITH_PASS), True, half),
         Contender(f"{name}, TRL's work", (*beside, asynchronous[0], SAME_WORK), True, half),
     ]
     return found if CORES > 1 else [c for c in found if not c.split]

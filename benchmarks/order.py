@@ -1,6 +1,6 @@
 """Simulates asynchronous runs with long-tailed answers, by rollout.order and staleness bound.
 
-    python benchmarks/order.py [--steps 150] [--batch 64] [--slots 128] [--seed 0]
+    python benchmarks/order.py [--steps 150] [--batch 64] [--slots 128] [--seed 0] [--ahead 0.25]
 
 Time is simulated; who may begin (StalenessManager) and which episodes make a batch (order.py) is
 megarl's own code. An episode writes its tokens at a fixed rate in one of --slots slots, and the
@@ -8,6 +8,10 @@ trainer trains at another, chosen so that full slots write as many tokens per se
 "dropping" is what other systems do: batches are first come, as many episodes are in flight as the
 bound allows, and what has grown too stale is discarded, running or finished, its prompt put at the
 end of the queue. Prints a Markdown table.
+
+--ahead: the share of the trainer's work that needs no gradient and could be done while it waits for
+its batch, as a reference's logprobs: 1 of 4 passes beside an update. Prints by how much a trainer
+that does so, as early as it has the time, is faster: the most that it can gain.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.rollout import order
 from megarl.rollout.staleness import StalenessManager
@@ -89,14 +94,15 @@ class Result:
 class Run:
     """Simulates a run of `steps` batches of `batch` episodes in `slots` slots, under the staleness
     bound `eta`. train_rate: tokens per second of the trainer. ends: nothing begins that no batch
-    will take. Raises RuntimeError where nothing can happen any more."""
+    will take. ahead: the share of a step that the trainer may do while it waits. Raises
+    RuntimeError where nothing can happen any more."""
 
     def __init__(
         self, policy: str, prompts: Prompts, *, eta: int, batch: int, slots: int, steps: int,
-        train_rate: float, ends: bool = True,
+        train_rate: float, ends: bool = True, ahead: float = 0.0,
     ) -> None:  # fmt: skip
         self.policy, self.prompts, self.eta, self.batch = policy, prompts, eta, batch
-        self.slots, self.steps, self.train_rate = slots, steps, train_rate
+        self.slots, self.steps, self.train_rate, self.ahead = slots, steps, train_rate, ahead
         self.staleness = StalenessManager(
             max_concurrent=slots, max_head_offpolicyness=eta, consumer_batch=batch,
             batches_left=steps if ends else None,
@@ -156,11 +162,12 @@ class Run:
         self.staleness.hand_out(len(taken))
         self.staleness.check(in_flight=len(self.live))
         result, lengths = self._result, [e.length for e in taken]
-        result.waited += self.now - self._waits_since
+        waited, seconds = self.now - self._waits_since, sum(lengths) / self.train_rate
+        result.waited += waited
         result.batches.append(lengths)
         result.staleness += [self.version - (e.began or 0) for e in taken]
         self._waits_since = None
-        self._at(self.now + sum(lengths) / self.train_rate, None)
+        self._at(self.now + seconds - min(waited, self.ahead * seconds), None)
 
     def _next(self) -> Sequence[Episode]:
         if self.policy == "submission":
@@ -199,11 +206,37 @@ def line(name: str, eta: int, result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def print_ahead(simulated: Callable[..., Result], share: float, rate: float) -> None:
+    """Prints how much faster runs are whose trainer does a share of its work ahead, for trainers of
+    a quarter of `rate`, once and twice it."""
+    print("| staleness | trainer over servers | waits | faster with the share ahead |")
+    print("| --- | --- | --- | --- |")
+    for eta, speed in itertools.product((0, 1, 4), (0.25, 1.0, 2.0)):
+        plain, ahead = (
+            simulated("submission", eta=eta, train_rate=speed * rate, ahead=part)
+            for part in (0.0, share)
+        )
+        waits = 100 * plain.waited / plain.seconds
+        gain = 100 * (plain.seconds / ahead.seconds - 1)
+        print(f"| {eta} | {speed:g} | {waits:.0f} % | {gain:.1f} % |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("steps", 150), ("batch", 64), ("slots", 128), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ahead", type=float, default=0.0)
     args = parser.parse_args()
+
+    def simulated(policy: str, **how: Any) -> Result:
+        run = Run(
+            policy, Prompts(rng=random.Random(args.seed)), batch=args.batch, slots=args.slots,
+            steps=args.steps, **how,
+        )  # fmt: skip
+        return run.finish()
+
+    if args.ahead:
+        return print_ahead(simulated, args.ahead, args.slots * RATE)
     prompts = Prompts(rng=random.Random(args.seed))
     sampled = [prompts.draw().length for _ in range(100_000)]
     print(
@@ -213,11 +246,9 @@ def main() -> None:
     print("| order | staleness | hours | tokens/s | waits | mean length | 95 % | dropped |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for eta, policy in itertools.product((0, 1, 2, 4), POLICIES):
-        run = Run(
-            policy, Prompts(rng=random.Random(args.seed)), eta=eta, batch=args.batch,
-            slots=args.slots, steps=args.steps, train_rate=args.slots * RATE,
-        )  # fmt: skip
-        print(line(policy, eta, run.finish()), flush=True)
+        print(
+            line(policy, eta, simulated(policy, eta=eta, train_rate=args.slots * RATE)), flush=True
+        )
 
 
 if __name__ == "__main__":

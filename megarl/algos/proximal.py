@@ -88,8 +88,8 @@ def with_own_prox(loss_fn: LossFn) -> LossFn:
 
 
 def put_kept(batch: Data, update: dict[str, float]) -> None:
-    """Adds to the batch what its only update kept, the logprobs as prox_logp. An update that a self
-    check refused may have kept nothing."""
+    """Adds to the batch what its only update kept, the logprobs as prox_logp. An update that was
+    refused before its pass kept nothing."""
     kept = update.kept if isinstance(update, Metrics) else {}
     for name, values in kept.items():
         batch[PROX if name == "logprobs" else name] = values

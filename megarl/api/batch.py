@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.api.failures import on_every_rank
 from megarl.api.local_rows import gather_rows
 from megarl.api.tokens import (
+    IDS,
     MASK,
     Comm,
     Home,
@@ -47,6 +48,8 @@ class Batch:
     placed:      whether an engine has chosen the home; before, tokens are at their origin.
     minibatches: the rows of each of the step's mini-batches, set before the first engine verb,
                  which then balances each of them over ranks; None is all rows at once.
+    packed:      what engines have made of the token ids for a pass, by how, for the next pass over
+                 the same rows; a selection of all rows shares it.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Batch:
         self.lengths, self.home, self.comm = lengths, home, comm
         self.per_sample, self.per_token = dict(per_sample), dict(per_token)
         self.minibatches: list[list[int]] | None = None
+        self.packed: dict[Any, Any] = {}
         self.placed = False
 
     # -- where it comes from
@@ -163,6 +167,8 @@ class Batch:
                     f"batch[{name!r}]: Tokens of {len(value.lengths)} rows do not fit the lengths "
                     f"of the {len(self.rows)} rows that this rank holds"
                 )
+            if name == IDS:
+                self.packed = {}
             self.per_sample.pop(name, None)
             self.per_token[name] = value
             return
@@ -198,6 +204,8 @@ class Batch:
             comm=self.comm,
         )
         out.placed = self.placed
+        if len(index) == len(self):
+            out.packed = self.packed
         return out
 
     def _index(self, rows: Sequence[int] | Tensor) -> Tensor:

@@ -82,20 +82,27 @@ def build(
     given: bool = False,
 ) -> list[MicroBatch]:
     """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
-    [B,S,n] too."""
+    [B,S,n] too. Passes of one step that cut the same rows alike, of whichever model, share what
+    has no such ids."""
+    align = alignment(layout, token_unit)
     out, names = [], ("input_ids", *(GIVEN_IDS,) * given)
     for rows in micro_batches:
-        padded = batch.padded(rows, names=names)
-        # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-        packed = pack(
-            padded["input_ids"].long(),
-            batch.lengths[rows].tolist(),
-            align=alignment(layout, token_unit),
-            cp=layout.cp,
-            cp_rank=cp_rank,
-            given=padded.get(GIVEN_IDS),
-        )
-        out.append(MicroBatch(rows, batch, packed.to(mcore.device())))
+        how = (tuple(rows), align, layout.cp, cp_rank)
+        packed = None if given else batch.packed.get(how)
+        if packed is None:
+            padded = batch.padded(rows, names=names)
+            # packed on the host: the index arithmetic would stall a GPU at every boolean mask
+            packed = pack(
+                padded["input_ids"].long(),
+                batch.lengths[rows].tolist(),
+                align=align,
+                cp=layout.cp,
+                cp_rank=cp_rank,
+                given=padded.get(GIVEN_IDS),
+            ).to(mcore.device())
+        if not given:
+            batch.packed[how] = packed
+        out.append(MicroBatch(rows, batch, packed))
     return out
 
 

@@ -30,7 +30,7 @@ from megarl.algos.checks import Finding
 from megarl.algos.proximal import CHECK, PROX
 from megarl.algos.rows import Data, as_batch, trained_tokens
 from megarl.api.batch import Batch
-from megarl.api.engine import LossFn
+from megarl.api.engine import LossFn, Metrics
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import public_tree
@@ -176,8 +176,8 @@ class SelfCheck:
         self, engine: MegatronEngine, data: Data, loss_fn: LossFn, *args: Any, **kw: Any
     ) -> dict[str, float]:
         """Makes the optimizer step of engine.train_batch with the checks around it, and returns its
-        metrics; those of a skipped update are update_successful = 0 alone. Raises SelfCheckError
-        where the run is to stop."""
+        metrics; those of a skipped update are update_successful = 0 alone, with what its pass kept.
+        Raises SelfCheckError where the run is to stop."""
         self._minibatch += 1
         batch = as_batch(data)
         if finding := nonfinite.nonfinite_inputs(batch):
@@ -233,7 +233,8 @@ class SelfCheck:
         if self._skipped >= self.config.max_skips:
             self._stop(finding, f"skipped updates in a row: {self._skipped} (self_check.max_skips)")
         warn_once_per_world(log, "%s\n  the update is skipped", finding)
-        return {"update_successful": 0.0}
+        kept = stats.kept if isinstance(stats, Metrics) else {}
+        return Metrics({"update_successful": 0.0}, {}, kept)
 
     def _broken_weights(self, engine: Any) -> str:
         """Returns the HF names of parameters with a NaN or Inf, "" where there are none.

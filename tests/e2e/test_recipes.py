@@ -96,7 +96,7 @@ def test_sft_learns(model):
 
 # layout x synchrony x transport x loss: each value of each at least once
 CASES = {
-    "tp2": ["actor.parallel.tp=2"],
+    "tp2": ["actor.parallel.tp=2", "actor.ppo_n_minibatches=1"],
     "pp2-async-decoupled": [
         "actor.parallel.tp=1", "actor.parallel.pp=2", "rollout.max_head_offpolicyness=2",
         "actor.use_decoupled_loss=true", "weight_sync.flattened=false", "actor.lora.r=4",
@@ -148,6 +148,9 @@ def test_grpo(name, model, tmp_path):
     assert trained[-1]["kl_ref"] > 1e-4  # away from a reference that stays
     for passed in ("the first update starts from ratio 1", "actor and reference, of the same"):
         assert done.stdout.count(f"self check: {passed}") == 1, done.stdout
+    own = "actor.ppo_n_minibatches=1" in CASES[name]
+    from_where = "the update's own pass" if own else "a pass before every update"
+    assert done.stdout.count(f"prox_logp comes from {from_where}") == 1, done.stdout
     before, after = (
         AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, run / "final")
     )

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import packing as packing_benchmark
-from megarl.engine.micro_batch import alignment
+from megarl.api.batch import Batch, Tokens
+from megarl.engine.micro_batch import alignment, build
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import (
     Alignment,
     Cost,
+    Packed,
     pack,
     padded_length,
     plan_micro_batches,
@@ -191,3 +193,21 @@ def test_real_lengths_fill_micro_batches_and_balance_ranks(lengths, layout):
         assert packing_benchmark.imbalance(lens, plan, work) < packing_benchmark.imbalance(
             lens, other, work
         )
+
+
+def test_passes_over_the_same_rows_share_what_is_packed():
+    ids = torch.arange(12).view(3, 4)
+    batch = Batch.from_padded({"input_ids": ids, "attention_mask": torch.ones_like(ids).bool()})
+
+    def packed(of: Batch, cut: list[list[int]]) -> list[Packed]:
+        return [mb.packed for mb in build(of, cut, Layout(), cp_rank=0)]
+
+    cut = [[0, 2], [1]]
+    first, again = packed(batch, cut), packed(batch.select(range(3), ["input_ids"]), cut)
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert packed(batch, [[0], [1]])[1] is first[1]
+    assert packed(batch, [[0], [1]])[0].input_ids.tolist() == ids[0].tolist()
+    part = packed(batch.select([1, 2]), [[1]])  # its rows have other numbers
+    assert part[0].input_ids.tolist() == ids[2].tolist()
+    batch["input_ids"] = Tokens(batch["input_ids"].values + 1, batch["input_ids"].lengths)
+    assert packed(batch, cut)[1].input_ids.tolist() == (ids[1] + 1).tolist()
