@@ -29,7 +29,14 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import RECIPES, BaseConfig, GRPOConfig, PPOConfig, SFTConfig
+from megarl.config.recipes import (
+    RECIPES,
+    BaseConfig,
+    DistillConfig,
+    GRPOConfig,
+    PPOConfig,
+    SFTConfig,
+)
 from megarl.config.servers import ADDRESSES_ENV, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull, full_disk_named
@@ -156,6 +163,8 @@ def run(cfg: BaseConfig) -> None:
     named = cfg.trainer.type
     if not named and isinstance(cfg, PPOConfig):
         named = "megarl.trainer.ppo:PPOTrainer"
+    if not named and isinstance(cfg, DistillConfig):
+        named = "megarl.trainer.distill:DistillTrainer"
     trainer = load_object(named, what="trainer") if named else None
     if isinstance(cfg, GRPOConfig):
         from megarl.trainer import rl

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
+from megarl.config.algo import (
+    PPOActorConfig,
+    PPOCriticConfig,
+    TeacherConfig,
+    ValueModelConfig,
+)
 from megarl.config.base import SeamConfig, arg, seam
 from megarl.config.bounds import (
     FRACTION,
@@ -41,7 +46,7 @@ _WHAT = "what to run; a path names a dataclass of your own, a subclass of one of
 
 
 def _recipe(name: str) -> Any:
-    return arg(name, help=_WHAT, choices=("sft", "grpo", "ppo"), or_path=True)
+    return arg(name, help=_WHAT, choices=("sft", "grpo", "ppo", "distill"), or_path=True)
 
 
 @dataclass(kw_only=True)
@@ -186,6 +191,28 @@ class PPOConfig(GRPOConfig):
     )
 
 
+def _student() -> PPOActorConfig:
+    return PPOActorConfig(
+        loss=SeamConfig(type="distill"),
+        advantages=SeamConfig(type="teacher"),
+        adv_norm="none",
+        recompute_logprob=False,
+    )
+
+
+@dataclass(kw_only=True)
+class DistillConfig(GRPOConfig):
+    """Configures on-policy distillation: GRPO's keys, with a teacher where GRPO has rewards."""
+
+    recipe: str = _recipe("distill")
+    actor: PPOActorConfig = arg(factory=_student, help="the student, whose rollouts are compared")
+    teacher: TeacherConfig = arg(
+        factory=TeacherConfig,
+        help="the frozen model that the student is drawn to; empty path is actor.path: its own "
+        "earlier self",
+    )
+
+
 def held_out_sets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
     """Returns the validation data sets by name; that of valid_dataset is ""."""
     alone = {} if cfg.valid_dataset is None else {"": cfg.valid_dataset}
@@ -218,7 +245,12 @@ def main_role(cls: type[BaseConfig]) -> str:
     return "actor" if issubclass(cls, GRPOConfig) else "model"
 
 
-RECIPES: dict[str, type[BaseConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
+RECIPES: dict[str, type[BaseConfig]] = {
+    "sft": SFTConfig,
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "distill": DistillConfig,
+}
 
 
 def recipe_class(

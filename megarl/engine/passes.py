@@ -53,10 +53,7 @@ def loss_pass(
         whole_groups=whole_groups,
     )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
-    given_ids = not set(GIVEN).isdisjoint(outputs)
-    mine = _micro_batches(
-        state, batch, whole_groups=whole_groups, backward=backward, given=given_ids
-    )
+    mine = _micro_batches(state, batch, outputs, whole_groups=whole_groups, backward=backward)
     weight = _whole_weight(batch, loss_weight_fn)
     job = schedule.Pass(
         outputs=tuple(outputs),
@@ -101,7 +98,7 @@ def forward_pass(
     else:
         view = intake.as_batch(given, needed)
     batch = intake.settle(state, view)
-    mine = _micro_batches(state, batch, backward=False)
+    mine = _micro_batches(state, batch, outputs, backward=False)
     job = schedule.Pass(
         outputs=tuple(o for o in outputs if o != ROUTED),
         temperature=float(temperature),
@@ -148,12 +145,12 @@ def plan(
 def _micro_batches(
     state: EngineState,
     batch: Batch,
+    outputs: Sequence[str],
     *,
     whole_groups: bool = False,
     backward: bool,
-    given: bool = False,
 ) -> list[MicroBatch]:
-    """Returns this rank's micro-batches."""
+    """Returns this rank's micro-batches, with the given ids where `outputs` are about them."""
     c = state.groups.coords
     mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
@@ -162,7 +159,7 @@ def _micro_batches(
         state.layout,
         cp_rank=c.cp,
         token_unit=token_unit(state.config.fp8),
-        given=given,
+        given=not set(GIVEN).isdisjoint(outputs),
     )
 
 

@@ -48,7 +48,7 @@ def test_recipe_key_picks_the_dataclass() -> None:
     assert isinstance(load_config(None), GRPOConfig)
     assert isinstance(load_config(None, ["recipe=sft"]), SFTConfig)
     assert problems("recipe=[sft]") == [
-        "recipe=['sft']: not one of sft, grpo, ppo (or pkg.module:name)"
+        f"recipe=['sft']: not one of {', '.join(RECIPES)} (or pkg.module:name)"
     ]
     assert problems("recipe=dpo") == ["recipe=dpo: not one of sft, grpo, ppo (or pkg.module:name)"]
 
