@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role
+    from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role, Teacher
     from megarl.api.batch import Batch, Tokens
     from megarl.api.engine import TrainEngine
     from megarl.api.failures import on_every_rank
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megarl.config.base import arg
     from megarl.config.errors import ConfigError
     from megarl.config.loader import load_config, load_expr_config, run_dir
-    from megarl.config.recipes import GRPOConfig, PPOConfig, SFTConfig
+    from megarl.config.recipes import DistillConfig, GRPOConfig, PPOConfig, SFTConfig
     from megarl.config.rollout import GenerationHyperparameters
     from megarl.data import build_dataloader, build_dataset
     from megarl.data.tokenizer import load_hf_tokenizer
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.rollout.workflows.tool import ToolWorkflow
+    from megarl.trainer.distill import DistillTrainer
     from megarl.trainer.evaluation import Evaluator
     from megarl.trainer.frequency import Frequency
     from megarl.trainer.ppo import PPOTrainer
@@ -60,13 +61,14 @@ if TYPE_CHECKING:
         MegatronRef,
         MegatronRewardModel,
         MegatronSFT,
+        MegatronTeacher,
     )
     from megarl.trainer.saver import Saver
     from megarl.trainer.session import RolloutSession
     from megarl.utils.batch import concat_padded_tensors
 
 _HOME = {
-    "algos": "Actor Critic LoRARef Ref RewardModel Role SFT",
+    "algos": "Actor Critic LoRARef Ref RewardModel Role SFT Teacher",
     "api.batch": "Batch Tokens",
     "api.engine": "TrainEngine",
     "api.failures": "on_every_rank",
@@ -77,7 +79,7 @@ _HOME = {
     "config.base": "arg",
     "config.errors": "ConfigError",
     "config.loader": "load_config load_expr_config run_dir",
-    "config.recipes": "GRPOConfig PPOConfig SFTConfig",
+    "config.recipes": "DistillConfig GRPOConfig PPOConfig SFTConfig",
     "config.rollout": "GenerationHyperparameters",
     "data": "build_dataloader build_dataset",
     "data.tokenizer": "load_hf_tokenizer",
@@ -95,13 +97,14 @@ _HOME = {
     "rollout.workflows.multi_turn": "MultiTurnWorkflow",
     "rollout.workflows.rlvr": "RLVRWorkflow",
     "rollout.workflows.tool": "ToolWorkflow",
+    "trainer.distill": "DistillTrainer",
     "trainer.evaluation": "Evaluator",
     "trainer.frequency": "Frequency",
     "trainer.ppo": "PPOTrainer",
     "trainer.publisher": "WeightPublisher",
     "trainer.rl": "RLTrainer",
     "trainer.roles": "MegatronActor MegatronCritic MegatronLoRARef MegatronRef "
-    "MegatronRewardModel MegatronSFT",
+    "MegatronRewardModel MegatronSFT MegatronTeacher",
     "trainer.saver": "Saver",
     "trainer.session": "RolloutSession",
     "utils.batch": "concat_padded_tensors",
@@ -116,6 +119,8 @@ __all__ = [
     "ChatWorkflow",
     "ConfigError",
     "Critic",
+    "DistillConfig",
+    "DistillTrainer",
     "EnvWorkflow",
     "Evaluator",
     "FinetuneSpec",
@@ -131,6 +136,7 @@ __all__ = [
     "MegatronRef",
     "MegatronRewardModel",
     "MegatronSFT",
+    "MegatronTeacher",
     "ModelRequest",
     "ModelResponse",
     "MultiTurnWorkflow",
@@ -153,6 +159,7 @@ __all__ = [
     "Saver",
     "ServersLost",
     "StatsLogger",
+    "Teacher",
     "Tokens",
     "ToolWorkflow",
     "TrainEngine",

@@ -29,7 +29,13 @@ if __package__ in (None, "") and sys.path and Path(sys.path[0]).resolve() == _HE
 
 from megarl.config.command_line import CommandLine, parse_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.config.recipes import RECIPES, TRAINERS, BaseConfig, GRPOConfig, OfflineConfig
+from megarl.config.recipes import (
+    RECIPES,
+    TRAINERS,
+    BaseConfig,
+    GRPOConfig,
+    OfflineConfig,
+)
 from megarl.config.servers import ADDRESSES_ENV, needs_servers, server_addresses
 from megarl.utils import stopping
 from megarl.utils.disk import DiskFull, full_disk_named

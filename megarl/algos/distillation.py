@@ -156,6 +156,7 @@ def distill(config: PPOActorConfig, *, divergence: str = "reverse", beta: float 
             *("given_ids", "teacher_logprobs", "teacher_tail"),
             *aggregation_needs(config.loss_agg),
         ),
+        own_prox=True,
     )
 
 

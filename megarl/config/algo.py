@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.base import SeamConfig, arg, seam
-from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
 from megarl.config.engine import TrainEngineConfig
 
 # values of actor.advantages that are 0 where all rewards of a prompt's samples are equal
@@ -237,6 +237,24 @@ class RewardModelConfig(ValueModelConfig):
         False,
         help="value head of a language model, which has none: with a bias (HF's "
         "ForTokenClassification), or without (ForSequenceClassification)",
+    )
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(TrainEngineConfig):
+    """Configures the frozen model that a student is drawn to: an engine, or servers."""
+
+    addresses: list[str] = arg(
+        factory=list,
+        help="servers that hold the teacher, as host:port; empty makes an engine of it",
+    )
+    request_timeout: float = arg(120.0, bounds=TIMEOUT, help="seconds a server may take a sample")
+
+    lm_head_topk: int = arg(
+        64,
+        bounds=POSITIVE,
+        help="likeliest tokens of each position by which the student is compared; all others count "
+        "as one; the whole vocabulary makes it exact",
     )
 
 

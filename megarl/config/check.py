@@ -41,6 +41,7 @@ from megarl.config.errors import raise_if_any
 from megarl.config.generation import GenerationConfig
 from megarl.config.recipes import (
     BaseConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     OfflineConfig,
@@ -53,8 +54,10 @@ from megarl.config.recipes import (
 )
 from megarl.config.run import ProfilerConfig
 from megarl.config.schema import choice_problems
+from megarl.utils.http import split_address
+from megarl.utils.importing import is_import_path
 
-FROZEN = {"ref": "the reference", "reward_model": "the reward model"}
+FROZEN = {"ref": "the reference", "reward_model": "the reward model", "teacher": "the teacher"}
 
 
 def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
@@ -66,6 +69,10 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
         problems += _engine_problems(name, engine, world_size)
     if isinstance(cfg, PPOConfig):
         problems += _critic_problems(cfg)
+    if isinstance(cfg, DistillConfig):
+        problems += _distill_problems(cfg)
+    elif isinstance(cfg, GRPOConfig) and not cfg.trainer.type:
+        problems += _no_teacher_problems(cfg)
     if isinstance(cfg, GRPOConfig):
         problems += _grpo_problems(cfg)
         problems += sender_problems(cfg, world_size)
@@ -90,6 +97,8 @@ def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
     found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
     if isinstance(cfg, PPOConfig):
         found["critic"] = cfg.critic
+    if isinstance(cfg, DistillConfig) and not cfg.teacher.addresses:
+        found["teacher"] = cfg.teacher
     found["reward_model"] = cfg.reward_model
     return {name: engine for name, engine in found.items() if engine is not None}
 
@@ -107,8 +116,8 @@ def saved_engines(cfg: BaseConfig) -> tuple[str, ...]:
 
 
 def model_path(cfg: BaseConfig, name: str) -> str:
-    """Returns the HF directory of engine `name`, for a reference or critic perhaps that of the
-    model that the recipe is about."""
+    """Returns the HF directory of engine `name`, for a reference, critic or teacher perhaps that of
+    the model that the recipe is about."""
     return _with_the_main_model(cfg, name).path
 
 
@@ -121,7 +130,7 @@ def model_override(cfg: BaseConfig, name: str) -> dict[str, Any]:
 
 def _with_the_main_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
     engine = engines(cfg)[name]
-    of_main = name in ("ref", "critic") and not engine.path
+    of_main = name in ("ref", "critic", "teacher") and not engine.path
     return engines(cfg)[main_role(type(cfg))] if of_main else engine
 
 
@@ -298,6 +307,42 @@ def _critic_problems(cfg: PPOConfig) -> Iterator[str]:
             f"actor.surrogate={cfg.actor.surrogate.type}: takes rows of one advantage, and with a "
             "critic every token has its own; take another surrogate, or recipe=grpo"
         )
+
+
+def _distill_problems(cfg: DistillConfig) -> Iterator[str]:
+    loss, advantages = cfg.actor.loss.type, cfg.actor.advantages.type
+    if loss == "policy" and advantages != "teacher" and not is_import_path(advantages):
+        yield (
+            f"actor.loss=policy with actor.advantages={advantages}: neither asks the teacher; take "
+            "actor.loss=distill, or actor.advantages=teacher"
+        )
+    if not cfg.teacher.addresses:
+        return
+    for address in cfg.teacher.addresses:
+        try:
+            split_address(address)
+        except ValueError as e:
+            yield f"teacher.addresses: {e}"
+    if cfg.teacher.path:
+        yield (
+            f"teacher.path={cfg.teacher.path}: the servers of teacher.addresses hold the teacher; "
+            "leave one of them out"
+        )
+    if cfg.gconfig.temperature != 1:
+        yield (
+            f"gconfig.temperature={cfg.gconfig.temperature:g}: servers give a prompt's logprobs at "
+            "temperature 1, at which a student of theirs has to write; set it to 1, or have an "
+            "engine for a teacher (teacher.path)"
+        )
+
+
+def _no_teacher_problems(cfg: GRPOConfig) -> Iterator[str]:
+    for key, seam, asks in (
+        ("loss", cfg.actor.loss, "distill"),
+        ("advantages", cfg.actor.advantages, "teacher"),
+    ):
+        if seam.type == asks:
+            yield f"actor.{key}={asks}: needs a teacher, and only recipe=distill has one; take it"
 
 
 def _minibatch_problems(cfg: GRPOConfig, name: str, parts: int) -> Iterator[str]:

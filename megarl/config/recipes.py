@@ -11,6 +11,7 @@ from megarl.config.algo import (
     PPOCriticConfig,
     RefConfig,
     RewardModelConfig,
+    TeacherConfig,
     ValueModelConfig,
 )
 from megarl.config.base import SeamConfig, arg, seam
@@ -49,7 +50,8 @@ _WHAT = "what to run; a path names a dataclass of your own, a subclass of one of
 
 
 def _recipe(name: str) -> Any:
-    return arg(name, help=_WHAT, choices=("sft", "dpo", "rm", "grpo", "ppo"), or_path=True)
+    names = ("sft", "dpo", "rm", "grpo", "ppo", "distill")
+    return arg(name, help=_WHAT, choices=names, or_path=True)
 
 
 @dataclass(kw_only=True)
@@ -236,6 +238,28 @@ class PPOConfig(GRPOConfig):
     )
 
 
+def _student() -> PPOActorConfig:
+    return PPOActorConfig(
+        loss=SeamConfig(type="distill"),
+        advantages=SeamConfig(type="teacher"),
+        adv_norm="none",
+        recompute_logprob="false",
+    )
+
+
+@dataclass(kw_only=True)
+class DistillConfig(GRPOConfig):
+    """Configures on-policy distillation: GRPO's keys, with a teacher where GRPO has rewards."""
+
+    recipe: str = _recipe("distill")
+    actor: PPOActorConfig = arg(factory=_student, help="the student, whose rollouts are compared")
+    teacher: TeacherConfig = arg(
+        factory=TeacherConfig,
+        help="the frozen model that the student is drawn to; empty path is actor.path: its own "
+        "earlier self",
+    )
+
+
 def held_out_sets(cfg: BaseConfig) -> dict[str, DatasetConfig]:
     """Returns the validation data sets by name; that of valid_dataset is ""."""
     alone = {} if cfg.valid_dataset is None else {"": cfg.valid_dataset}
@@ -283,12 +307,14 @@ RECIPES: dict[str, type[BaseConfig]] = {
     "rm": RMConfig,
     "grpo": GRPOConfig,
     "ppo": PPOConfig,
+    "distill": DistillConfig,
 }
 # recipes with a training loop of their own; the others have that of RLTrainer or SFTTrainer
 TRAINERS: dict[type[BaseConfig], str] = {
     DPOConfig: "megarl.trainer.preferences:DPOTrainer",
     RMConfig: "megarl.trainer.preferences:RMTrainer",
     PPOConfig: "megarl.trainer.ppo:PPOTrainer",
+    DistillConfig: "megarl.trainer.distill:DistillTrainer",
 }
 
 

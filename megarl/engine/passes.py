@@ -60,10 +60,7 @@ def loss_pass(
         keep=tuple(keep),
     )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
-    given_ids = not set(GIVEN).isdisjoint(outputs)
-    mine = _micro_batches(
-        state, batch, whole_groups=whole_groups, backward=backward, given=given_ids
-    )
+    mine = _micro_batches(state, batch, outputs, whole_groups=whole_groups, backward=backward)
     weight = _whole_weight(batch, loss_weight_fn)
     job = schedule.Pass(
         outputs=tuple(outputs),
@@ -114,7 +111,7 @@ def forward_pass(
     else:
         view = intake.as_batch(given, needed)
     batch = intake.settle(state, view)
-    mine = _micro_batches(state, batch, backward=False)
+    mine = _micro_batches(state, batch, outputs, backward=False)
     computed = tuple(o for o in outputs if o != ROUTED)
     job = schedule.Pass(
         outputs=computed,
@@ -180,12 +177,12 @@ def plan(
 def _micro_batches(
     state: EngineState,
     batch: Batch,
+    outputs: Sequence[str],
     *,
     whole_groups: bool = False,
     backward: bool,
-    given: bool = False,
 ) -> list[MicroBatch]:
-    """Returns this rank's micro-batches."""
+    """Returns this rank's micro-batches, with the given ids where `outputs` are about them."""
     c = state.groups.coords
     mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
@@ -194,7 +191,7 @@ def _micro_batches(
         state.layout,
         cp_rank=c.cp,
         token_unit=token_unit(state.config.fp8),
-        given=given,
+        given=not set(GIVEN).isdisjoint(outputs),
     )
 
 

@@ -103,14 +103,8 @@ def _reduce_chunk(
         values[TOP_LOGPROBS], top_ids = top_k(logits, shard, topk)
         values[TOP_IDS] = top_ids.to(top.dtype)  # exact: below 2^24
     centred = logits.sub_(top[:, None])
-    parts = {"sums": _exp_sums(centred, weighted="entropy" in outputs)}
-    parts["target"] = vocab_given.own_logits(centred, labels[:, None], shard)
     tails = {name: ids if name == GIVEN_TAIL else top_ids for name in TAILS if name in outputs}
-    for name, beside in tails.items():
-        parts[name] = vocab_given.outside_sums(centred, beside, shard)[None]
-    if GIVEN_LOGPROBS in outputs:
-        parts[GIVEN_LOGPROBS] = vocab_given.own_logits(centred, ids, shard)
-    found = _summed(parts, shard)
+    found = _summed(_parts(centred, labels, ids, tails, shard, outputs), shard)
     total, *weighted = found["sums"]
     log_total = total.log()
     values["logprobs"] = found["target"][0] - log_total
@@ -126,6 +120,25 @@ def _reduce_chunk(
     numbers = [v if (v := values[o]).ndim == 2 else v[:, None] for o in outputs]
     tail = values.get(GIVEN_TAIL, torch.zeros_like(log_z))
     return torch.cat(numbers, -1), Kept(log_z, values["entropy"], tail)
+
+
+def _parts(
+    centred: torch.Tensor,
+    labels: torch.Tensor,
+    ids: torch.Tensor,
+    tails: dict[str, torch.Tensor],
+    shard: VocabShard,
+    outputs: Sequence[str],
+) -> dict[str, torch.Tensor]:
+    """Returns this shard's part of what is summed over the shards, [.,c] each. tails: by name the
+    ids beside which there is one."""
+    parts = {"sums": _exp_sums(centred, weighted="entropy" in outputs)}
+    parts["target"] = vocab_given.own_logits(centred, labels[:, None], shard)
+    for name, beside in tails.items():
+        parts[name] = vocab_given.outside_sums(centred, beside, shard)[None]
+    if GIVEN_LOGPROBS in outputs:
+        parts[GIVEN_LOGPROBS] = vocab_given.own_logits(centred, ids, shard)
+    return parts
 
 
 def _largest(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -31,7 +31,6 @@ _UNSUPPORTED = (
     "lora_id",
     "session_params",
     "stream",
-    "top_logprobs_num",
     "return_hidden_states",
     "custom_logit_processor",
     "token_ids_logprob",
@@ -63,8 +62,6 @@ class RequestParser:
             if body.get(key):
                 hint = "; send input_ids" if key == "text" else ""
                 raise ServerError(f"{key} is not supported by the embedded server{hint}")
-        if body.get("logprob_start_len", -1) not in (None, -1):
-            raise ServerError("logprob_start_len: the embedded server has no logprobs of prompts")
         prompts, batched = _prompts(body.get("input_ids"))
         for prompt in prompts:
             self._check_ids(prompt)
@@ -74,9 +71,10 @@ class RequestParser:
         rids = _rids(body.get("rid"), count, batched)
         keys = _extra_keys(body.get("extra_key"), count, batched)
         start = _routes_from(body, min(map(len, prompts)))
+        top = _prompt_top(body, self.vocab_size)
         call = GenerateCall()
         call.sequences = [
-            self._sequence(*parts, start, call)
+            self._sequence(*parts, start, top, call)
             for parts in zip(rids, prompts, params, logprobs, keys)
         ]
         call.pending = count
@@ -125,6 +123,7 @@ class RequestParser:
         wants_logprobs: Any,
         extra_key: str | None,
         routes_from: int | None,
+        prompt_top: int | None,
         call: GenerateCall,
     ) -> ServedSequence:
         for token in params.stop_token_ids:
@@ -132,6 +131,11 @@ class RequestParser:
                 raise ServerError(f"stop_token_ids contains {token}, outside the vocabulary")
         if params.stop and not self.has_tokenizer:
             raise ServerError("stop needs a tokenizer and this model has none; use stop_token_ids")
+        if prompt_top and params.max_new_tokens != 0:
+            raise ServerError(
+                "top_logprobs_num: the embedded server names likely tokens beside those of a "
+                "prompt alone; send max_new_tokens=0"
+            )
         seed = params.sampling_seed
         stops = self.eos.union(params.stop_token_ids)
         return ServedSequence(
@@ -144,6 +148,7 @@ class RequestParser:
             seed=int(self.rng.integers(2**63)) if seed is None else seed,
             wants_logprobs=bool(wants_logprobs),
             routes_from=routes_from,
+            prompt_top=prompt_top,
             call=call,
             extra_key=extra_key,
         )
@@ -198,6 +203,24 @@ def _routes_from(body: dict[str, Any], shortest: int) -> int | None:
             f"routed_experts_start_len={start!r}: use a position of the prompt, 0 to {shortest}"
         )
     return start
+
+
+def _prompt_top(body: dict[str, Any], vocab_size: int) -> int | None:
+    """Returns how many likely tokens are asked for beside each of the prompt's; None where no
+    logprobs of the prompt are."""
+    start, top = body.get("logprob_start_len", -1), body.get("top_logprobs_num") or 0
+    if start not in (None, -1, 0) or type(start) is bool:
+        raise ServerError(
+            f"logprob_start_len={start!r}: use 0, the whole prompt, or -1, none of it"
+        )
+    if type(top) is not int or not 0 <= top <= vocab_size:
+        raise ServerError(f"top_logprobs_num={top!r}: use a number from 0 to {vocab_size}")
+    if start != 0 and top:
+        raise ServerError(
+            "top_logprobs_num: the embedded server names likely tokens beside those of a prompt "
+            "alone; send logprob_start_len=0"
+        )
+    return top if start == 0 and body.get("return_logprob") else None
 
 
 def _rids(given: Any, count: int, batched: bool) -> list[str]:

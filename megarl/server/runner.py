@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.server.args import ServerArgs
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
+from megarl.server.prompt_logprobs import prompt_logprobs
 from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
 from megarl.utils.transformers_config import transformers_config
@@ -146,11 +147,21 @@ class ModelRunner:
                 for group, routes in zip(served, self._routes.take(len(chunk)), strict=True):
                     for s in group:
                         s.routes = [routes[: s.length]]
+            for group, states in zip(groups[row - first_row :], hidden):
+                self._tell_of_prompts(group, states)
             last = torch.tensor([len(p) - 1 for p in chunk], device=self.device)
             logits.append(self._head(hidden[torch.arange(len(chunk), device=self.device), last]))
             row += len(chunk)
         order, source = self._share(groups, first_row)
         return order, torch.cat(logits)[torch.tensor(source, device=self.device)]
+
+    def _tell_of_prompts(self, group: list[ServedSequence], hidden: torch.Tensor) -> None:
+        """Gives those of `group` that ask for them the logprobs of their prompt, which is the same,
+        by its hidden states [S,H]."""
+        for s in group:
+            if s.prompt_top is not None and s.prompt_logprobs is None:
+                states = hidden[: len(s.prompt)]
+                s.prompt_logprobs = prompt_logprobs(self._head, states, s.prompt, s.prompt_top)
 
     def _share(
         self, groups: list[list[ServedSequence]], row: int

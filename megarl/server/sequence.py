@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megarl.server.prompt_logprobs import PromptLogprobs
 from megarl.server.sampling_params import SamplingParams
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -40,8 +41,9 @@ class ServedSequence:
     spans: (weight version, the first output token written under it). Logprobs are in nats; an
     answer has them where `wants_logprobs`. Sequences share KV where their `extra_key` is the same.
     routes: what routers chose for its tokens but the last, in parts [n,L,k], where the server
-    records it; an answer has those from position `routes_from` on, None for none. Times are those
-    of time.monotonic().
+    records it; an answer has those from position `routes_from` on, None for none. prompt_top: how
+    many of the likeliest tokens an answer names beside each of the prompt's; None asks for no
+    logprobs of the prompt. Times are those of time.monotonic().
     """
 
     rid: str
@@ -53,6 +55,8 @@ class ServedSequence:
     wants_logprobs: bool
     call: GenerateCall
     extra_key: str | None = None
+    prompt_top: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     routes_from: int | None = None
     routes: list[Tensor] = field(default_factory=list)
     output: list[int] = field(default_factory=list)

@@ -77,6 +77,11 @@ def render(seq: ServedSequence, text: TextTools) -> dict[str, Any]:
     if seq.wants_logprobs:  # entries [logprob, token id, null]; SGLang may have text in the last
         pairs = zip(seq.logprobs, seq.output, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if (said := seq.prompt_logprobs) is not None:
+        meta["input_token_logprobs"] = said.tokens
+        if seq.prompt_top:
+            meta["input_top_logprobs"] = said.top
+            meta["output_top_logprobs"] = []  # there are no such tokens
     if seq.routes_from is not None and seq.routes:  # a server that does not record has none
         meta["routed_experts"] = encode(torch.cat(seq.routes)[seq.routes_from : seq.length - 1])
     return {"text": text.answer(seq.output, reason), "output_ids": seq.output, "meta_info": meta}

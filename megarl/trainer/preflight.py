@@ -13,10 +13,11 @@ from megarl.config.check import engines, model_override, model_path, saved_engin
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
-from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora
 from megarl.utils.env import attention_problems
+from megarl.utils.http import HttpError, as_object, call_json
 
 PROBE_BYTES = 1 << 20
 # weights as safetensors only: others' formats can be twice the size and are never read
@@ -108,6 +109,8 @@ def check_models(cfg: BaseConfig) -> None:
                 f"reward_model.path={engine.path}: a language model without a score; name a "
                 "ForSequenceClassification model with one label"
             )
+        if isinstance(cfg, DistillConfig):
+            problems += _teacher_problems(cfg, name, path, model.vocab_size)
         if name == "actor" and isinstance(cfg, GRPOConfig):
             problems += _stop_token_problems(cfg, model.vocab_size)
             room, most = cfg.server.context_length, model.max_position_embeddings
@@ -131,11 +134,62 @@ def _follower_problems(actor: dict[str, Any], ref: dict[str, Any]) -> Iterator[s
         )
 
 
+def _teacher_problems(cfg: DistillConfig, name: str, path: str, vocab_size: int) -> Iterator[str]:
+    """Yields what keeps the teacher from speaking of the student's tokens, by engine `name`: its
+    own, or where servers hold it the actor, as far as it is known here."""
+    of_servers = name == "actor" and cfg.teacher.addresses
+    if (name == "teacher" or of_servers) and cfg.teacher.lm_head_topk > vocab_size:
+        yield (
+            f"teacher.lm_head_topk={cfg.teacher.lm_head_topk}: the model in {path} has a "
+            f"vocabulary of {vocab_size}; lower it"
+        )
+    if name == "teacher":
+        tokenizer = Path(cfg.tokenizer_path or cfg.actor.path)
+        yield from _tokenizer_problems(f"teacher.path={path}", tokenizer, Path(path))
+
+
+def check_teacher_servers(cfg: DistillConfig) -> None:
+    """Raises ConfigError where a server of the teacher does not answer, or the model it says that
+    it serves lies here and has another tokenizer than the student."""
+    tokenizer, problems = Path(cfg.tokenizer_path or cfg.actor.path), list[str]()
+    for address in cfg.teacher.addresses:
+        key = f"teacher.addresses={address}"
+        try:
+            info = call_json("GET", address, "/model_info", timeout=cfg.teacher.request_timeout)
+            served = as_object(address, "/model_info", info, "model_path")["model_path"]
+        except HttpError as e:
+            problems.append(f"{key}: {e}")
+            continue
+        problems += _tokenizer_problems(key, tokenizer, Path(served))
+    raise_if_any(problems)
+
+
+def _tokenizer_problems(key: str, tokenizer: Path, path: Path) -> Iterator[str]:
+    """Yields a problem where the tokenizers in two directories give a token different ids."""
+    students, teachers = (dict(_tokens(d)) for d in (tokenizer, path))
+    differing = [t for t in students if t in teachers and students[t] != teachers[t]]
+    by_id = {i: t for t, i in teachers.items()}
+    differing += [t for t, i in students.items() if by_id.get(i, t) != t]
+    if differing:
+        first = min(differing, key=lambda t: students[t])
+        said = by_id.get(students[first], "none")
+        yield (
+            f"{key}: its tokenizer is not the student's ({tokenizer}): id "
+            f"{students[first]} is {first!r} to the student and {said!r} to the teacher "
+            f"({len(set(differing))} such tokens); a teacher must share the student's vocabulary"
+        )
+
+
 def largest_token(directory: Path) -> tuple[str, int]:
     """Returns the token with the largest id that the tokenizer in `directory` can give out, and the
     id; ("", -1) where its files do not say. It reads their JSON: loading a tokenizer imports torch.
     """
-    found: list[tuple[Any, Any]] = []  # (token, id)
+    return max(_tokens(directory), key=lambda entry: entry[1], default=("", -1))
+
+
+def _tokens(directory: Path) -> list[tuple[str, int]]:
+    """Returns (token, id) of the tokenizer in `directory`, one or several times each."""
+    found: list[tuple[Any, Any]] = []
     for name in ("vocab.json", "added_tokens.json"):
         found += _object(directory / name).items()
     whole = _object(directory / "tokenizer.json")
@@ -143,11 +197,10 @@ def largest_token(directory: Path) -> tuple[str, int]:
     if isinstance(vocab, dict):
         found += vocab.items()
     else:  # unigrams: [token, score], numbered as they come
-        found.append((vocab[-1][0], len(vocab) - 1))
+        found += [(piece[0], number) for number, piece in enumerate(vocab)]
     found += [(t["content"], t["id"]) for t in whole.get("added_tokens") or ()]
     added = _object(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    found += [(t["content"], int(i)) for i, t in added.items()]
-    return max(found, key=lambda entry: entry[1], default=("", -1))
+    return found + [(t["content"], int(i)) for i, t in added.items()]
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
 from megarl.algos.ref import LoRARef, Policy, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.sft import SFT
-from megarl.config.algo import PPOActorConfig, PPOCriticConfig, ValueModelConfig
+from megarl.algos.teacher import Teacher
+from megarl.config.algo import (
+    PPOActorConfig,
+    PPOCriticConfig,
+    TeacherConfig,
+    ValueModelConfig,
+)
 from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.preferences import PreferenceConfig
@@ -67,6 +73,15 @@ class MegatronRef(Ref):
     engine: MegatronEngine
 
     def __init__(self, config: TrainEngineConfig, *, temperature: float, seed: int = 1) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+
+
+class MegatronTeacher(Teacher):
+    """Says what a frozen model thinks of a student's tokens, on a MegatronEngine: `teach`."""
+
+    engine: MegatronEngine
+
+    def __init__(self, config: TeacherConfig, *, temperature: float, seed: int = 1) -> None:
         super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
 
 

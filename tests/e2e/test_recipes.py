@@ -201,6 +201,37 @@ def test_a_step_is_run_again_to_the_bit(model, tmp_path):
     assert sorted(p for p in run.rglob("*") if p.is_file() and "replay" not in p.parts) == before
 
 
+def test_distillation_draws_an_untrained_student_to_its_teacher(model, tmp_path):
+    done = launch(
+        "quickstart_distill.yaml", f"actor.path={model.parents[2] / 'model'}",
+        f"teacher.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        "total_train_steps=12", "train_dataset.batch_size=8", "train_dataset.size=40",
+        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rows = stats(tmp_path / "e" / "distill")
+    assert not [name for r in rows for name in r if not documented().fullmatch(name)]
+    assert all(r["update_successful"] == 1 and r["approx_kl"] < 1e-6 for r in rows)
+    check_books(tmp_path / "e" / "distill", done.stdout, prompts=8, samples=8)
+
+
+@pytest.mark.system
+def test_distillation_by_policy_gradient_from_a_teacher_that_a_server_holds(model, tmp_path):
+    flags = ("--context-length", "64", "--dtype", "float32")
+    with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
+        done = launch(
+            "quickstart_distill.yaml", f"actor.path={model.parents[2] / 'model'}",
+            "teacher.path=", f"teacher.addresses=[127.0.0.1:{server.port}]",
+            f"fileroot={tmp_path}", "experiment_name=e", "total_train_steps=3",
+            "train_dataset.batch_size=8", "train_dataset.size=40", "valid_dataset=null",
+            "train_dataset.options.level=1", "actor.loss=policy",
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rows = stats(tmp_path / "e" / "distill")
+    assert all(r["update_successful"] == 1 and r["advantage"] < 0 for r in rows)
+    check_books(tmp_path / "e" / "distill", done.stdout, prompts=8, samples=8)
+
+
 def reward_model(path: Path, like: Path) -> Path:
     """A scorer of whole answers with the policy's transformer and a random head."""
     torch.manual_seed(0)

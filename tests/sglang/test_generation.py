@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megarl.api.records import ModelRequest, ModelResponse
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
@@ -19,6 +20,7 @@ from megarl.utils.liveness import Deadline
 from megarl.weight_sync.servers import Servers
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import RealServer, hf_greedy, hf_logprobs
+from tests.teaching import check_teacher
 
 PROMPT = [2, 40, 50, 60]
 LONG = 800  # tokens that take seconds
@@ -82,6 +84,13 @@ def test_what_ends_an_answer(pair: Pair) -> None:
             assert all(r.output_tokens.index(1) == r.output_len - 1 for r in stopped)
     (short,) = ask(pair.client, request(max_new_tokens=3))
     assert short.stop_reason == "length" and short.output_len == 3
+
+
+def test_a_teacher_asks_for_logprobs_of_prompts(pair: Pair) -> None:
+    """Of both servers, as of the embedded one (tests/system/test_server_generate.py)."""
+    model = AutoModelForCausalLM.from_pretrained(pair.m0, dtype=torch.float32)
+    for k in (1, 5):
+        check_teacher(pair.addresses, model, k)
 
 
 def test_a_refused_request_is_an_error_with_the_servers_words(pair: Pair) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.embedded_server import embedded_server
+from tests.teaching import check_teacher
 from tests.tiny import VOCAB, save_tiny, tiny_hf
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -274,7 +275,10 @@ def test_refusals_name_what_is_wrong(server):
         server, {"input_ids": [5], "sampling_params": {"stop_token_ids": [VOCAB]}}
     )
     assert "top_logprobs_num" in refused(server, {"input_ids": [5], "top_logprobs_num": 2})
-    assert "logprob_start_len" in refused(server, {"input_ids": [5], "logprob_start_len": 0})
+    assert "logprob_start_len" in refused(server, {"input_ids": [5, 6], "logprob_start_len": 1})
+    whole = {"input_ids": [5], "logprob_start_len": 0, "return_logprob": True}
+    assert "max_new_tokens=0" in refused(server, whole | {"top_logprobs_num": 2})
+    assert "a number from 0" in refused(server, whole | {"top_logprobs_num": VOCAB + 1})
     assert "extra_key" in refused(server, {"input_ids": [5], "extra_key": 3})
     assert "extra_key has 1 entries" in refused(
         server, {"input_ids": [[5], [6]], "extra_key": ["a"]}
@@ -317,3 +321,8 @@ def test_a_client_that_goes_away_frees_its_rows(server):
     server.wait_running(100)
     connection.close()
     server.wait_idle()
+
+
+@pytest.mark.parametrize("k", [1, 5, VOCAB])
+def test_a_teacher_asks_for_logprobs_of_prompts(server, model, k):
+    check_teacher([f"127.0.0.1:{server.port}"], model, k)

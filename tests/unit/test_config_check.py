@@ -529,3 +529,36 @@ def test_ways_to_the_servers_that_do_not_go_together_are_named(model: Path) -> N
     check_config(grpo(model, both[0], "rollout.router=127.0.0.1:30000"), 1)
     (found,) = problems(grpo(model, "rollout.router=here"))
     assert "rollout.router: 'here' is not host:port" in found
+
+
+def test_a_recipe_that_does_not_ask_its_teacher_is_refused():
+    words = ["recipe=distill", "actor.path=nowhere", "algorithm=grpo"]
+    problem = "actor.loss=policy with actor.advantages=group: neither asks the teacher"
+    with pytest.raises(ConfigError, match=problem):
+        check_config(load_config(None, words))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["recipe=grpo", "actor.loss=distill"], "actor.loss=distill: needs a teacher"),
+        (["recipe=ppo", "actor.advantages=teacher"], "actor.advantages=teacher: needs a teacher"),
+        (
+            ["recipe=distill", "teacher.addresses=[here]"],
+            "teacher.addresses: server address 'here'",
+        ),
+        (
+            ["recipe=distill", "teacher.addresses=[a:1]", "teacher.path=b"],
+            "teacher.path=b: the servers of teacher.addresses hold the teacher",
+        ),
+        (
+            ["recipe=distill", "teacher.addresses=[a:1]", "gconfig.temperature=0.7"],
+            "gconfig.temperature=0.7: servers give a prompt's logprobs at temperature 1",
+        ),
+        (["recipe=distill", "teacher.optimizer.lr=1"], "teacher.optimizer: the teacher is frozen"),
+    ],
+)
+def test_a_teacher_that_cannot_be_asked_is_refused(words, problem):
+    with pytest.raises(ConfigError) as e:
+        check_config(load_config(None, [*words, "actor.path=nowhere"]))
+    assert problem in str(e.value)

@@ -41,8 +41,8 @@ def test_help_of_one_recipe() -> None:
     answer = run("--help", "--recipe", "sft")
     assert answer.returncode == 0
     assert "model.path" in answer.stdout and "actor.path" not in answer.stdout
-    assert run("--help", "--recipe", "xpo").stderr == (
-        "config error: recipe=xpo: not one of sft, dpo, rm, grpo, ppo (or pkg.module:name)\n"
+    assert run("--help", "--recipe", "xyz").stderr == (
+        f"config error: recipe=xyz: not one of {', '.join(RECIPES)} (or pkg.module:name)\n"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.algo import PPOActorConfig
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import GRPOConfig, SFTConfig
+from megarl.config.recipes import DistillConfig, GRPOConfig, SFTConfig
 from megarl.trainer.preflight import (
     check_models,
     check_writable,
@@ -128,3 +128,25 @@ def test_a_run_directory_that_takes_no_file_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/megarl/trial0 cannot be written to"):
         check_writable(cfg)
+
+
+def test_a_teacher_speaks_of_the_students_tokens_or_is_refused(tmp_path):
+    for name in ("student", "teacher"):
+        save_tiny(tmp_path / name, "qwen3", layers=1)
+        save_tokenizer(tmp_path / name)
+    cfg = DistillConfig()
+    cfg.actor.path, cfg.teacher.path = str(tmp_path / "student"), str(tmp_path / "teacher")
+    cfg.teacher.lm_head_topk, cfg.server.context_length = VOCAB, 32
+    check_models(cfg)
+    cfg.teacher.lm_head_topk = VOCAB + 1
+    with pytest.raises(ConfigError, match=rf"lm_head_topk={VOCAB + 1}.*vocabulary of {VOCAB}"):
+        check_models(cfg)
+    cfg.teacher.lm_head_topk = 1
+    file = tmp_path / "teacher" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    vocab = whole["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=r"teacher.path=.*its tokenizer is not the student's"):
+        check_models(cfg)

@@ -1,0 +1,136 @@
+"""Asks servers what a frozen model thinks of samples: a teacher that is no engine of ours.
+
+B samples of a batch, b held by this rank, n tokens of one, k tokens that the teacher names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.api.batch import Batch, Tokens
+from megarl.api.failures import on_every_rank
+from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.utils.http import HttpError, call_json, shown
+
+log = get_logger(__name__)
+
+WORKERS = 32  # requests at a time
+TRIES = 3  # of one sample, each at the next server
+# what k logprobs in float32 leave to the others cannot be told from rounding below this
+TAIL_FLOOR = 1e-6
+
+Said = dict[str, Tensor]  # of one sample: teacher_logp [n], and with k the fields beside it
+
+
+class ServerTeacher:
+    """Has servers compute logprobs of samples, as prompts of which nothing is generated. They are
+    those of temperature 1, for servers do not scale a prompt's."""
+
+    def __init__(
+        self, addresses: Sequence[str], *, top: int, vocab_size: int, timeout: float = 120.0
+    ) -> None:
+        """top: k. vocab_size: the student's; with k no less, the teacher names every token.
+        timeout: seconds of one request."""
+        self.addresses, self.top, self.timeout = list(addresses), top, timeout
+        self.whole = top >= vocab_size
+
+    def teach(self, batch: Batch, *, top: bool = True) -> Tensor:
+        """Adds what Teacher.teach adds; returns which samples no server answered for, [B] bool,
+        whose fields are not to be used. Each rank asks for the rows it holds. Collective."""
+
+        def of_held_rows() -> tuple[list[Said], Tensor]:
+            return self._ask(batch, self.top if top else 0)
+
+        said, failed = on_every_rank("teacher", of_held_rows, batch.comm)
+        lengths = batch.lengths[batch.rows]
+        for name, nothing in _nothing(0, self.top if top else 0).items():
+            values = torch.cat([nothing, *(one[name] for one in said)])
+            batch[name] = Tokens(values, lengths)
+        return batch.gather(failed)
+
+    def _ask(self, batch: Batch, k: int) -> tuple[list[Said], Tensor]:
+        """Returns what is said of each held row, and whether its requests failed, [b] bool."""
+        held = batch.padded(names=["input_ids"])
+        lengths = batch.lengths[batch.rows].tolist()
+        rows = [ids[:n].tolist() for ids, n in zip(held["input_ids"], lengths, strict=True)]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            found = list(pool.map(lambda at: self._of_row(at, rows[at], k), range(len(rows))))
+        failed = torch.tensor([one is None for one in found], dtype=torch.bool)
+        said = [
+            _nothing(n, k) if one is None else one for one, n in zip(found, lengths, strict=True)
+        ]
+        return said, failed
+
+    def _of_row(self, at: int, ids: list[int], k: int) -> Said | None:
+        """Returns what the servers say of a sample; None, with a warning, where none answers."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": k,
+        }
+        for attempt in range(TRIES):
+            server = self.addresses[(at + attempt) % len(self.addresses)]
+            try:
+                answer = call_json("POST", server, "/generate", body, timeout=self.timeout)
+                return read_answer(answer, ids, k, whole=self.whole)
+            except (HttpError, ValueError) as e:
+                why = e
+        warn_once_per_world(log, "the teacher has no answer for a sample: %s", why)
+        return None
+
+
+def _nothing(n: int, k: int) -> Said:
+    """Returns the fields of a sample of n tokens of which nothing is said."""
+    said = {"teacher_logp": torch.zeros(n)}
+    if k:
+        said |= {"teacher_logprobs": torch.zeros(n, k), "teacher_tail": torch.zeros(n)}
+        said["given_ids"] = torch.full((n, k), -1, dtype=torch.int32)
+    return said
+
+
+def read_answer(answer: Any, ids: Sequence[int], k: int, *, whole: bool = False) -> Said:
+    """Returns what an answer of /generate says of the prompt `ids`; `whole`: k is the vocabulary.
+    Raises ValueError for an answer that breaks SGLang's protocol, or speaks of other tokens."""
+    try:
+        meta = answer["meta_info"]
+        own = meta["input_token_logprobs"]
+        if [entry[1] for entry in own] != list(ids):
+            raise ValueError(f"it speaks of tokens {shown([entry[1] for entry in own])}")
+        said = _nothing(len(ids), k)
+        said["teacher_logp"][1:] = torch.tensor([float(entry[0]) for entry in own[1:]])
+        if k and len(ids) > 1:
+            named = meta["input_top_logprobs"][1:]
+            if any(len(at) != k for at in named):
+                raise ValueError(f"it names another number of tokens than {k} at a position")
+            logprobs = torch.tensor([[float(e[0]) for e in at] for at in named])
+            which = torch.tensor([[int(e[1]) for e in at] for at in named], dtype=torch.int32)
+            said["teacher_logprobs"][1:], said["given_ids"][1:] = logprobs, which
+            if which.sort(-1).values.diff(dim=-1).eq(0).any():
+                raise ValueError("it names a token twice at one position")
+            said["teacher_tail"][1:] = tail_of(logprobs, whole=whole)
+    except (KeyError, TypeError, IndexError, RuntimeError) as e:
+        raise ValueError(f"the answer {shown(answer)} has no logprobs of the prompt: {e}") from None
+    if said["teacher_logp"].isnan().any() or (k and said["teacher_logprobs"].isnan().any()):
+        raise ValueError("a logprob is NaN: the weights are broken, or overflow in their dtype")
+    return said
+
+
+def tail_of(logprobs: Tensor, *, whole: bool = False) -> Tensor:
+    """Returns the log of what logprobs [...,k] leave to all other tokens, [...]: at least
+    TAIL_FLOOR, below which it is rounding. Of the `whole` vocabulary nothing is left, -inf.
+
+    >>> tail_of(torch.tensor([[0.5, 0.25], [1.0, 0.0]]).log()).exp()
+    tensor([2.5000e-01, 1.0000e-06])
+    """
+    if whole:
+        return torch.full(logprobs.shape[:-1], -math.inf)
+    left = 1.0 - logprobs.double().exp().sum(-1)
+    return left.clamp(min=TAIL_FLOOR).log().float()
