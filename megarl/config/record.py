@@ -25,8 +25,8 @@ class RecordConfig:
     )
     servers: bool = arg(
         False,
-        help="with fingerprints: those of the weights that servers hold, too, which they compute "
-        "while they generate nothing",
+        help="with fingerprints: those of the weights that servers hold, too, which costs each of "
+        "them a pass over its weights",
     )
     keep: int | None = arg(
         0,
