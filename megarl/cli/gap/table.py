@@ -17,16 +17,16 @@ _NAMES = {"server": "server", "hf": "transformers"}
 
 def print_comparison(found: Comparison, runs: Runs, subject: Subject, which: str) -> None:
     """Prints tables and verdict; `which` says what the tokens are."""
-    console = Console()
+    console = Console(highlight=False, markup=False)  # a path may look like either
     other = _NAMES[subject.against]
     of = subject.checkpoint or subject.engine.path
-    console.print(f"{of}: trainer and {other} on {found.tokens} tokens, {which}", highlight=False)
-    console.print("Gaps as multiples of what rounding does at the same place:", highlight=False)
+    console.print(f"{of}: trainer and {other} on {found.tokens} tokens, {which}")
+    console.print("Gaps as multiples of what rounding does at the same place:")
     console.print(layers_table(found.gaps))
-    console.print(_unit(found.gaps), highlight=False)
+    console.print(_unit(found.gaps))
     console.print(logp_table(found))
     for line in verdict(found, other):
-        console.print(line, style="" if found.first is None else "bold", highlight=False)
+        console.print(line, style="" if found.first is None else "bold")
 
 
 def layers_table(gaps: Sequence[Gap]) -> Table:
