@@ -34,7 +34,8 @@ def raft(config: PPOActorConfig, *, floor: float = 0.0) -> LossSpec:
     return LossSpec(
         fn=loss,
         weight=lambda batch: float(good(batch).sum()),
-        needs=("advantages", config.old_logp),
+        needs=("advantages",),
+        own_prox=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,20 @@ from megarl.algos.advantages import (
     spread_over_tokens,
     whiten,
 )
+from megarl.algos.fields import MADE, add_made, need, shaped
 from megarl.algos.kl import kl_estimate
 from megarl.algos.kl_control import KLController, kl_of_rows, kl_to_go
-from megarl.algos.metrics import Decode, logp_gap_stats, show_gaps, spell_ids, worst_logp_gaps
-from megarl.algos.minibatches import batch_shares, mean_metrics, minibatches, skipped_metrics
+from megarl.algos.metrics import Decode, spell_ids, watched_gap
+from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
+from megarl.algos.proximal import (
+    CHECK,
+    PROX,
+    need_routes,
+    put_kept,
+    reason_for_pass,
+    takes_own_prox,
+    with_own_prox,
+)
 from megarl.algos.role import Role
 from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
@@ -29,19 +40,16 @@ from megarl.api.engine import TrainEngine
 from megarl.api.failures import on_every_rank
 from megarl.config.algo import PPOActorConfig
 from megarl.config.check_actor import check_actor
-from megarl.observability.logging import get_logger, warn_once_per_world
+from megarl.observability.logging import get_logger
 from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
-
-# fields that ppo_update makes for losses
-MADE_HERE = ("rollout_tokens", "batch_share", "kl_scale", "picked")
 
 
 class Actor(Role):
     """Trains the policy. One training step in verbs:
 
-        actor.compute_prox_logp(batch)                     # recompute_logprob
+        actor.compute_prox_logp(batch)                     # recompute_logprob, see reason_for_pass
         batch["ref_logp"] = ref.compute_logp(batch)        # kl_coef > 0
         actor.compute_advantages(batch)
         stats = actor.ppo_update(batch)
@@ -51,7 +59,12 @@ class Actor(Role):
       recompute_logprob, use_decoupled_loss   prox_logp, times exp(prox_logp - logprobs)
       recompute_logprob                       prox_logp: the trainer's own view of the policy, which
                                               leaves out the server's rounding (common practice)
-      neither                                 logprobs, as the server reported them
+      recompute_logprob=interpolate           between logprobs and those of the update's own pass,
+                                              by the token's staleness (proximal.interpolated)
+      recompute_logprob=false                 logprobs, as the server reported them
+
+    With recompute_logprob=auto and no `reason_for_pass`, compute_prox_logp may be left out: the
+    update then takes prox_logp from its own pass, which saves one.
     """
 
     def __init__(
@@ -82,32 +95,42 @@ class Actor(Role):
         self._plan(batch)
         return self.forward_logp(batch, self.temperature if temperature is None else temperature)
 
+    def reason_for_pass(self, *, kl_ctl: float = 0.0) -> str:
+        """Returns why compute_prox_logp has to come before the update, "" where the update's own
+        pass tells prox_logp. kl_ctl: that of compute_advantages or compute_gae."""
+        specs = self.loss, self.advantages
+        return reason_for_pass(self.config, *specs, kl_ctl=kl_ctl, also=self.also)
+
     def compute_prox_logp(self, batch: Data) -> None:
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
         with moe.router_replay also the routing behind them, which the update will repeat: of
         router_replay=rollout the batch's routes, with what was unknown filled in; and the outputs
-        that `also` names. Without recompute_logprob it gives a Batch's tokens to this actor's ranks
-        (`place`), which else comes of the pass. Raises ValueError where the batch lacks the routes
-        to replay.
+        that `also` names. Without recompute_logprob it gives a Batch's tokens to this actor's
+        ranks (`place`), which else comes of the pass. Raises ValueError where the batch lacks the
+        routes to replay.
         """
-        replay = self.config.moe.router_replay
-        of_rollout = ["routed_experts"] if replay == "rollout" else []
-        if of_rollout and of_rollout[0] not in batch:
-            raise ValueError(
-                "moe.router_replay=rollout: the batch has no 'routed_experts'; have the client ask "
-                "for them (client.record_routes), and the workflow return what to_batch makes"
-            )
-        names = (*(("routed_experts",) if replay != "off" else ()), *self.also)
-        if self.config.recompute_logprob and names:
-            self._plan(batch)
-            found = self.forward(batch, ("logprobs", *names), self.temperature, also=of_rollout)
-            batch["prox_logp"] = found["logprobs"]
-            for name in names:
-                batch[name] = found[name]
-        elif self.config.recompute_logprob:
-            batch["prox_logp"] = self.compute_logp(batch)
+        need_routes(self.config, batch)
+        replays = self.config.moe.router_replay != "off"
+        names = (*(("routed_experts",) if replays else ()), *self.also)
+        if self.config.recomputes:
+            batch[PROX], *others = self._before_update(batch, names)
+            for name, values in zip(names, others, strict=True):
+                batch[name] = values
         elif isinstance(batch, Batch):
             self.place(batch)
+
+    def compute_check_logp(self, batch: Data) -> None:
+        """Adds batch["check_logp"] [B,S], the numbers that compute_prox_logp computes, for the self
+        checks of an update that takes prox_logp from its own pass."""
+        (batch[CHECK],) = self._before_update(batch, ())
+
+    def _before_update(self, batch: Data, names: Sequence[str]) -> list[Any]:
+        """Returns the logprobs and the outputs `names` of the policy, routed as in the update."""
+        of_rollout = ["routed_experts"] if self.config.moe.router_replay == "rollout" else []
+        self._plan(batch)
+        asked = ("logprobs", *names)
+        found = self.forward(batch, asked, self.temperature, also=of_rollout)
+        return [found[name] for name in asked] if names else [found]
 
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
@@ -123,7 +146,7 @@ class Actor(Role):
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
         to_go = kl_ctl if spec.kl_to_go else 0.0
         names = list(dict.fromkeys([*spec.reads, "loss_mask", *(keys if to_go else [])]))
-        _need(batch, ["rewards", *keys, *names], what="compute_advantages")
+        need(batch, ["rewards", *keys, *names], what="compute_advantages")
         rollouts = rollouts_of(whole)
         samples = self._of_rollouts(whole, rollouts, 0.0 if to_go else kl_ctl)
         self._mask_truncated(batch, whole)
@@ -131,14 +154,14 @@ class Actor(Role):
 
         def of_held_rows() -> tuple[Tokens, ...]:
             numbers = spec.per_sample(samples)
-            _shaped(numbers, (len(rollouts),), f"{named}: per_sample", "one for each rollout")
+            shaped(numbers, (len(rollouts),), f"{named}: per_sample", "one for each rollout")
             numbers = rollouts.spread(numbers)
 
             def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
                 made = spread_over_tokens(numbers[rows], part["loss_mask"])
                 if spec.per_token is not None:
                     made = spec.per_token(numbers[rows], part)
-                    _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
+                    shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
                 if to_go:
                     made = made - to_go * kl_to_go(part, self.config.old_logp)
                 return (made,)
@@ -198,7 +221,7 @@ class Actor(Role):
         kl_ctl, keys = self.kl.in_reward(kl_ctl), ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
         keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
-        _need(batch, keys, what="compute_gae")
+        need(batch, keys, what="compute_gae")
         refuse_branches(batch, "compute_gae")
         self._mask_truncated(batch, as_batch(batch))
         keys += ["token_rewards"] if "token_rewards" in batch else []
@@ -237,7 +260,7 @@ class Actor(Role):
         of `whole`, the same as a Batch, unless nothing would be left."""
         if not self.config.mask_truncated:
             return
-        _need(batch, ["truncated"], what="actor.mask_truncated=true")
+        need(batch, ["truncated"], what="actor.mask_truncated=true")
         rollouts = rollouts_of(whole)
         cut = rollouts.spread(rollouts.any(whole["truncated"].bool()))
         if not (trained_tokens(whole)[~cut] > 0).any():
@@ -289,46 +312,55 @@ class Actor(Role):
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout,
-        batch_share [B] or kl_scale [B], the factor of kl_controller, gets them from here.
+        them. A loss gets the fields that it needs of `fields.MADE` from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
         the trainer/server logprob gap, and the weights of the KL (KLController). Adds
-        batch["skipped"] [B], true where a sequence's update was skipped. Raises ValueError for a
-        missing field, or a batch without a trained token."""
-        spec = self.loss
+        batch["skipped"] [B], true where a sequence's update was skipped; and where the batch has no
+        prox_logp and the update's own pass tells it (recompute_logprob=auto), batch["prox_logp"]
+        [B,S] and the outputs that `also` names. Raises ValueError for a missing field, or a batch
+        without a trained token."""
+        need_routes(self.config, batch)
+        spec, own = self.loss, takes_own_prox(self.config, batch, self.reason_for_pass())
+        if own and isinstance(batch, Batch):
+            self.place(batch)  # else what the update keeps would be of other rows than held here
         keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
         keys += ["routed_experts"] if self.config.moe.replays else []
         keys += ["ref_logp"] if self.config.kl_controller else []
-        keys = list(dict.fromkeys([*keys, *spec.needs]))
-        _need(batch, [key for key in keys if key not in MADE_HERE])
-        keys += [name for name in spec.uses if name in batch and name not in keys]
+        keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
+        need(batch, [key for key in keys if key not in MADE])
+        keys += [name for name in (*spec.uses, CHECK) if name in batch and name not in keys]
         whole = as_batch(batch)
-        gap, trained = self._logp_gap(whole), trained_tokens(whole)
+        gap, trained = self._gap(whole), trained_tokens(whole)
         parts = self._minibatches(whole)
-        if "rollout_tokens" in keys:
-            rollouts = rollouts_of(whole)
-            batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
-        if "kl_scale" in keys:
-            batch["kl_scale"] = torch.full((len(whole),), self.kl.scale)
         if spec.pick is not None:
             put(batch, "picked", spec.pick(whole, self._step_seed()))
-        if "batch_share" in keys:
-            batch["batch_share"] = batch_shares(parts, trained)
+        add_made(
+            batch,
+            keys,
+            parts,
+            trained,
+            kl_scale=self.kl.scale,
+            version=self.engine.get_version(),
+        )
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)
         for rows, minibatch in minibatches(batch, keys, parts, trained):
             update = self.train_batch(
                 minibatch,
-                spec.fn,
+                with_own_prox(spec.fn) if own else spec.fn,
                 spec.weight,
                 outputs=spec.outputs,
                 temperature=self.temperature,
+                **({"keep": ("logprobs", *self.also)} if own else {}),
             )
             skipped[rows] = not update["update_successful"]
             updates.append(update)
         batch["skipped"] = skipped
+        if own:
+            put_kept(batch, updates[0])
+            gap = self._gap(as_batch(batch))
         stats = mean_metrics(updates)
         if stats["n_updates"]:
             first = next(u for u in updates if u["update_successful"])
@@ -337,43 +369,6 @@ class Actor(Role):
         stats |= self.kl.after_update(as_batch(batch))
         return stats | gap | skipped_metrics(trained, skipped)
 
-    def _logp_gap(self, batch: Batch) -> dict[str, float]:
-        """Returns the trainer/server gap; warns with the worst tokens if they are not a staleness
-        effect.
-
-        Tokens that older weights wrote differ rightly, so only tokens of the current version warn.
-        """
-        if "prox_logp" not in batch:
-            return {}
-        bound = self.config.logp_gap_warn
-        worst = worst_logp_gaps(batch, version=self.engine.get_version(), above=bound)
-        if worst:
-            warn_once_per_world(
-                log,
-                "trainer and server disagree about tokens of the current weights by more than "
-                "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
-                bound,
-                "\n  ".join(show_gaps(worst, batch, decode=self.decode)),
-            )
-        return logp_gap_stats(batch)
-
-
-def _shaped(made: Tensor, shape: tuple[int, ...], who: str, why: str) -> None:
-    if made.shape != shape:
-        raise ValueError(
-            f"{who} gave a tensor of shape {tuple(made.shape)}; it must be {list(shape)}, {why}"
-        )
-
-
-def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:
-    hints = {
-        "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
-        "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
-        "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
-        "advantages": "actor.compute_advantages(batch)",
-        "values": "critic.compute_values(batch)",
-    }
-    for key in keys:
-        if key not in batch and key != "attention_mask":  # a Batch has lengths instead
-            hint = f": call {hints[key]} first" if key in hints else ""
-            raise ValueError(f"{what}: the batch has no {key!r}{hint}")
+    def _gap(self, batch: Batch) -> dict[str, float]:
+        bound, version = self.config.logp_gap_warn, self.engine.get_version()
+        return watched_gap(batch, version=version, above=bound, decode=self.decode)

@@ -14,6 +14,9 @@ from torch import Tensor
 from megarl.algos.kl import kl_estimate
 from megarl.algos.rows import moments, reduce_rows, total
 from megarl.api.batch import Batch, Padded
+from megarl.observability.logging import get_logger, warn_once_per_world
+
+log = get_logger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -48,6 +51,25 @@ def logp_gap_stats(batch: Batch) -> dict[str, float]:
         "mismatch/k1": k1_mean,
         "mismatch/k3": k3_mean,
     }
+
+
+def watched_gap(
+    batch: Batch, *, version: int, above: float, decode: Decode = spell_ids
+) -> dict[str, float]:
+    """Returns logp_gap_stats, {} of a batch without prox_logp; warns with the worst tokens where a
+    gap is `above` that bound and no effect of staleness: older weights wrote tokens that differ
+    rightly, so only those of `version`, the current one, warn. Collective."""
+    if "prox_logp" not in batch:
+        return {}
+    if worst := worst_logp_gaps(batch, version=version, above=above):
+        warn_once_per_world(
+            log,
+            "trainer and server disagree about tokens of the current weights by more than "
+            "logp_gap_warn=%g (wrong temperature, stale weights or a numerical problem):\n  %s",
+            above,
+            "\n  ".join(show_gaps(worst, batch, decode=decode)),
+        )
+    return logp_gap_stats(batch)
 
 
 def explained_variance(batch: Batch) -> float:

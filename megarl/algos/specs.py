@@ -99,6 +99,8 @@ class LossSpec:
     as the field `picked` [b,S], which is among its needs. Collective.
     derive: (mean, first) -> metrics of an update, of the means over its optimizer steps and the
     metrics of the first step: what is no mean, as a root of one, is made here.
+    own_prox: where a step makes one update, `fn` may be given the logprobs of its own pass, without
+    gradient, as prox_logp (actor.recompute_logprob=auto); `weight` does not read that field.
     """
 
     fn: LossFn
@@ -108,6 +110,7 @@ class LossSpec:
     uses: tuple[str, ...] = ()
     pick: PickFn | None = None
     derive: Callable[[Metrics, Metrics], Metrics] = as_they_are
+    own_prox: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,11 +43,17 @@ PARTS = ("params", "optimizer", "grads")
 
 class Metrics(dict[str, float]):
     """Holds the metrics of a pass by name. `weights` has the weights of those that are weighted
-    means; such a mean is NaN where its weight is 0."""
+    means; such a mean is NaN where its weight is 0. `kept` has the outputs that `train_batch` was
+    told to keep, as `forward` returns them."""
 
-    def __init__(self, values: Mapping[str, float], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, float],
+        weights: Mapping[str, float],
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(values)
-        self.weights = dict(weights)
+        self.weights, self.kept = dict(weights), dict(kept or {})
 
 
 class PendingSave(Protocol):
@@ -105,6 +111,7 @@ class TrainEngine(ABC):
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
         whole_groups: bool = False,
+        keep: Sequence[str] = (),
     ) -> dict[str, float]:
         """Makes one optimizer step with the gradient of sum(loss_sum) / W, where W is the sum of
         loss_weight_fn over the rows, which it is given one at a time ([1,n] tensors). Returns loss,
@@ -115,7 +122,8 @@ class TrainEngine(ABC):
 
         loss_fn gets some sequences at a time, each of them whole. With `whole_groups` all rows with
         the same batch["unit_ids"] [B] (without the field: "group_ids") come together, as a loss
-        over pairs needs them.
+        over pairs needs them. `keep` names outputs that stand in `Metrics.kept` afterwards: of the
+        pass, so of the weights before the step.
         """
 
     @abstractmethod

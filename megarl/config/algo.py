@@ -138,8 +138,13 @@ class PPOActorConfig(TrainEngineConfig):
     entropy_coef: float = arg(
         0.0, bounds=NOT_NEGATIVE, help="weight of the entropy that the loss rewards"
     )
-    recompute_logprob: bool = arg(
-        True, help="recompute logprobs with the trainer's weights before the update (prox_logp)"
+    recompute_logprob: str = arg(
+        "auto",
+        help="recompute logprobs with the trainer's weights before the update (prox_logp); auto: "
+        "where an update's own pass tells them too, it makes no pass of its own; interpolate: they "
+        "are taken to lie between the server's and the update's own, by each token's version "
+        "(A-3PO); false: the ratio starts from the server's",
+        choices=("auto", "true", "false", "interpolate"),
     )
     use_decoupled_loss: bool = arg(
         False, help="clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"
@@ -174,10 +179,19 @@ class PPOActorConfig(TrainEngineConfig):
         help="warn when the largest |trainer - server| logprob gap exceeds this",
     )
 
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute_logprob, bool):  # as it was before there was `auto`
+            self.recompute_logprob = "true" if self.recompute_logprob else "false"
+
     @property
     def old_logp(self) -> str:
         """Returns the name of the batch field [B,S] that holds the old logprobs of the ratio."""
-        return "prox_logp" if self.recompute_logprob else "logprobs"
+        return "prox_logp" if self.recomputes else "logprobs"
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether the policy's own logprobs before an update (prox_logp) are computed."""
+        return self.recompute_logprob in ("auto", "true")
 
     @property
     def compares_by(self) -> str:

@@ -14,7 +14,7 @@ from megarl.config.schema import choice_problems
 
 def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
     """Yields a line for each contradiction in `cfg`; `key` is its section, with a dot."""
-    if cfg.use_decoupled_loss and not cfg.recompute_logprob:
+    if cfg.use_decoupled_loss and cfg.recompute_logprob == "false":
         yield (
             f"{key}use_decoupled_loss=true: needs the proximal logprobs; set "
             f"{key}recompute_logprob=true"
@@ -30,7 +30,7 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
             f"{key}loss_agg_length={cfg.loss_agg_length:g}: divides sums over tokens; with "
             f"{key}loss_agg={cfg.loss_agg} leave it 1"
         )
-    if cfg.moe.router_replay == "trainer" and not cfg.recompute_logprob:
+    if cfg.moe.router_replay == "trainer" and not cfg.recomputes:
         yield (
             f"{key}moe.router_replay=trainer: needs a pass to replay from; set "
             f"{key}recompute_logprob=true, or replay the rollout's routes ({key}moe.router_replay="
@@ -46,7 +46,7 @@ def _correction_problems(cfg: PPOActorConfig, key: str) -> Iterator[str]:
             f"{key}correction and {key}use_decoupled_loss=true are two ways to weigh the same "
             f"tokens; drop use_decoupled_loss (it is {key}correction.weight=token)"
         )
-    if not cfg.recompute_logprob:
+    if cfg.recompute_logprob == "false":
         yield (
             f"{key}correction: weighs the trainer's logprobs against the server's; set "
             f"{key}recompute_logprob=true"

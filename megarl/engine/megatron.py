@@ -155,6 +155,7 @@ class MegatronEngine(TrainEngine):
         outputs: Sequence[str] = ("logprobs",),
         temperature: float = 1.0,
         whole_groups: bool = False,
+        keep: Sequence[str] = (),
     ) -> dict[str, float]:
         """Makes one optimizer step; returns its metrics (TrainEngine.train_batch). Raises
         ValueError without an optimizer, for a batch that differs between ranks, or without anything
@@ -166,6 +167,7 @@ class MegatronEngine(TrainEngine):
             outputs=outputs,
             temperature=temperature,
             whole_groups=whole_groups,
+            keep=keep,
         )
         mine = self.state.optimizer
         with self._scope("train_batch (optimizer step)", PARTS):

@@ -36,12 +36,16 @@ def loss_pass(
     outputs: Sequence[str] = ("logprobs",),
     temperature: float = 1.0,
     whole_groups: bool = False,
+    keep: Sequence[str] = (),
     backward: bool,
 ) -> Metrics:
-    """Returns the loss and the weighted means of its stats, the same on every rank; with `backward`
-    it leaves the gradients in the wrappers' buffers. Raises ValueError where the weights of the
-    whole batch do not sum to a positive number, and an error on every rank where one of the
-    functions raises on one."""
+    """Returns the loss and the weighted means of its stats, the same on every rank, with the
+    outputs `keep`; with `backward` it leaves the gradients in the wrappers' buffers. Raises
+    ValueError where the weights of the whole batch do not sum to a positive number, or an output is
+    to be kept that is not computed, and an error on every rank where one of the functions raises on
+    one."""
+    if missing := [name for name in keep if name not in outputs]:
+        raise ValueError(f"keep={missing}: not among what the pass computes, outputs={outputs}")
     check_input(
         state,
         "train_batch" if backward else "eval_batch",
@@ -50,6 +54,7 @@ def loss_pass(
         backward=backward,
         temperature=temperature,
         whole_groups=whole_groups,
+        keep=tuple(keep),
     )
     batch = intake.settle(state, intake.as_batch(given), whole_groups=whole_groups)
     mine = _micro_batches(state, batch, whole_groups=whole_groups, backward=backward)
@@ -62,15 +67,17 @@ def loss_pass(
         loss_scale=len(mine) * state.layout.dp / weight,
         routing=state.routing,
         offload=backward and state.config.offload_activations,
+        keep=tuple(keep),
     )
     with _taped(state):
         schedule.run(state.chunks, mine, job, backward=backward)
     sums = schedule.reduce_sums(job, state.groups)
+    kept = _collected(state, given, batch, mine, job) if keep else {}
     routing = state.routing.metrics(len(mine)) if state.routing else {}
     loss = sums.pop("loss")[0] / weight
     means = {k: s / w if w else math.nan for k, (s, w) in sums.items()}
     weights = {k: w for k, (_, w) in sums.items()}
-    return Metrics({"loss": loss, **means, **routing}, weights)
+    return Metrics({"loss": loss, **means, **routing}, weights, kept)
 
 
 def _whole_weight(batch: Batch, loss_weight_fn: LossWeightFn) -> float:
@@ -98,19 +105,35 @@ def forward_pass(
         view = intake.as_batch(given, needed)
     batch = intake.settle(state, view)
     mine = _micro_batches(state, batch, backward=False)
+    computed = tuple(o for o in outputs if o != ROUTED)
     job = schedule.Pass(
-        outputs=tuple(o for o in outputs if o != ROUTED),
+        outputs=computed,
         temperature=float(temperature),
         cp_group=state.groups.cp,
         routing=state.routing,
+        keep=computed,
     )
-    frame = Frame.of(batch, everyone=not isinstance(given, Batch))
-    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
     with _taped(state, record=ROUTED in outputs):
         schedule.run(state.chunks, mine, job, backward=False)
-        result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
-        if state.routing is not None and ROUTED in outputs:
-            result[ROUTED] = state.routing.collect(mine, frame)
+        return _collected(state, given, batch, mine, job, routes=ROUTED in outputs)
+
+
+def _collected(
+    state: EngineState,
+    given: Batch | Padded,
+    batch: Batch,
+    mine: list[MicroBatch],
+    job: schedule.Pass,
+    *,
+    routes: bool = False,
+) -> dict[str, Any]:
+    """Returns what a pass over `batch` kept, and with `routes` what it recorded, as `given` is: a
+    Batch at its home, or a plain dict. Collective."""
+    frame = Frame.of(batch, everyone=not isinstance(given, Batch))
+    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
+    result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
+    if state.routing is not None and routes:
+        result[ROUTED] = state.routing.collect(mine, frame)
     if not isinstance(given, Batch):
         width = given["input_ids"].shape[1]
         return {name: tokens.padded(width=width) for name, tokens in result.items()}

@@ -40,11 +40,11 @@ Sums = dict[str, tuple[Any, Any]]  # name -> (sum, weight); numbers or scalar te
 class Pass:
     """Says what a pass computes, and collects its results on the ranks of the last pipeline stage.
 
-    With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; without, the outputs
-    of every micro-batch in `outputs_of`, in the order of the micro-batches. Every context-parallel
-    rank computes the loss of whole sequences, and sends back the gradient of its share. What
-    `loss_fn` raises is kept in `error`, for `reduce_sums` to tell all ranks: the pass goes on to
-    its end without losses, because the other ranks would wait for this one.
+    With `loss_fn` its sums are collected in `sums`, one entry a micro-batch; the outputs `keep` of
+    every micro-batch in `kept`, in the order of the micro-batches. Every context-parallel rank
+    computes the loss of whole sequences, and sends back the gradient of its share. What `loss_fn`
+    raises is kept in `error`, for `reduce_sums` to tell all ranks: the pass goes on to its end
+    without losses, because the other ranks would wait for this one.
     """
 
     outputs: tuple[str, ...]
@@ -54,8 +54,9 @@ class Pass:
     loss_scale: float = 1.0
     routing: Routing | None = None
     offload: bool = False  # activations to host memory
+    keep: tuple[str, ...] = ()
     sums: list[Sums] = field(default_factory=list)
-    outputs_of: list[Padded] = field(default_factory=list)
+    kept: list[Padded] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -106,8 +107,9 @@ def _finish(job: Pass, mb: MicroBatch, head: Any, out: torch.Tensor) -> tuple[An
     nothing = out.sum() * 0.0  # keeps the graph alive where no loss depends on the outputs
     if not mb.rows or job.error is not None:
         return nothing, None
+    if job.keep:
+        job.kept.append({name: outputs[name].detach() for name in job.keep})
     if job.loss_fn is None:
-        job.outputs_of.append(outputs)
         return nothing, None
     loss_sum, job.error = attempt(_loss, job, job.loss_fn, mb, outputs)
     return nothing if loss_sum is None else loss_sum * job.loss_scale + nothing, None
@@ -182,16 +184,16 @@ def collect_outputs(
     groups: ProcessGroups,
     extra: dict[str, int],
 ) -> dict[str, Tokens]:
-    """Returns the outputs, one number a token (or extra[name] numbers), of the tokens of `frame` on
-    the ranks it says. Every rank of the last stage has them; for the rest of the world, each number
-    has one owner. Collective."""
+    """Returns what was kept, one number a token (or extra[name] numbers), of the tokens of `frame`
+    on the ranks it says. Every rank of the last stage has them; for the rest of the world, each
+    number has one owner. Collective."""
     filled = [mb for mb in micro_batches if mb.rows]
     result = {}
-    for name in job.outputs:
+    for name in job.keep:
         inner = [extra[name]] if name in extra else []
         full = frame.zeros(inner, torch.long if name == TOP_IDS else torch.float32)
         if _speaks(groups) if frame.everyone else groups.is_last_stage:
-            for mb, outputs in zip(filled, job.outputs_of, strict=True):
+            for mb, outputs in zip(filled, job.kept, strict=True):
                 frame.put(full, mb, outputs[name])
         if frame.everyone and groups.layout.world_size > 1:
             dist.all_reduce(full)

@@ -18,6 +18,7 @@ class PPOTrainer(rl.RLTrainer):
     """Trains a policy by PPO: an RLTrainer with a critic as its second trained role."""
 
     cfg: PPOConfig
+    reads_prox_logp = False
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the critic and the settings of its advantages; returns {"critic": the critic}.
@@ -49,7 +50,7 @@ class PPOTrainer(rl.RLTrainer):
         stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
         with record_timing("logp"):
-            self.actor.compute_prox_logp(batch)
+            self.compute_prox_logp(batch)
         self.compare_with_ref(batch)
         with record_timing("values"):
             self.critic.compute_values(batch)

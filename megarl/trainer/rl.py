@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.algos import Role
+from megarl.algos.proximal import PROX
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
 from megarl.config.check import (
@@ -69,11 +70,19 @@ def batch_plan(cfg: GRPOConfig, steps: int, world_size: int) -> str:
 
 class RLTrainer:
     """Trains a policy by GRPO or a relative: `step` is the algorithm, `set_up` makes what it works
-    with."""
+    with.
+
+    reads_prox_logp: whether the code of this very class, not of those above it, may read
+    batch["prox_logp"] before the update, which a subclass does unless it says no itself; then
+    actor.recompute_logprob=auto makes a pass for it.
+    """
+
+    reads_prox_logp = False
 
     def __init__(self, cfg: GRPOConfig, ctx: RunContext) -> None:
         self.cfg, self.ctx = cfg, ctx
         self.session = RolloutSession(cfg, ctx.tokenizer, ctx.on_rank_zero)
+        self._told: str | None = None  # the reason for a pass that the log has
 
     def set_up(self) -> None:
         """Waits for the servers, makes the roles and the saver, and continues from the newest
@@ -99,7 +108,7 @@ class RLTrainer:
             self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
             self.reward_model.initialize(None, None)
         self.check = SelfCheck(cfg, ctx)
-        recomputed = "prox_logp" if cfg.actor.recompute_logprob else None
+        recomputed = PROX if cfg.actor.old_logp == PROX else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
         trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
         self.saver = Saver(
@@ -217,7 +226,7 @@ class RLTrainer:
         stats = rollout_metrics(batch, version=self.actor.get_version())
         self.check.rewards_differ(stats)
         with record_timing("logp"):
-            self.actor.compute_prox_logp(batch)
+            self.compute_prox_logp(batch)
         self.compare_with_ref(batch)
         self.actor.compute_advantages(batch, kl_ctl=self.cfg.kl_ctl)
         with record_timing("train"):
@@ -240,6 +249,26 @@ class RLTrainer:
             self.actor.place(batch)  # else it would lie as the reward model's layout wants it
             batch["rewards"] = self.reward_model.compute_rewards(batch)
             return self.session.drop(batch, ~batch["rewards"].isfinite(), "reward")
+
+    def compute_prox_logp(self, batch: Batch) -> None:
+        """Adds batch["prox_logp"] [B,S], the logprobs before the update, where they need a pass of
+        their own (actor.recompute_logprob); says in the log whether `auto` makes one, and why.
+        Collective."""
+        reason = self.reason_for_pass()
+        if self.cfg.actor.recompute_logprob == "auto" and reason != self._told:
+            self._told = reason
+            what = f"a pass before every update: {reason}" if reason else "the update's own pass"
+            log.info("actor.recompute_logprob=auto: prox_logp comes from %s", what)
+        if reason or self.cfg.actor.old_logp != PROX:
+            return self.actor.compute_prox_logp(batch)
+        self.actor.place(batch)
+        self.check.look_before_update(batch, self.actor)
+
+    def reason_for_pass(self) -> str:
+        """Returns why a step needs prox_logp before its update, "" where it does not."""
+        if vars(type(self)).get("reads_prox_logp", True):
+            return f"{type(self).__name__} does not say reads_prox_logp = False"
+        return self.actor.reason_for_pass(kl_ctl=self.cfg.kl_ctl)
 
     def compare_with_ref(self, batch: Batch) -> None:
         """Adds batch["ref_logp"] [B,S], the reference's logprobs, where there is a reference.

@@ -27,6 +27,7 @@ import torch
 
 from megarl.algos import checks, nonfinite
 from megarl.algos.checks import Finding
+from megarl.algos.proximal import CHECK, PROX
 from megarl.algos.rows import Data, as_batch, trained_tokens
 from megarl.api.batch import Batch
 from megarl.api.engine import LossFn
@@ -82,7 +83,8 @@ class SelfCheck:
         """Has every update of `role` checked from now on.
 
         first_ratio_to: the batch key of the logprobs from which the first update's ratio must be
-        1; None leaves that check out.
+        1; None leaves that check out. Where the batch lacks it, `look_before_update` can put the
+        same numbers beside.
         """
         if first_ratio_to is not None and self.config.on_failure != "off":
             self._unchecked = first_ratio_to
@@ -110,13 +112,20 @@ class SelfCheck:
 
     # ---- the first step ------------------------------------------------------------------------
 
+    def look_before_update(self, batch: Batch, actor: MegatronActor) -> None:
+        """Before the first update of `actor` adds batch["check_logp"] [B,S], a pass of its own for
+        the checks of that update; later it does nothing. Collective."""
+        if self._unchecked is not None:
+            actor.compute_check_logp(batch)
+
     def actor_equals_ref(
         self, data: Data, actor: MegatronActor, ref: MegatronRef | MegatronLoRARef
     ) -> None:
-        """Checks that prox_logp and ref_logp agree, if the actor still has the weights the
-        reference has. Raises SelfCheckError, or warns by self_check.on_failure, where they do not.
-        """
-        if self.config.on_failure == "off" or "prox_logp" not in data:
+        """Checks that prox_logp (or check_logp) and ref_logp agree, if the actor still has the
+        weights the reference has. Raises SelfCheckError, or warns by self_check.on_failure, where
+        they do not."""
+        ours = next((name for name in (PROX, CHECK) if name in data), None)
+        if self.config.on_failure == "off" or ours is None:
             return
         if actor.get_version() > 0 or not same_weights(actor.config, ref.config):
             return
@@ -126,7 +135,7 @@ class SelfCheck:
             bounds = checks.SAME_SHAPES
         batch = as_batch(data)
         finding = checks.same_policy(
-            checks.gaps_of(batch, "prox_logp", "ref_logp"),
+            checks.gaps_of(batch, ours, "ref_logp"),
             bounds,
             batch,
             what=f"actor and reference disagree, though both hold {actor.config.path} as it was",
@@ -137,9 +146,10 @@ class SelfCheck:
         )
         self._conclude(finding, "actor and reference, of the same weights, agree")
 
-    def _check_ratio(self, rows: dict[str, torch.Tensor], batch: Batch, dtype: torch.dtype) -> None:
-        assert self._unchecked is not None
-        key, self._unchecked = self._unchecked, None
+    def _check_ratio(
+        self, rows: dict[str, torch.Tensor], key: str, batch: Batch, dtype: torch.dtype
+    ) -> None:
+        self._unchecked = None
         finding = checks.same_policy(
             checks.RowGaps(**rows),
             checks.ROUNDING[dtype],
@@ -174,10 +184,12 @@ class SelfCheck:
         batch = as_batch(data)
         if finding := nonfinite.nonfinite_inputs(batch):
             return self._refuse(engine, batch, finding, {})
-        if self._unchecked is None or self._unchecked not in batch:
+        names = (self._unchecked, CHECK) if self._unchecked is not None else ()
+        key = next((name for name in names if name in batch), None)
+        if key is None:
             stats, rows = engine.train_batch(data, loss_fn, *args, **kw), {}
         else:
-            watched = checks.watch_gaps(loss_fn, self._unchecked)
+            watched = checks.watch_gaps(loss_fn, key)
             stats = engine.train_batch(checks.number_rows(data), watched, *args, **kw)
             rows = checks.take_rows(stats)
         if finding := nonfinite.nonfinite_update(stats):
@@ -185,8 +197,8 @@ class SelfCheck:
             spike = nonfinite.is_spike(stats)
             return self._refuse(engine, batch, finding, stats, None if spike else by_row)
         self._skipped = 0
-        if rows:
-            self._check_ratio(rows, batch, engine.dtype)
+        if key is not None:
+            self._check_ratio(rows, key, batch, engine.dtype)
         return stats
 
     def _row_losses(

@@ -172,6 +172,38 @@ def test_any_number_of_minibatches_in_any_layout(worlds, model, n):
             assert got["stats"][key] == pytest.approx(alone["stats"][key], rel=1e-4, abs=1e-5)
 
 
+def with_and_without_pass(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Makes three steps with a pass before the update, and from the same start three without."""
+    out = {}
+    for way in ("true", "auto"):
+        how = dict(recompute_logprob=way, logp_gap_warn=100.0, **config)
+        actor, stats = make_actor(path, parallel, **how), []
+        actor.also = ("entropy",)
+        for _ in range(3):
+            b = samples()
+            del b["prox_logp"]
+            batch = bring(b, "one driver")
+            if way == "true":
+                actor.compute_prox_logp(batch)
+            actor.compute_advantages(batch)
+            stats.append(dict(actor.ppo_update(batch)))
+        fields = {name: whole(batch, name) for name in ("prox_logp", "entropy")}
+        out[way] = {"stats": stats, "tokens": fields, "weights": state(actor.engine)}
+        actor.destroy()
+    return out
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "cp2"])
+def test_an_update_that_takes_prox_logp_from_its_own_pass_is_the_same_step(worlds, model, name):
+    parallel = dict(tp=2, sequence_parallel=True) if name == "tp2" else LAYOUTS[name][1]
+    for got in worlds(2).run(with_and_without_pass, model, parallel, entropy_coef=0.01):
+        with_pass, without = got["true"], got["auto"]
+        assert without["stats"] == with_pass["stats"]
+        for key in ("tokens", "weights"):
+            for field, value in with_pass[key].items():
+                assert torch.equal(without[key][field], value), field
+
+
 def untrained(path: str) -> Tensors:
     engine = make_engine(path, {})
     weights = state(engine)

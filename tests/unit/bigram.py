@@ -9,7 +9,7 @@ import torch
 
 from megarl.algos import Actor
 from megarl.api.batch import Batch, Tokens
-from megarl.api.engine import PARTS, TrainEngine
+from megarl.api.engine import PARTS, Metrics, TrainEngine
 from megarl.config.algo import PPOActorConfig
 
 VOCAB = 11
@@ -35,11 +35,12 @@ class BigramEngine(TrainEngine):
         return {k: torch.nn.functional.pad(made[k], (1, 0)) for k in outputs}
 
     def _run(self, batch, loss_fn, weight_fn, outputs, temperature, backward):
-        total, figures = 0.0, {}
+        total, figures, self.made = 0.0, {}, []
         weight = weight_fn(batch)
         for i in range(0, len(batch["input_ids"]), 2):
             part = {k: v[i : i + 2] for k, v in batch.items()}
-            loss, stats = loss_fn(self._outputs(part, outputs, temperature), part)
+            self.made.append(self._outputs(part, outputs, temperature))
+            loss, stats = loss_fn(self.made[-1], part)
             if backward:
                 (loss / weight).backward()
             total += float(loss) / weight
@@ -52,22 +53,26 @@ class BigramEngine(TrainEngine):
         """Everything is here."""
 
     def train_batch(
-        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
+        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0, keep=()
     ):
-        input_ = input_.padded() if isinstance(input_, Batch) else input_
+        given, input_ = input_, input_.padded() if isinstance(input_, Batch) else input_
         self.calls.append(input_)
         stats = self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, True)
+        kept = {k: torch.cat([made[k].detach() for made in self.made]) for k in keep}
+        if isinstance(given, Batch):
+            kept = {k: Tokens.from_padded(v, given.lengths) for k, v in kept.items()}
         norm = self.table.grad.norm().item()
         updated = math.isfinite(norm) and math.isfinite(stats["loss"])
         with torch.no_grad():
             if updated:
                 self.table -= self.lr * self.table.grad
             self.table.grad = None
-        return stats | {
+        stats |= {
             "grad_norm": norm,
             "lr": self.lr / len(self.calls),
             "update_successful": float(updated),
         }
+        return Metrics(stats, {}, kept)
 
     @torch.no_grad()
     def eval_batch(

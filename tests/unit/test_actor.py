@@ -189,10 +189,11 @@ def test_kl_in_the_reward_is_summed_over_the_samples_trained_tokens():
 
 
 def test_missing_prox_logp_says_what_to_call():
-    actor, batch = prepared(PPOActorConfig())
-    del batch["prox_logp"]
-    with pytest.raises(ValueError, match=r"compute_prox_logp"):
-        actor.ppo_update(batch)
+    for config, why in ((dict(recompute_logprob=True), "is on"), (dict(ppo_n_minibatches=2), "=2")):
+        actor, batch = prepared(PPOActorConfig(**config))
+        del batch["prox_logp"]
+        with pytest.raises(ValueError, match=rf"call actor.compute_prox_logp.* first|{why}"):
+            actor.ppo_update(batch)
     actor = Actor(PPOActorConfig(recompute_logprob=False), BigramEngine(), temperature=1.0)
     actor.compute_prox_logp(batch)
     assert "prox_logp" not in batch
