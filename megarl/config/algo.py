@@ -19,8 +19,9 @@ class CorrectionConfig:
 
     weight: str = arg(
         "token",
-        help="what multiplies a token's loss: its w, the product of its sequence, or nothing",
-        choices=("token", "sequence", "none"),
+        help="what multiplies a token's loss: its w, the product or the geometric mean of its "
+        "sequence, or nothing",
+        choices=("token", "sequence", "geometric", "none"),
     )
     weight_cap: float | None = arg(
         None, bounds=POSITIVE, help="largest weight (truncated importance sampling); null is none"
@@ -200,7 +201,9 @@ class PPOActorConfig(TrainEngineConfig):
         name, options = self.advantages.type, self.advantages.options
         if name == "group" and self.adv_norm.startswith("group"):
             return f"actor.adv_norm={self.adv_norm}"
-        by_group = name == "reinforce_pp" and options.get("baseline") == "group"
+        by_group = (name == "reinforce_pp" and options.get("baseline") == "group") or (
+            name == "levels" and options.get("mean", "group") in ("group", "leave_one_out")
+        )
         return f"actor.advantages={name}" if name in BY_GROUP or by_group else ""
 
 
