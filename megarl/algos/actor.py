@@ -17,10 +17,11 @@ from megarl.algos.advantages import (
     spread_over_tokens,
     whiten,
 )
+from megarl.algos.fields import MADE, add_made, need, shaped
 from megarl.algos.kl import kl_estimate
 from megarl.algos.kl_control import KLController, kl_of_rows, kl_to_go
 from megarl.algos.metrics import Decode, spell_ids, watched_gap
-from megarl.algos.minibatches import batch_shares, mean_metrics, minibatches, skipped_metrics
+from megarl.algos.minibatches import mean_metrics, minibatches, skipped_metrics
 from megarl.algos.proximal import (
     CHECK,
     PROX,
@@ -44,9 +45,6 @@ from megarl.parallel.placement import split_minibatches
 
 log = get_logger(__name__)
 
-# fields that ppo_update makes for losses
-MADE_HERE = ("rollout_tokens", "batch_share", "kl_scale", "picked")
-
 
 class Actor(Role):
     """Trains the policy. One training step in verbs:
@@ -61,6 +59,8 @@ class Actor(Role):
       recompute_logprob, use_decoupled_loss   prox_logp, times exp(prox_logp - logprobs)
       recompute_logprob                       prox_logp: the trainer's own view of the policy, which
                                               leaves out the server's rounding (common practice)
+      recompute_logprob=interpolate           between logprobs and those of the update's own pass,
+                                              by the token's staleness (proximal.interpolated)
       recompute_logprob=false                 logprobs, as the server reported them
 
     With recompute_logprob=auto and no `reason_for_pass`, compute_prox_logp may be left out: the
@@ -105,14 +105,14 @@ class Actor(Role):
         """With recompute_logprob adds batch["prox_logp"] [B,S], the logprobs before the update;
         with moe.router_replay also the routing behind them, which the update will repeat: of
         router_replay=rollout the batch's routes, with what was unknown filled in; and the outputs
-        that `also` names. With recompute_logprob=false it gives a Batch's tokens to this actor's
+        that `also` names. Without recompute_logprob it gives a Batch's tokens to this actor's
         ranks (`place`), which else comes of the pass. Raises ValueError where the batch lacks the
         routes to replay.
         """
         need_routes(self.config, batch)
         replays = self.config.moe.router_replay != "off"
         names = (*(("routed_experts",) if replays else ()), *self.also)
-        if self.config.recompute_logprob != "false":
+        if self.config.recomputes:
             batch[PROX], *others = self._before_update(batch, names)
             for name, values in zip(names, others, strict=True):
                 batch[name] = values
@@ -146,7 +146,7 @@ class Actor(Role):
         keys = ["ref_logp", self.config.old_logp] if kl_ctl else []
         to_go = kl_ctl if spec.kl_to_go else 0.0
         names = list(dict.fromkeys([*spec.reads, "loss_mask", *(keys if to_go else [])]))
-        _need(batch, ["rewards", *keys, *names], what="compute_advantages")
+        need(batch, ["rewards", *keys, *names], what="compute_advantages")
         rollouts = rollouts_of(whole)
         samples = self._of_rollouts(whole, rollouts, 0.0 if to_go else kl_ctl)
         self._mask_truncated(batch, whole)
@@ -154,14 +154,14 @@ class Actor(Role):
 
         def of_held_rows() -> tuple[Tokens, ...]:
             numbers = spec.per_sample(samples)
-            _shaped(numbers, (len(rollouts),), f"{named}: per_sample", "one for each rollout")
+            shaped(numbers, (len(rollouts),), f"{named}: per_sample", "one for each rollout")
             numbers = rollouts.spread(numbers)
 
             def of_rows(rows: Tensor, part: Padded) -> tuple[Tensor, ...]:
                 made = spread_over_tokens(numbers[rows], part["loss_mask"])
                 if spec.per_token is not None:
                     made = spec.per_token(numbers[rows], part)
-                    _shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
+                    shaped(made, part["loss_mask"].shape, f"{named}: per_token", "as loss_mask")
                 if to_go:
                     made = made - to_go * kl_to_go(part, self.config.old_logp)
                 return (made,)
@@ -221,7 +221,7 @@ class Actor(Role):
         kl_ctl, keys = self.kl.in_reward(kl_ctl), ["rewards", "values", "last_value"]
         keys += ["truncated"] if bootstrap else []
         keys += ["ref_logp", self.config.old_logp] if kl_ctl else []
-        _need(batch, keys, what="compute_gae")
+        need(batch, keys, what="compute_gae")
         refuse_branches(batch, "compute_gae")
         self._mask_truncated(batch, as_batch(batch))
         keys += ["token_rewards"] if "token_rewards" in batch else []
@@ -260,7 +260,7 @@ class Actor(Role):
         of `whole`, the same as a Batch, unless nothing would be left."""
         if not self.config.mask_truncated:
             return
-        _need(batch, ["truncated"], what="actor.mask_truncated=true")
+        need(batch, ["truncated"], what="actor.mask_truncated=true")
         rollouts = rollouts_of(whole)
         cut = rollouts.spread(rollouts.any(whole["truncated"].bool()))
         if not (trained_tokens(whole)[~cut] > 0).any():
@@ -312,8 +312,7 @@ class Actor(Role):
 
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
-        them. A loss that needs rollout_tokens [B], the trained tokens of each row's rollout,
-        batch_share [B] or kl_scale [B], the factor of kl_controller, gets them from here.
+        them. A loss gets the fields that it needs of `fields.MADE` from here.
 
         Beside the loss's metrics there are n_updates, skipped_updates (refused because something
         was not finite; they enter no mean), the skipped_sequences and skipped_tokens of those, and
@@ -330,20 +329,21 @@ class Actor(Role):
         keys += ["routed_experts"] if self.config.moe.replays else []
         keys += ["ref_logp"] if self.config.kl_controller else []
         keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
-        _need(batch, [key for key in keys if key not in MADE_HERE])
+        need(batch, [key for key in keys if key not in MADE])
         keys += [name for name in (*spec.uses, CHECK) if name in batch and name not in keys]
         whole = as_batch(batch)
         gap, trained = self._gap(whole), trained_tokens(whole)
         parts = self._minibatches(whole)
-        if "rollout_tokens" in keys:
-            rollouts = rollouts_of(whole)
-            batch["rollout_tokens"] = rollouts.spread(rollouts.sums(trained)).long()
-        if "kl_scale" in keys:
-            batch["kl_scale"] = torch.full((len(whole),), self.kl.scale)
         if spec.pick is not None:
             put(batch, "picked", spec.pick(whole, self._step_seed()))
-        if "batch_share" in keys:
-            batch["batch_share"] = batch_shares(parts, trained)
+        add_made(
+            batch,
+            keys,
+            parts,
+            trained,
+            kl_scale=self.kl.scale,
+            version=self.engine.get_version(),
+        )
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)
         for rows, minibatch in minibatches(batch, keys, parts, trained):
@@ -372,28 +372,3 @@ class Actor(Role):
     def _gap(self, batch: Batch) -> dict[str, float]:
         bound, version = self.config.logp_gap_warn, self.engine.get_version()
         return watched_gap(batch, version=version, above=bound, decode=self.decode)
-
-
-def _shaped(made: Tensor, shape: tuple[int, ...], who: str, why: str) -> None:
-    if made.shape != shape:
-        raise ValueError(
-            f"{who} gave a tensor of shape {tuple(made.shape)}; it must be {list(shape)}, {why}"
-        )
-
-
-def _need(batch: Data, keys: list[str], *, what: str = "ppo_update") -> None:
-    hints = {
-        "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
-        "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
-        "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
-        "advantages": "actor.compute_advantages(batch)",
-        "values": "critic.compute_values(batch)",
-        **dict.fromkeys(
-            ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp"),
-            "teacher.teach(batch)",
-        ),
-    }
-    for key in keys:
-        if key not in batch and key != "attention_mask":  # a Batch has lengths instead
-            hint = f": call {hints[key]} first" if key in hints else ""
-            raise ValueError(f"{what}: the batch has no {key!r}{hint}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algos.kl import safe_exp
 from megarl.algos.ratios import row_mean
 
-WEIGHTS = ("token", "sequence", "none")
+WEIGHTS = ("token", "sequence", "geometric", "none")
 MASKS = ("none", "token", "sequence", "geometric")
 
 
@@ -24,9 +24,9 @@ class Correction:
     """Multiplies the loss of a token by a bounded weight, and drops tokens or rows that are too far
     from the policy that trains.
 
-    weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298); "sequence", the product of
-    w over the row, which is unbiased and of high variance; "none", 1. cap: the weight is at most
-    this (truncated importance sampling, arXiv 1802.01561).
+    weight: "token", w_t (decoupled PPO, AReaL, arXiv 2505.24298); "sequence", the product of w over
+    the row, which is unbiased and of high variance; "geometric", their geometric mean; "none", 1.
+    cap: the weight is at most this (truncated importance sampling, arXiv 1802.01561).
     mask: what is dropped where it is below `low` or above `high`: "token", by w_t; a whole row by
     the product of its w ("sequence") or by their geometric mean ("geometric"); "none".
     veto: drops a row of which one token has w_t below it.

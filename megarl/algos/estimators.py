@@ -120,12 +120,56 @@ def asymre_advantages(rewards: Tensor, group_ids: Tensor, delta: float) -> Tenso
     return (groups.rewards - groups.of(groups.rewards, "mean") - delta).float()
 
 
+MEANS, STDS = ("group", "leave_one_out", "batch", "none"), ("group", "batch", "none")
+
+
+def levels_advantages(
+    rewards: Tensor, group_ids: Tensor, mean: str, std: str, kind: str = "sample", eps: float = 1e-6
+) -> Tensor:
+    """Returns x / (std + eps), x = r_i less a mean, each of a level of its own (arXiv 2508.08221
+    compares them): mean by "group", of the group's others ("leave_one_out"), by "batch", or "none";
+    std within the "group", of all x of the "batch", or "none", which divides by nothing. kind: of
+    the std, "sample" (n - 1) or "population" (n). Where the std is the group's, a group of equal
+    rewards has 0.
+
+    >>> r, g = torch.tensor([2.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    >>> levels_advantages(r, g, "leave_one_out", "none").tolist()
+    [2.0, -2.0, 0.0, 0.0]
+    >>> [round(a, 3) for a in levels_advantages(r, g, "batch", "batch", "population").tolist()]
+    [1.414, -1.414, 0.0, 0.0]
+    """
+    groups = Groups(rewards, group_ids)
+    if mean == "leave_one_out":
+        x = groups.centred() * groups.size / (groups.size - 1).clamp(min=1)
+    elif mean == "group":
+        x = groups.centred()
+    else:
+        x = groups.rewards - (groups.rewards.mean() if mean == "batch" else 0.0)
+    if std == "group":
+        return torch.where(groups.tied, 0.0, x / (groups.std(kind) + eps)).float()
+    if std == "batch":
+        n = len(x) - 1 if kind == "sample" else len(x)
+        x = x / (((x - x.mean()).square().sum() / max(1, n)).sqrt() + eps)
+    return x.float()
+
+
 # ---- by the actor's section, as `actor.advantages` names them ----------------------------------
 
 
 def rloo(config: PPOActorConfig) -> AdvantageSpec:
     """Returns `rloo_advantages`."""
     return _by_group(rloo_advantages)
+
+
+def levels(config: PPOActorConfig, *, mean: str = "group", std: str = "batch") -> AdvantageSpec:
+    """Returns `levels_advantages`; the kind of std is the section's adv_std. Raises ValueError for
+    a level that is not one."""
+    for name, value, choices in (("mean", mean, MEANS), ("std", std, STDS)):
+        if value not in choices:
+            raise ValueError(
+                f"actor.advantages.options.{name}={value!r}: use one of {', '.join(choices)}"
+            )
+    return _by_group(partial(levels_advantages, mean=mean, std=std, kind=config.adv_std))
 
 
 def opo(config: PPOActorConfig) -> AdvantageSpec:

@@ -24,6 +24,7 @@ from megarl.algos.aggregation import (
 )
 from megarl.algos.correction import Correction
 from megarl.algos.kl import kl_estimate, kl_term, safe_exp
+from megarl.algos.proximal import interpolated
 from megarl.algos.ratios import RATIOS
 from megarl.algos.specs import LossSpec, Metrics, Picks, Surrogate, SurrogateFn, surrogate_of
 from megarl.algos.surrogates import Clip
@@ -38,6 +39,8 @@ class PolicyLoss:
     outputs: logprobs [b,S] with gradient, optionally entropy [b,S].
     batch: loss_mask, advantages, logprobs (behaviour policy), `old_logp`, with kl_coef ref_logp.
 
+    interpolates: the ratio starts from proximal.interpolated logprobs; old_logp are the behaviour
+    policy's, and the field prox_share [b,S] says how far from these.
     ratio: a name of RATIOS. surrogate: see surrogates.py. correction: None is none.
     kl_coef: adds kl_coef * KL(policy || reference) per token (GRPO, arXiv 2402.03300, eq. 3), by
     `kl_estimator` (kl.kl_term); with kl_adapts, times the field kl_scale [b].
@@ -52,6 +55,7 @@ class PolicyLoss:
     """
 
     old_logp: str = "prox_logp"
+    interpolates: bool = False
     ratio: str = "token"
     surrogate: SurrogateFn = field(default_factory=Clip)
     correction: Correction | None = None
@@ -65,6 +69,8 @@ class PolicyLoss:
     def __call__(self, outputs: Padded, batch: Padded) -> tuple[Tensor, Stats]:
         """Returns the summed loss, and {figure: (sum, weight)}."""
         mask, old = batch["loss_mask"].bool(), batch[self.old_logp]
+        if self.interpolates:
+            old = interpolated(outputs["logprobs"], old, batch["prox_share"])
         # where nothing is trained, anything may stand, and its gradient must not come through
         logp, adv = (torch.where(mask, x, 0.0) for x in (outputs["logprobs"], batch["advantages"]))
         picked = {"picked": batch["picked"].bool()} if isinstance(self.surrogate, Picks) else {}
@@ -94,6 +100,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
     pick = partial(surrogate.pick, old_logp=old_logp) if isinstance(surrogate, Picks) else None
     loss = PolicyLoss(
         old_logp=old_logp,
+        interpolates=config.recompute_logprob == "interpolate",
         ratio=config.ratio,
         surrogate=surrogate,
         correction=_correction(config),
@@ -111,6 +118,7 @@ def policy(config: PPOActorConfig) -> LossSpec:
         needs=(
             *("logprobs", "advantages", old_logp),
             *(["picked"] if pick else []),
+            *(["prox_share"] if loss.interpolates else []),
             *(["ref_logp"] if config.kl_coef else []),
             *(["kl_scale"] if adapts else []),
             *aggregation_needs(config.loss_agg),

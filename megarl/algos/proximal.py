@@ -1,4 +1,5 @@
-"""Says where the proximal policy's logprobs come from: a pass before the update, or the update.
+"""Says where the proximal policy's logprobs come from: a pass before the update, the update, or the
+versions of the tokens.
 
 Where a step makes one update, the weights of its own pass are the weights at the start of the step.
 So a pass that computes prox_logp beforehand computes the same numbers twice, unless something reads
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megarl.algos.rows import Data
+from megarl.algos.rows import Data, map_tokens
 from megarl.algos.specs import AdvantageSpec, LossSpec
-from megarl.api.batch import Padded
+from megarl.api.batch import Batch, Padded, Tokens
 from megarl.api.engine import LossFn, Metrics
 from megarl.config.algo import PPOActorConfig
 
@@ -42,6 +44,10 @@ def reason_for_pass(
         return f"actor.ppo_n_minibatches={n}: later updates start from the policy before the first"
     if kl_ctl:
         return f"kl_ctl={kl_ctl:g}: the KL in the reward reads prox_logp"
+    if config.kl_controller is not None:
+        return "actor.kl_controller reads prox_logp"
+    if loss.pick is not None:
+        return f"actor.surrogate={config.surrogate.type} picks tokens by prox_logp"
     if PROX in advantages.reads:
         return f"actor.advantages={config.advantages.type} reads prox_logp"
     if config.moe.router_replay == "trainer":
@@ -54,6 +60,31 @@ def reason_for_pass(
     if missing := [name for name in ("logprobs", *also) if name not in loss.outputs]:
         return f"{named} has no {', '.join(missing)} among its outputs"
     return ""
+
+
+def interpolated(logp: Tensor, behaviour: Tensor, share: Tensor) -> Tensor:
+    """Returns logprobs of the proximal policy taken to lie between the policy that wrote a token
+    and the one that trains, behaviour + share (logp - behaviour), without gradient, any shape
+    (A-3PO, arXiv 2512.06547): a pass of its own is left out.
+
+    >>> logp, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0])
+    >>> interpolated(logp, behaviour, staleness_share(torch.tensor([5, 4, 2]), 5)).tolist()
+    [-2.0, -1.5, -1.25]
+    """
+    return behaviour + share * (logp.detach() - behaviour)
+
+
+def staleness_share(versions: Tensor, version: int) -> Tensor:
+    """Returns s / (s + 1) of each token of staleness s, 0 where none was written (version -1), any
+    shape, float32: the policy that trains is on its way from `version` to the next one, s + 1
+    versions from the token, and the proximal policy is the one at `version`."""
+    staleness = torch.where(versions >= 0, version - versions, 0).clamp(min=0).float()
+    return staleness / (staleness + 1.0)
+
+
+def shares_of_policy(batch: Batch, version: int) -> Tokens:
+    """Returns `staleness_share` of the batch's tokens, [T] of the held rows."""
+    return map_tokens(batch, lambda part: staleness_share(part["versions"], version), ["versions"])
 
 
 def need_routes(config: PPOActorConfig, batch: Data) -> None:

@@ -70,6 +70,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **{
             name: f"megarl.algos.estimators:{name}"
             for name in (
+                "levels",
                 "rloo",
                 "opo",
                 "reinforce_pp",

@@ -19,8 +19,9 @@ class CorrectionConfig:
 
     weight: str = arg(
         "token",
-        help="what multiplies a token's loss: its w, the product of its sequence, or nothing",
-        choices=("token", "sequence", "none"),
+        help="what multiplies a token's loss: its w, the product or the geometric mean of its "
+        "sequence, or nothing",
+        choices=("token", "sequence", "geometric", "none"),
     )
     weight_cap: float | None = arg(
         None, bounds=POSITIVE, help="largest weight (truncated importance sampling); null is none"
@@ -141,9 +142,10 @@ class PPOActorConfig(TrainEngineConfig):
     recompute_logprob: str = arg(
         "auto",
         help="recompute logprobs with the trainer's weights before the update (prox_logp); auto: "
-        "where an update's own pass tells them too, it makes no pass of its own; false: the ratio "
-        "starts from the server's",
-        choices=("auto", "true", "false"),
+        "where an update's own pass tells them too, it makes no pass of its own; interpolate: they "
+        "are taken to lie between the server's and the update's own, by each token's version "
+        "(A-3PO); false: the ratio starts from the server's",
+        choices=("auto", "true", "false", "interpolate"),
     )
     use_decoupled_loss: bool = arg(
         False, help="clip against prox_logp and weight by exp(prox - behaviour) (AReaL)"
@@ -185,7 +187,12 @@ class PPOActorConfig(TrainEngineConfig):
     @property
     def old_logp(self) -> str:
         """Returns the name of the batch field [B,S] that holds the old logprobs of the ratio."""
-        return "logprobs" if self.recompute_logprob == "false" else "prox_logp"
+        return "prox_logp" if self.recomputes else "logprobs"
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether the policy's own logprobs before an update (prox_logp) are computed."""
+        return self.recompute_logprob in ("auto", "true")
 
     @property
     def compares_by(self) -> str:
@@ -194,7 +201,9 @@ class PPOActorConfig(TrainEngineConfig):
         name, options = self.advantages.type, self.advantages.options
         if name == "group" and self.adv_norm.startswith("group"):
             return f"actor.adv_norm={self.adv_norm}"
-        by_group = name == "reinforce_pp" and options.get("baseline") == "group"
+        by_group = (name == "reinforce_pp" and options.get("baseline") == "group") or (
+            name == "levels" and options.get("mean", "group") in ("group", "leave_one_out")
+        )
         return f"actor.advantages={name}" if name in BY_GROUP or by_group else ""
 
 

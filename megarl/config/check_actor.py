@@ -30,7 +30,7 @@ def actor_problems(cfg: PPOActorConfig, key: str = "actor.") -> Iterator[str]:
             f"{key}loss_agg_length={cfg.loss_agg_length:g}: divides sums over tokens; with "
             f"{key}loss_agg={cfg.loss_agg} leave it 1"
         )
-    if cfg.moe.router_replay == "trainer" and cfg.recompute_logprob == "false":
+    if cfg.moe.router_replay == "trainer" and not cfg.recomputes:
         yield (
             f"{key}moe.router_replay=trainer: needs a pass to replay from; set "
             f"{key}recompute_logprob=true, or replay the rollout's routes ({key}moe.router_replay="

@@ -49,7 +49,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     if cfg.gconfig.greedy:  # else the temperature has been judged already
         yield from temperature_problems(cfg.gconfig.temperature, "gconfig.temperature")
-    if cfg.episodes.entropy and cfg.actor.recompute_logprob == "false":
+    if cfg.episodes.entropy and not cfg.actor.recomputes:
         yield (
             "episodes.entropy=true: comes of the pass that recomputes logprobs; set "
             "actor.recompute_logprob=true"

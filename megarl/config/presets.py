@@ -76,6 +76,12 @@ PRESETS: dict[str, Tree] = {
     "max_at_k": _actor(advantages="max_at_k"),
     # corrections
     "decoupled": _actor(correction=None, use_decoupled_loss=True, behav_imp_weight_cap=5.0),
+    "a3po": _actor(
+        correction=None,
+        use_decoupled_loss=True,
+        behav_imp_weight_cap=5.0,
+        recompute_logprob="interpolate",
+    ),
     "tis": _corrected(weight="token", weight_cap=2.0),
     "icepop": _corrected(weight="token", mask="token", mask_low=0.5, mask_high=5.0),
     "geo_mask": _corrected(

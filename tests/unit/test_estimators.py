@@ -8,13 +8,14 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import grpo_advantages
 from megarl.algos.estimators import (
     asymre_advantages,
     gpg_advantages,
+    levels_advantages,
     max_at_k_advantages,
     opo_advantages,
     pass_at_k_advantages,
@@ -22,6 +23,7 @@ from megarl.algos.estimators import (
 )
 from megarl.algos.specs import NAMES, advantages_of
 from megarl.config.algo import PPOActorConfig
+from megarl.config.base import SeamConfig
 
 
 @st.composite
@@ -79,6 +81,49 @@ def test_baselines_equal_the_loop(drawn):
             assert found[name][i].item() == pytest.approx(value, abs=1e-5), name
         if tied:
             assert all(found[name][i] == 0.0 for name in want if name != "asymre")
+
+
+@pytest.mark.parametrize("mean", ["group", "leave_one_out", "batch", "none"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+@settings(max_examples=15, deadline=None)
+@given(drawn=grouped(), kind=st.sampled_from(["sample", "population"]))
+def test_levels_of_mean_and_std_equal_the_loop(mean, std, drawn, kind):
+    rewards, ids, _ = drawn
+    r = rewards.double().tolist()
+    whole = list(range(len(r)))
+
+    def level(name, i, x):
+        """The mean or the std of x at a level."""
+        at = whole if name == "batch" else of_group(ids, i)
+        return [x[j] for j in at]
+
+    def spread(x):
+        few = len(x) < 2
+        return 0.0 if few else (statistics.stdev if kind == "sample" else statistics.pstdev)(x)
+
+    x = []
+    for i in whole:
+        others = [r[j] for j in of_group(ids, i) if j != i]
+        less = {
+            "leave_one_out": statistics.fmean(others) if others else r[i],
+            "none": 0.0,
+        }.get(mean, statistics.fmean(level(mean, i, r)))
+        x.append(r[i] - less)
+    found = levels_advantages(rewards, ids, mean, std, kind)
+    for i in whole:
+        want = x[i]
+        if std != "none":
+            want /= spread(level(std, i, r if std == "group" else x)) + 1e-6
+        if std == "group" and len(set(level("group", i, r))) == 1:
+            want = 0.0
+        assert found[i].item() == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
+def test_a_level_that_is_none_is_named():
+    for options in ({"mean": "prompt"}, {"std": "leave_one_out"}):
+        config = PPOActorConfig(advantages=SeamConfig(type="levels", options=options))
+        with pytest.raises(ValueError, match=rf"options\.{next(iter(options))}=.*use one of group"):
+            advantages_of(config)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -76,7 +76,7 @@ def test_every_algorithm_raises_the_probability_of_what_was_rewarded(name):
     assert PRESETS[name]["actor"].items() and loss_of(config) and advantages_of(config)
     actor, batch = prepared(config)
     advantages = batch["advantages"]
-    before = batch["prox_logp"]
+    before = actor.compute_logp(batch)
     for _ in range(3):
         actor.ppo_update(batch)
     gain = (actor.compute_logp(batch) - before) * advantages

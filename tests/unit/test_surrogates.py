@@ -148,6 +148,7 @@ def test_on_policy_every_surrogate_has_the_gradient_of_reinforce():
 CORRECTIONS = [
     dict(weight="token", cap=1.1),
     dict(weight="sequence", cap=2.0),
+    dict(weight="geometric", cap=1.02),
     dict(weight="none", mask="geometric", low=0.95, high=1.05),
     dict(weight="token", mask="token", low=0.8, high=1.3),
     dict(weight="token", mask="sequence", low=0.5, high=2.0),
