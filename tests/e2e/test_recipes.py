@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
@@ -162,12 +161,22 @@ def test_grpo(name, model, tmp_path):
     check_books(run, done.stdout, prompts=8, samples=8)
 
 
-def reward_model(path: Path, like: Path) -> Path:
-    """A scorer of whole answers with the policy's transformer and a random head."""
-    torch.manual_seed(0)
-    scorer = AutoModelForSequenceClassification.from_pretrained(like, num_labels=1)
-    scorer.save_pretrained(path)
-    return path
+SUMS = [
+    "train_dataset.options.level=1", "train_dataset.size=40", "train_dataset.batch_size=16",
+    "valid_dataset.options.level=1", "valid_dataset.size=15", "experiment_name=e",
+]  # fmt: skip
+
+
+def reward_model(root: Path, like: Path) -> Path:
+    """A scorer of whole answers that recipe rm has trained."""
+    done = launch(
+        "quickstart_rm.yaml", f"model.path={like}", f"fileroot={root}", *SUMS,
+        "total_train_steps=3", "model.optimizer.lr=1e-3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = stats(root / "e" / "rm")
+    assert found[-1]["loss"] < found[1]["loss"] and "eval/accuracy" in found[-1]
+    return root / "e" / "rm" / "final"
 
 
 @pytest.mark.system
