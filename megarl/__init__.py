@@ -13,7 +13,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role
+    from megarl.algos import (
+        SFT,
+        Actor,
+        Critic,
+        LoRARef,
+        PreferencePolicy,
+        Ref,
+        RewardLearner,
+        RewardModel,
+        Role,
+    )
     from megarl.api.batch import Batch, Tokens
     from megarl.api.engine import TrainEngine
     from megarl.api.failures import on_every_rank
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
     from megarl.config.base import arg
     from megarl.config.errors import ConfigError
     from megarl.config.loader import load_config, load_expr_config, run_dir
-    from megarl.config.recipes import GRPOConfig, PPOConfig, SFTConfig
+    from megarl.config.recipes import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
     from megarl.config.rollout import GenerationHyperparameters
     from megarl.data import build_dataloader, build_dataset
     from megarl.data.tokenizer import load_hf_tokenizer
@@ -57,7 +67,9 @@ if TYPE_CHECKING:
         MegatronActor,
         MegatronCritic,
         MegatronLoRARef,
+        MegatronPreferencePolicy,
         MegatronRef,
+        MegatronRewardLearner,
         MegatronRewardModel,
         MegatronSFT,
     )
@@ -66,7 +78,7 @@ if TYPE_CHECKING:
     from megarl.utils.batch import concat_padded_tensors
 
 _HOME = {
-    "algos": "Actor Critic LoRARef Ref RewardModel Role SFT",
+    "algos": "Actor Critic LoRARef PreferencePolicy Ref RewardLearner RewardModel Role SFT",
     "api.batch": "Batch Tokens",
     "api.engine": "TrainEngine",
     "api.failures": "on_every_rank",
@@ -77,7 +89,7 @@ _HOME = {
     "config.base": "arg",
     "config.errors": "ConfigError",
     "config.loader": "load_config load_expr_config run_dir",
-    "config.recipes": "GRPOConfig PPOConfig SFTConfig",
+    "config.recipes": "DPOConfig GRPOConfig PPOConfig RMConfig SFTConfig",
     "config.rollout": "GenerationHyperparameters",
     "data": "build_dataloader build_dataset",
     "data.tokenizer": "load_hf_tokenizer",
@@ -101,7 +113,7 @@ _HOME = {
     "trainer.publisher": "WeightPublisher",
     "trainer.rl": "RLTrainer",
     "trainer.roles": "MegatronActor MegatronCritic MegatronLoRARef MegatronRef "
-    "MegatronRewardModel MegatronSFT",
+    "MegatronPreferencePolicy MegatronRewardLearner MegatronRewardModel MegatronSFT",
     "trainer.saver": "Saver",
     "trainer.session": "RolloutSession",
     "utils.batch": "concat_padded_tensors",
@@ -116,6 +128,7 @@ __all__ = [
     "ChatWorkflow",
     "ConfigError",
     "Critic",
+    "DPOConfig",
     "EnvWorkflow",
     "Evaluator",
     "FinetuneSpec",
@@ -128,7 +141,9 @@ __all__ = [
     "MegatronCritic",
     "MegatronEngine",
     "MegatronLoRARef",
+    "MegatronPreferencePolicy",
     "MegatronRef",
+    "MegatronRewardLearner",
     "MegatronRewardModel",
     "MegatronSFT",
     "ModelRequest",
@@ -136,10 +151,13 @@ __all__ = [
     "MultiTurnWorkflow",
     "PPOConfig",
     "PPOTrainer",
+    "PreferencePolicy",
     "RLTrainer",
     "RLVRWorkflow",
+    "RMConfig",
     "Ref",
     "RemoteSGLangEngine",
+    "RewardLearner",
     "RewardModel",
     "RewardPool",
     "Role",

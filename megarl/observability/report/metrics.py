@@ -68,6 +68,18 @@ METRICS = (
         log=True,
     ),
     Metric("Loss", ("loss",), smooth=True),
+    Metric(
+        "Margin",
+        ("margin",),
+        "mean reward of the chosen less that of the rejected answers",
+        smooth=True,
+    ),
+    Metric(
+        "Logprob of the answers",
+        ("logp_chosen", "logp_rejected"),
+        "mean of a token, nats",
+        smooth=True,
+    ),
     Metric("Gradient norm", ("grad_norm",), "before clipping", smooth=True),
     Metric(
         "Clipped tokens",
