@@ -13,7 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.algos import SFT, Actor, Critic, LoRARef, Ref, RewardModel, Role, Teacher
+    from megarl.algos import (
+        SFT,
+        Actor,
+        Critic,
+        LoRARef,
+        PreferencePolicy,
+        Ref,
+        RewardLearner,
+        RewardModel,
+        Role,
+        Teacher,
+    )
     from megarl.api.batch import Batch, Tokens
     from megarl.api.engine import TrainEngine
     from megarl.api.failures import on_every_rank
@@ -30,7 +41,14 @@ if TYPE_CHECKING:
     from megarl.config.base import arg
     from megarl.config.errors import ConfigError
     from megarl.config.loader import load_config, load_expr_config, run_dir
-    from megarl.config.recipes import DistillConfig, GRPOConfig, PPOConfig, SFTConfig
+    from megarl.config.recipes import (
+        DistillConfig,
+        DPOConfig,
+        GRPOConfig,
+        PPOConfig,
+        RMConfig,
+        SFTConfig,
+    )
     from megarl.config.rollout import GenerationHyperparameters
     from megarl.data import build_dataloader, build_dataset
     from megarl.data.tokenizer import load_hf_tokenizer
@@ -58,7 +76,9 @@ if TYPE_CHECKING:
         MegatronActor,
         MegatronCritic,
         MegatronLoRARef,
+        MegatronPreferencePolicy,
         MegatronRef,
+        MegatronRewardLearner,
         MegatronRewardModel,
         MegatronSFT,
         MegatronTeacher,
@@ -68,7 +88,7 @@ if TYPE_CHECKING:
     from megarl.utils.batch import concat_padded_tensors
 
 _HOME = {
-    "algos": "Actor Critic LoRARef Ref RewardModel Role SFT Teacher",
+    "algos": "Actor Critic LoRARef PreferencePolicy Ref RewardLearner RewardModel Role SFT Teacher",
     "api.batch": "Batch Tokens",
     "api.engine": "TrainEngine",
     "api.failures": "on_every_rank",
@@ -79,7 +99,7 @@ _HOME = {
     "config.base": "arg",
     "config.errors": "ConfigError",
     "config.loader": "load_config load_expr_config run_dir",
-    "config.recipes": "DistillConfig GRPOConfig PPOConfig SFTConfig",
+    "config.recipes": "DPOConfig DistillConfig GRPOConfig PPOConfig RMConfig SFTConfig",
     "config.rollout": "GenerationHyperparameters",
     "data": "build_dataloader build_dataset",
     "data.tokenizer": "load_hf_tokenizer",
@@ -104,7 +124,8 @@ _HOME = {
     "trainer.publisher": "WeightPublisher",
     "trainer.rl": "RLTrainer",
     "trainer.roles": "MegatronActor MegatronCritic MegatronLoRARef MegatronRef "
-    "MegatronRewardModel MegatronSFT MegatronTeacher",
+    "MegatronPreferencePolicy MegatronRewardLearner MegatronRewardModel MegatronSFT "
+    "MegatronTeacher",
     "trainer.saver": "Saver",
     "trainer.session": "RolloutSession",
     "utils.batch": "concat_padded_tensors",
@@ -119,6 +140,7 @@ __all__ = [
     "ChatWorkflow",
     "ConfigError",
     "Critic",
+    "DPOConfig",
     "DistillConfig",
     "DistillTrainer",
     "EnvWorkflow",
@@ -133,7 +155,9 @@ __all__ = [
     "MegatronCritic",
     "MegatronEngine",
     "MegatronLoRARef",
+    "MegatronPreferencePolicy",
     "MegatronRef",
+    "MegatronRewardLearner",
     "MegatronRewardModel",
     "MegatronSFT",
     "MegatronTeacher",
@@ -142,10 +166,13 @@ __all__ = [
     "MultiTurnWorkflow",
     "PPOConfig",
     "PPOTrainer",
+    "PreferencePolicy",
     "RLTrainer",
     "RLVRWorkflow",
+    "RMConfig",
     "Ref",
     "RemoteSGLangEngine",
+    "RewardLearner",
     "RewardModel",
     "RewardPool",
     "Role",

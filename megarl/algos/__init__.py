@@ -39,6 +39,7 @@ from megarl.algos.kl import kl_estimate
 from megarl.algos.losses import critic_loss, sft_loss
 from megarl.algos.metrics import explained_variance, logp_gap_stats, worst_logp_gaps
 from megarl.algos.policy_loss import PolicyLoss, derived_policy_stats, policy_stats
+from megarl.algos.preference_roles import PreferencePolicy, RewardLearner
 from megarl.algos.ref import LoRARef, Ref
 from megarl.algos.reward import RewardModel
 from megarl.algos.role import Role
@@ -56,7 +57,9 @@ __all__ = [
     "LoRARef",
     "LossSpec",
     "PolicyLoss",
+    "PreferencePolicy",
     "Ref",
+    "RewardLearner",
     "RewardModel",
     "Role",
     "SFT",

@@ -1,7 +1,7 @@
 """KTO (arXiv 2402.01306) learns from answers that each are desirable or not, without pairs.
 
 With r = logp(y) - logref(y), sums over the trained tokens of y, and s the sigmoid, the loss of an
-answer is (eq. 8)
+answer is (L_KTO of the paper's section 4)
 
     w_d (1 - s(beta (r - z)))   of a desirable one
     w_u (1 - s(beta (z - r)))   of another

@@ -38,7 +38,7 @@ class SourceConfig:
     max_length: int | None = arg(
         None,
         bounds=POSITIVE,
-        help="drop prompts (RL) or sequences (SFT) longer than this many tokens",
+        help="drop prompts (RL) or sequences (SFT, pairs) longer than this many tokens",
     )
     reward: SeamConfig = seam(
         help="reward function (RL); empty is the dataset type's own; none: 0 for every answer"
@@ -94,7 +94,9 @@ class DatasetConfig(SourceConfig):
         factory=dict, help="type=mix: data sets by name, each with a weight; rows keep the name"
     )
     batch_size: int = arg(
-        8, bounds=POSITIVE, help="prompts (RL) or sequences (SFT) per training step, all ranks"
+        8,
+        bounds=POSITIVE,
+        help="prompts (RL), sequences (SFT) or pairs per training step, all ranks",
     )
     shuffle: bool = arg(True, help="reshuffle every epoch by the run's seed")
     drop_last: bool = arg(True, help="drop the last incomplete batch of an epoch")

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config.check import engines, model_path, ref_is_below_adapters, smallest_world_size
 from megarl.config.cluster import ClusterConfig, PoolConfig
-from megarl.config.recipes import BaseConfig, GRPOConfig
+from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
 
 _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
 
@@ -18,7 +18,7 @@ def questions(cfg: BaseConfig) -> dict[str, Any]:
     name, engine = next(iter(engines(cfg).items()))
     p, data = engine.parallel, cfg.train_dataset
     sequence = data.max_length or _LONGEST
-    samples = data.batch_size
+    samples = data.batch_size * (2 if data_purpose(cfg) == "pairs" else 1)
     found: dict[str, Any] = {}
     if isinstance(cfg, GRPOConfig):
         sequence += cfg.gconfig.max_new_tokens

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers as T
 
 from megarl.algos import Critic, RewardModel, critic_loss, token_weight
 from megarl.api.records import FinetuneSpec, SaveLoadMeta
-from megarl.config.algo import PPOCriticConfig, ValueModelConfig
+from megarl.config.algo import PPOCriticConfig, RewardModelConfig, ValueModelConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.models.hf_config import read_hf_config
@@ -150,6 +151,48 @@ def test_a_language_model_becomes_a_value_model(init, tie, worlds, tmp_path):
     for key, value in got["after"].items():
         assert torch.equal(got["reloaded"][key], value), key
         torch.testing.assert_close(got["resumed"][key], got["second"][key], rtol=0, atol=2e-5)
+
+
+def learn_to_score(source: str, target: str) -> dict[str, Any]:
+    """Trains a reward model of a language model on pairs, saves it, and scores with the directory,
+    as recipe rm and a run with reward_model do."""
+    from megarl.trainer.roles import MegatronRewardLearner
+
+    parallel = ParallelConfig(**SP)
+    spec = FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1)
+    config = RewardModelConfig(
+        path=source, parallel=parallel, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0)
+    )
+    learner = MegatronRewardLearner(config)
+    learner.initialize(None, spec)
+    stats = [learner.train(pairs()) for _ in range(6)]
+    learner.save(SaveLoadMeta(path=target, base_model_path=source))
+    learner.destroy()
+    return {"stats": stats, "scores": score(target, pairs(), dict(pp=2))}
+
+
+def pairs() -> Tensors:
+    b = dict(random_batch(n=6, seed=3))
+    b["input_ids"] = b["input_ids"].clamp(min=3) * b["attention_mask"]
+    b["group_ids"] = torch.tensor([4, 0, 9, 9, 0, 4])
+    b["unit_ids"] = b["group_ids"].clone()
+    b["chosen"] = torch.tensor([True, True, True, False, False, False])
+    return b
+
+
+def test_a_reward_model_scores_elsewhere_what_it_learned_here(worlds, tmp_path):
+    source, target = str(save_tiny(tmp_path / "lm", "llama")), tmp_path / "rm"
+    got = worlds(2).run(learn_to_score, source, str(target))[0]
+    first, last = got["stats"][0], got["stats"][-1]
+    assert first["loss"] == pytest.approx(math.log(2.0)) and first["accuracy"] == 0.5
+    assert last["accuracy"] == 1.0 and last["margin"] > 0.1
+    model = T.AutoModelForSequenceClassification.from_pretrained(target).eval()
+    b = pairs()
+    want = model(b["input_ids"], attention_mask=b["attention_mask"].long()).logits[:, 0].detach()
+    torch.testing.assert_close(got["scores"], want, rtol=0, atol=1e-4)
+    assert (want[:3] > want[[5, 4, 3]]).all()
+    found = read_hf_config(target, head="value")  # a run with reward_model looks at this
+    assert not found.new_head and not found.score_bias
 
 
 def test_several_labels_are_refused(tmp_path):

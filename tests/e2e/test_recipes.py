@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
@@ -232,12 +231,40 @@ def test_distillation_by_policy_gradient_from_a_teacher_that_a_server_holds(mode
     check_books(tmp_path / "e" / "distill", done.stdout, prompts=8, samples=8)
 
 
-def reward_model(path: Path, like: Path) -> Path:
-    """A scorer of whole answers with the policy's transformer and a random head."""
-    torch.manual_seed(0)
-    scorer = AutoModelForSequenceClassification.from_pretrained(like, num_labels=1)
-    scorer.save_pretrained(path)
-    return path
+SUMS = [
+    "train_dataset.options.level=1", "train_dataset.size=40", "train_dataset.batch_size=16",
+    "valid_dataset.options.level=1", "valid_dataset.size=15", "experiment_name=e",
+]  # fmt: skip
+
+
+def test_dpo(model, tmp_path):
+    """The policy is data parallel, the reference tensor parallel; they begin as the same."""
+    command = ["quickstart_dpo.yaml", f"model.path={model}", f"fileroot={tmp_path}", *SUMS]
+    command += ["model.optimizer.lr=1e-3", "evaluator.freq_steps=null"]
+    done = launch(*command, "total_train_steps=10", "ref.parallel={tp: 2}")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("self check: the first update starts from ratio 1") == 1, done.stdout
+    run = tmp_path / "e" / "dpo"
+    rows = stats(run)
+    assert [r["step"] for r in rows] == list(range(11))
+    assert not [name for r in rows for name in r if not documented().fullmatch(name)]
+    assert rows[0]["eval/margin"] == pytest.approx(0.0, abs=1e-4)
+    assert rows[1]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6
+    assert rows[-1]["accuracy"] > 0.8 > rows[1]["accuracy"]
+    assert rows[-1]["eval/margin"] > 0.02
+    AutoModelForCausalLM.from_pretrained(run / "final")
+
+
+def reward_model(root: Path, like: Path) -> Path:
+    """A scorer of whole answers that recipe rm has trained."""
+    done = launch(
+        "quickstart_rm.yaml", f"model.path={like}", f"fileroot={root}", *SUMS,
+        "total_train_steps=3", "model.optimizer.lr=1e-3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = stats(root / "e" / "rm")
+    assert found[-1]["loss"] < found[1]["loss"] and "eval/accuracy" in found[-1]
+    return root / "e" / "rm" / "final"
 
 
 @pytest.mark.system

@@ -61,7 +61,15 @@ class BigramEngine(TrainEngine):
         """Everything is here."""
 
     def train_batch(
-        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0, keep=()
+        self,
+        input_,
+        loss_fn,
+        loss_weight_fn,
+        *,
+        outputs=("logprobs",),
+        temperature=1.0,
+        whole_groups=False,
+        keep=(),
     ):
         given, input_ = input_, input_.padded() if isinstance(input_, Batch) else input_
         self.calls.append(input_)
@@ -84,7 +92,14 @@ class BigramEngine(TrainEngine):
 
     @torch.no_grad()
     def eval_batch(
-        self, input_, loss_fn, loss_weight_fn, *, outputs=("logprobs",), temperature=1.0
+        self,
+        input_,
+        loss_fn,
+        loss_weight_fn,
+        *,
+        outputs=("logprobs",),
+        temperature=1.0,
+        whole_groups=False,
     ):
         input_ = input_.padded() if isinstance(input_, Batch) else input_
         return self._run(input_, loss_fn, loss_weight_fn, outputs, temperature, False)

@@ -171,7 +171,7 @@ def test_key_and_value_in_code_spans_are_accepted() -> None:
             inner = any(full.endswith("." + name) for full in names)  # of some section
             assert name in names or inner or free or callable_of(name), f"{page.name}: `{text}`"
             if value is not None and name in names:
-                recipe = "sft" if name in key_table(RECIPES["sft"]) else "grpo"
+                recipe = next(r for r, cls in RECIPES.items() if name in key_table(cls))
                 load_config(None, [f"recipe={recipe}", text])
             seen += 1
     assert seen > 30

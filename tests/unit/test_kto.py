@@ -35,7 +35,7 @@ def sigmoid(x: float) -> float:
 
 
 def loop(loss: KTO, logp: torch.Tensor, batch: dict[str, torch.Tensor]) -> float:
-    """Adds lambda - v(x, y) of arXiv 2402.01306, eq. 8, over the answers."""
+    """Adds lambda - v(x, y), L_KTO of arXiv 2402.01306, over the answers."""
     total = 0.0
     for i in range(len(logp)):
         r = 0.0

@@ -123,6 +123,18 @@ METRICS = (
         where=STALE,
     ),
     Metric("Loss", ("loss",), smooth=True),
+    Metric(
+        "Margin",
+        ("margin",),
+        "mean reward of the chosen less that of the rejected answers",
+        smooth=True,
+    ),
+    Metric(
+        "Logprob of the answers",
+        ("logp_chosen", "logp_rejected"),
+        "mean of a token, nats",
+        smooth=True,
+    ),
     Metric("Gradient norm", ("grad_norm",), "before clipping", smooth=True),
     Metric("Advantages", ("advantage_std", "advantage_min", "advantage_max"), smooth=True),
     Metric(

@@ -1,0 +1,137 @@
+"""The recipes dpo and rm before torch: what they read, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.algos.kto import KTO
+from megarl.algos.preferences import DPO, ORPO, SimPO, preference_loss
+from megarl.config.check import check_config, engines, model_path, ref_is_below_adapters
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.preferences import PreferenceConfig
+from megarl.config.recipes import BaseConfig, data_purpose
+from megarl.models.hf_config import read_hf_config
+from megarl.trainer.named import check_data
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("lm") / "lm", "llama"))
+
+
+def recipe(model: str, name: str, *overrides: str) -> BaseConfig:
+    words = [f"recipe={name}", f"model.path={model}", "model.optimizer.lr=1e-4"]
+    return load_config(None, [*words, "train_dataset.size=20", *overrides])
+
+
+def problems(model: str, name: str, *overrides: str) -> list[str]:
+    try:
+        check_config(recipe(model, name, *overrides), 1)
+    except ConfigError as e:
+        return list(e.problems)
+    return []
+
+
+def test_a_reference_is_built_where_the_loss_measures_against_one(model: str) -> None:
+    for loss, found in (("dpo", ["model", "ref"]), ("kto", ["model", "ref"]), ("orpo", ["model"])):
+        cfg = recipe(model, "dpo", f"preference.loss={loss}")
+        assert list(engines(cfg)) == found
+        check_config(cfg, 1)
+    cfg = recipe(model, "dpo")
+    assert model_path(cfg, "ref") == model and not ref_is_below_adapters(cfg)
+    lora = recipe(model, "dpo", "model.lora.r=4")
+    assert ref_is_below_adapters(lora)
+    assert list(engines(recipe(model, "rm"))) == ["model"]
+
+
+def test_what_rows_are_read_for(model: str) -> None:
+    assert data_purpose(recipe(model, "dpo")) == data_purpose(recipe(model, "rm")) == "pairs"
+    assert data_purpose(recipe(model, "dpo", "preference.loss=kto")) == "unpaired"
+    assert data_purpose(recipe(model, "sft")) == "sft"
+
+
+def test_the_section_makes_the_loss_of_its_name() -> None:
+    def made(**keys: object) -> object:
+        return preference_loss(PreferenceConfig(**keys)).fn  # type: ignore[arg-type]
+
+    assert made() == DPO() == made(loss="dpo", beta=0.1)
+    assert made(loss="cdpo", label_smoothing=0.2) == DPO(label_smoothing=0.2)
+    assert made(loss="robust", label_smoothing=0.2) == DPO(kind="robust", label_smoothing=0.2)
+    assert made(loss="ipo", length_normalized=True) == DPO(kind="ipo", length_normalized=True)
+    assert made(loss="hinge", sft_coef=1.0) == DPO(kind="hinge", sft_coef=1.0)
+    assert made(loss="simpo") == SimPO(beta=2.0, gamma=1.0)
+    assert made(loss="simpo", gamma=0.0).gamma == 0  # type: ignore[attr-defined]
+    assert made(loss="orpo", beta=0.3) == ORPO(lam=0.3)
+    assert made(loss="kto", undesirable_weight=2.0) == KTO(undesirable_weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("dpo", ["preference.loss=ddpo"], "preference.loss=ddpo: not one of dpo, cdpo"),
+        ("dpo", ["preference.beta=0"], "preference.beta=0.0: must be > 0, or null"),
+        (
+            "dpo",
+            ["preference.label_smoothing=0.1"],
+            "preference.label_smoothing=0.1: preference.loss=dpo does not read it; leave it out, "
+            "or take preference.loss=cdpo or robust",
+        ),
+        ("dpo", ["preference.loss=cdpo"], "preference.label_smoothing=0: preference.loss=cdpo is"),
+        ("dpo", ["preference.gamma=1"], "preference.gamma=1.0: preference.loss=dpo does not read"),
+        (
+            "dpo",
+            ["preference.loss=kto", "train_dataset.batch_size=1"],
+            "train_dataset.batch_size=1: preference.loss=kto needs answers to other prompts",
+        ),
+        (
+            "dpo",
+            ["preference.loss=simpo", "ref.path=/elsewhere"],
+            "ref.path=/elsewhere: preference.loss=simpo measures against no reference",
+        ),
+        ("dpo", ["ref.optimizer.lr=1"], "ref.optimizer: the reference is frozen"),
+        (
+            "dpo",
+            ["model.lora.r=4", "ref.parallel.tp=2"],
+            "ref.parallel: with model.lora on the same model the reference is the model's engine",
+        ),
+        ("rm", ["train_dataset.type=chat", "train_dataset.path=x"], "has no pairs of answers; ta"),
+        ("rm", ["train_dataset.curriculum.low=0.2"], "which recipe=rm has none of; leave it out"),
+        ("rm", ["model.head=lm"], "model.head=lm: not one of value"),
+        ("sft", ["model.head=value"], "only a critic or a reward model has one"),
+    ],
+)
+def test_bad_settings_are_named(model: str, name: str, overrides: list[str], words: str) -> None:
+    found = problems(model, name, *overrides)
+    assert any(words in problem for problem in found), found
+
+
+def test_bad_pairs_are_named_before_anything_starts(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "gap": 1}) + "\n")
+    data = ["train_dataset.type=preference", f"train_dataset.path={file}", "train_dataset.size=1"]
+    data += ["train_dataset.batch_size=1"]
+    check_data(recipe(model, "dpo", *data))
+    check_data(recipe(model, "rm", *data))
+    with pytest.raises(ConfigError, match=r"train_dataset: row 0: margin is missing; it has"):
+        check_data(recipe(model, "rm", *data, "margin=true"))
+    named = "train_dataset.options.columns.margin=gap"
+    check_data(recipe(model, "rm", *data, "margin=true", named))
+    file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
+    check_data(recipe(model, "dpo", *data, "preference.loss=kto"))
+    with pytest.raises(ConfigError, match=r"lacks \['chosen', 'rejected'\]|lacks the columns"):
+        check_data(recipe(model, "dpo", *data))
+
+
+def test_a_reward_model_is_of_huggingfaces_kind(model: str) -> None:
+    """Without a bias, which no pair would teach it."""
+    cfg = engines(recipe(model, "rm"))["model"]
+    found = read_hf_config(model, head=cfg.head, new_bias=cfg.value_head_bias)
+    assert found.raw["architectures"] == ["LlamaForSequenceClassification"]
+    assert found.new_head and not found.score_bias
+    critic = read_hf_config(model, head="value")
+    assert critic.raw["architectures"] == ["LlamaForTokenClassification"] and critic.score_bias
