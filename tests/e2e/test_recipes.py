@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,18 +201,32 @@ def test_a_step_is_run_again_to_the_bit(model, tmp_path):
     assert sorted(p for p in run.rglob("*") if p.is_file() and "replay" not in p.parts) == before
 
 
-def test_distillation_draws_an_untrained_student_to_its_teacher(model, tmp_path):
+def hurt(path: Path, like: Path) -> Path:
+    """A model with noise on its weights: a student that stays near what its teacher knows."""
+    shutil.copytree(like, path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.6 * weight.std() * torch.randn_like(weight) * (weight.ndim == 2)
+    model.save_pretrained(path)
+    return path
+
+
+def test_distillation_draws_a_student_to_its_teacher(model, tmp_path):
     done = launch(
-        "quickstart_distill.yaml", f"actor.path={model.parents[2] / 'model'}",
+        "quickstart_distill.yaml", f"actor.path={hurt(tmp_path / 'hurt', model)}",
         f"teacher.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
-        "total_train_steps=12", "train_dataset.batch_size=8", "train_dataset.size=40",
-        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-3",
+        "total_train_steps=10", "train_dataset.batch_size=32", "train_dataset.size=40",
+        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-4",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = stats(tmp_path / "e" / "distill")
     assert not [name for r in rows for name in r if not documented().fullmatch(name)]
     assert all(r["update_successful"] == 1 and r["approx_kl"] < 1e-6 for r in rows)
-    check_books(tmp_path / "e" / "distill", done.stdout, prompts=8, samples=8)
+    shown = [r["teacher_kl_reverse"] for r in rows]
+    assert shown[-1] < 0.4 * shown[0] and shown[0] > 1, shown
+    check_books(tmp_path / "e" / "distill", done.stdout, prompts=32, samples=8)
 
 
 @pytest.mark.system
