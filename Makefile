@@ -107,9 +107,9 @@ e2e: install  ## recipes with real servers and launchers
 # The tiers of CI. A test is in the first tier whose budget it fits; a slow test is marked, not
 # thinned.
 
-test: install  ## 12 minutes: lint, docs, units, layouts over processes, recipes
-	TIER="make test: 12" $(MAKE) --jobs=2 --output-sync lint docs unit
-	TIER="make test: 12" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
+test: install  ## 15 minutes: lint, docs, units, layouts over processes, recipes
+	TIER="make test: 15" $(MAKE) --jobs=2 --output-sync lint docs unit
+	TIER="make test: 15" $(PYTEST) -m "not full and not realmodel and not system" tests/dist tests/e2e
 
 test-system: install  ## 25 minutes: launchers, recovery, failures, servers that are killed
 	@$(MAKE) --no-print-directory slurm || echo "Slurm could not be installed; its tests are skipped"
