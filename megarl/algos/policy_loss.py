@@ -80,7 +80,7 @@ class PolicyLoss:
             weight, dropped = self.correction.of_tokens(old, batch["logprobs"], mask)
             loss = torch.where(dropped, 0.0, loss * weight)
         pg_sum = total = self.scale * aggregate(loss, batch, self.loss_agg)
-        stats = policy_stats(outputs, batch, self.old_logp, surrogate=found, dropped=dropped)
+        stats = policy_stats(outputs, batch, old, surrogate=found, dropped=dropped)
         stats["pg_loss"] = (pg_sum.detach(), weight_of(batch, self.loss_agg))
         if self.entropy_coef:
             bonus = aggregate(outputs["entropy"], batch, self.loss_agg)
@@ -159,7 +159,7 @@ def derived_policy_stats(mean: Metrics, first: Metrics) -> Metrics:
 def policy_stats(
     outputs: Padded,
     batch: Padded,
-    old_logp: str,
+    old_logp: str | Tensor,
     *,
     surrogate: Surrogate | None = None,
     dropped: Tensor | None = None,
@@ -168,15 +168,17 @@ def policy_stats(
     to its own, with derived_policy_stats as its LossSpec.derive.
 
     outputs: logprobs [b,S], optionally entropy [b,S]. batch: loss_mask, advantages, logprobs
-    (behaviour policy), `old_logp`, optionally ref_logp. surrogate: has the ratio and the tokens
-    that a bound acted on, which clip_frac counts; None is the ratio to `old_logp`, without bounds.
+    (behaviour policy), optionally ref_logp. old_logp: the field of the logprobs that the ratio
+    starts from, or they themselves [b,S]. surrogate: has the ratio and the tokens that a bound
+    acted on, which clip_frac counts; None is the ratio to `old_logp`, without bounds.
     dropped: tokens that a correction left out, [b,S] bool.
 
     approx_kl is the k3 estimate of KL(behaviour || policy) (tokens were drawn from the behaviour
     policy). behav_imp_weight is exp(old - behaviour): who wrote the token against the policy the
     ratio starts from.
     """
-    mask, behav, old = batch["loss_mask"].bool(), batch["logprobs"], batch[old_logp]
+    mask, behav = batch["loss_mask"].bool(), batch["logprobs"]
+    old = batch[old_logp] if isinstance(old_logp, str) else old_logp
     logp, none = torch.where(mask, outputs["logprobs"], 0.0), torch.zeros_like(mask)
     if surrogate is None:
         surrogate = Surrogate(none.float(), safe_exp(torch.where(mask, logp - old, 0.0)))

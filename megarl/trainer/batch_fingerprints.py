@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algos.proximal import CHECK
 from megarl.algos.rows import Data, as_batch, reduce_rows, total
 from megarl.api.batch import Batch, Padded
 from megarl.api.tokens import as_bytes, row_bytes
@@ -26,7 +27,8 @@ def field_fingerprints(data: Data, names: Collection[str] | None = None) -> dict
     """Returns the fingerprints of the lengths of a batch and of its fields, or of those in `names`,
     the same on every rank and in every layout. Collective."""
     batch = as_batch(data)
-    chosen = [n for n in dict.fromkeys([*_FIRST, *sorted(batch)]) if n in batch]
+    # check_logp is there in the first step after a start, which in a replay is another one
+    chosen = [n for n in dict.fromkeys([*_FIRST, *sorted(batch)]) if n in batch and n != CHECK]
     chosen = [n for n in chosen if names is None or n in names]
     found = {LENGTHS: _of_samples(batch.lengths)}
     if tokens := [n for n in chosen if n in batch.per_token]:

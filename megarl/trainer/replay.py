@@ -29,7 +29,8 @@ def replaying(trainer_class: type[Any] | None) -> type[RLTrainer]:
     cls = trainer_class or RLTrainer
     if not (isinstance(cls, type) and issubclass(cls, RLTrainer)):
         raise ConfigError([f"trainer={cls.__name__}: a replay needs a subclass of RLTrainer"])
-    return type(f"Replaying{cls.__name__}", (Replaying, cls), {})
+    own = {"reads_prox_logp": vars(cls).get("reads_prox_logp", True)}  # it adds no code to a step
+    return type(f"Replaying{cls.__name__}", (Replaying, cls), own)
 
 
 class Replaying(RLTrainer):

@@ -71,10 +71,11 @@ def _mean_length(written: torch.Tensor, **kinds: torch.Tensor) -> dict[str, floa
 
 
 def trained_metrics(data: Data, *, version: int) -> dict[str, float]:
-    """Returns what an update trained on: the spread of the advantages, and the logprob gap by the
-    tokens' age. `version` is the trainer's. Collective."""
+    """Returns what an update trained on: the spread of the advantages, where there are some, and
+    the logprob gap by the tokens' age. `version` is the trainer's. Collective."""
     batch = as_batch(data)
-    return advantage_spread(batch) | gap_by_age(batch, version=version)
+    spread = advantage_spread(batch) if "advantages" in batch else {}
+    return spread | gap_by_age(batch, version=version)
 
 
 def _routes_known(batch: Batch, trained: torch.Tensor) -> float:

@@ -42,6 +42,8 @@ class RolloutSession:
     `close`. Rank 0 alone reads data and talks to servers (RolloutDriver), and its errors are raised
     on every rank."""
 
+    step_recorder: StepRecorder | None = None  # is shown every batch
+
     def __init__(
         self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
     ) -> None:
@@ -52,7 +54,6 @@ class RolloutSession:
             cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
         )
         self.driver: RolloutDriver | None = None  # on rank 0
-        self.step_recorder: StepRecorder | None = None
         self._episodes = cfg.episodes
 
         def make() -> int:

@@ -16,6 +16,7 @@ from megarl.algos.specs import NAMES as ESTIMATORS
 from megarl.api.batch import Batch
 from megarl.api.inference import FAILURES, SAMPLES_MISSING, RolloutFailed
 from megarl.config.algo import PPOActorConfig, PPOCriticConfig
+from megarl.config.base import SeamConfig
 from megarl.config.episodes import EpisodesConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.accounting import AccountingError
@@ -97,12 +98,23 @@ def everything(batch: Batch, config: PPOActorConfig, size: int, *, gae: bool) ->
 
 
 MODES = ("group", "group_mean", "group_batch", "batch", "none")
+
+
+def levels(mean: str, std: str) -> PPOActorConfig:
+    return PPOActorConfig(advantages=SeamConfig(type="levels", options={"mean": mean, "std": std}))
+
+
 STEPS: dict[str, tuple[PPOActorConfig, bool]] = {
     **{name: (preset(name), False) for name in NAMES},
     **{f"adv_norm={mode}": (PPOActorConfig(adv_norm=mode), False) for mode in MODES},
     **{
         f"loss_agg={agg}": (PPOActorConfig(loss_agg=agg), False)
         for agg in ("rollout-mean", "token-sum")
+    },
+    **{
+        f"levels={mean},{std}": (levels(mean, std), False)
+        for mean in ("group", "leave_one_out", "batch", "none")
+        for std in ("group", "batch", "none")
     },
     "gae": (PPOActorConfig(adv_norm="batch"), True),
 }

@@ -332,6 +332,7 @@ def test_fp8_keeps_three_bits_of_a_number():
     assert float(((kept - x).abs() / x.abs().clamp(min=1e-9)).max()) <= 2**-4
 
 
+@pytest.mark.full
 def test_the_budget_grows_with_rounding_and_shrinks_with_replay(monkeypatch, capsys):
     small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
     monkeypatch.setattr(budget, "_SIZES", budget._SIZES | small)

@@ -34,7 +34,9 @@ def test_every_key_is_listed_with_default_choices_and_meaning() -> None:
     assert "actor.optimizer.lr peak learning rate [float, default 1e-05]" in text
     assert "[str, default k3] {k1, k2, k3, k1+, k3+, k3-weighted}" in text
     assert "eval_gconfig.greedy take the argmax (temperature 0) [bool, default true]" in text
-    assert "ref: frozen reference" in text and "(null unless one of its keys is set)" in text
+    assert (
+        "ref: reference for the KL term" in text and "(null unless one of its keys is set)" in text
+    )
 
 
 def test_help_of_one_recipe() -> None:

@@ -170,7 +170,8 @@ class Said(RLTrainer):
 
 @pytest.fixture(autouse=True)
 def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl, "RolloutSession", lambda *args: None)
+    monkeypatch.setattr(rl, "RolloutSession", lambda *args: SimpleNamespace(dataset_size=1))
+    monkeypatch.setattr(rl, "StepRecorder", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
