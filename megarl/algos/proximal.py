@@ -47,7 +47,7 @@ def reason_for_pass(
     if config.kl_controller is not None:
         return "actor.kl_controller reads prox_logp"
     if loss.pick is not None:
-        return f"actor.surrogate={config.surrogate.type} picks tokens by prox_logp"
+        return f"actor.surrogate={config.surrogate.type} picks tokens of the batch by prox_logp"
     if PROX in advantages.reads:
         return f"actor.advantages={config.advantages.type} reads prox_logp"
     if config.moe.router_replay == "trainer":
@@ -55,8 +55,6 @@ def reason_for_pass(
     named = f"actor.loss={config.loss.type}"
     if not loss.own_prox:
         return f"{named} does not say that its own pass may give it prox_logp (LossSpec.own_prox)"
-    if loss.pick is not None:
-        return f"{named} picks tokens of the whole batch by prox_logp"
     if missing := [name for name in ("logprobs", *also) if name not in loss.outputs]:
         return f"{named} has no {', '.join(missing)} among its outputs"
     return ""
