@@ -7,7 +7,8 @@ For each seed a model is warmed up as the quickstart's is. From there every algo
 number of steps, of as many answers each, at the same learning rate; nothing is tuned to it. Runs
 take turns, one at a time; trainer and server have one thread each. Held-out sums are answered at
 temperature 1, by the policy that is trained: greedy answers would all be right too soon to tell
-algorithms apart. A run that has ended is not made again: remove its directory to have it made anew.
+algorithms apart. A run that has ended is not made again: remove its directory to have it made anew,
+as it is where a run was interrupted.
 Prints a Markdown table, ordered by what was reached, and draws the curves to <root>/algos.svg; with
 --page puts the table in the place of the page's, and the curves into images/ beside it.
 """
@@ -18,6 +19,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -107,6 +109,7 @@ def warm_up(root: Path, seed: int) -> None:
     """Writes the model that the runs of a seed begin with."""
     if ended(root / "sft"):
         return
+    shutil.rmtree(root / "sft", ignore_errors=True)
     make_model(root / "model", seed=seed)
     launch(
         "quickstart_sft.yaml",
@@ -126,6 +129,7 @@ def ended(run: Path) -> bool:
 def train(root: Path, seed: int, name: str) -> Run:
     """Makes the run of an algorithm, or reads it where it has been made."""
     if not ended(root / name):
+        shutil.rmtree(root / name, ignore_errors=True)
         config = overrides(name)
         start = f"actor.path={root / 'sft' / 'final'}"
         launch(*config, *in_root(root, seed), start, f"trial_name={name}", processes=1)

@@ -138,7 +138,9 @@ class Run:
 
     def figures(self) -> list[dict[str, Any]]:
         """stats.jsonl without what depends on the clock."""
-        clocks = r"time|elapsed_s|(timing|weight_sync|perf|memory)/.*|rollout/(wait_time|latency_\w+)"
+        clocks = (
+            r"time|elapsed_s|(timing|weight_sync|perf|memory)/.*|rollout/(wait_time|latency_\w+)"
+        )
         return [{k: v for k, v in r.items() if not re.fullmatch(clocks, k)} for r in self.rows()]
 
     def trained_rows(self, name: str) -> list[list[int]]:

@@ -94,15 +94,23 @@ def test_the_interval_is_that_of_a_two_way_analysis_of_variance(study: Any) -> N
     assert study.tells_apart(results[:1]) != study.tells_apart(results[:1])  # NaN: one algorithm
 
 
-def test_a_run_that_ended_is_not_made_again(
+def test_a_run_that_ended_is_not_made_again_and_another_is_begun_anew(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(study, "launch", lambda *words, **_: made.append(words))
-    for name, status in (("gspo", "finished"), ("grpo", "failed: killed")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "stats.jsonl").write_text('{"step": 0, "eval/accuracy": 0.4}\n')
+
+    def write(name: str, step: int) -> None:
+        (tmp_path / name).mkdir()  # as a run does, which takes no directory of another
+        (tmp_path / name / "stats.jsonl").write_text(f'{{"step": {step}}}\n')
+
+    def launch(*words: str, **_: Any) -> None:
+        made.append(words)
+        write("grpo", 7)
+
+    monkeypatch.setattr(study, "launch", launch)
+    for name, status, first in (("gspo", "finished", 0), ("grpo", "failed: killed", 7)):
+        write(name, 0)
         (tmp_path / name / "summary.json").write_text(f'{{"status": "{status}"}}')
-        assert study.train(tmp_path, 1, name).rows[0]["step"] == 0
+        assert study.train(tmp_path, 1, name).rows[0]["step"] == first
     assert [words[0] for words in made] == ["quickstart_grpo.yaml"]
     assert "algorithm=grpo" in made[0]
