@@ -27,7 +27,8 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	test-all test-system test-slurm slurm install-sglang install-verifiers test-sglang test-te test-gpu test-realmodel bench-quickstart bench-train bench-layouts bench-sync \
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
-	bench-client bench-algos bench-recompute
+	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
+	bench-controller
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -151,15 +152,24 @@ bench-layouts: install  ## every parallel layout of up to 4 processes beside tra
 bench-recompute: install  ## steps with and without the pass for prox_logp, in turns
 	$(CPU) $(BIN)/python benchmarks/recompute.py
 
+bench-onload: install  ## weights that come back to the device before a pass, and behind it
+	$(CPU) $(BIN)/python benchmarks/onload.py
+
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
 
 bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
 	$(CPU) $(BIN)/python benchmarks/data_plane.py
 
+bench-controller: install  ## what a step costs under a single controller, beside one loop on every rank
+	$(CPU) $(BIN)/python benchmarks/controller.py
+
 bench-client: install  ## what a request costs the client, and what each way to pause costs generation
 	$(CPU) $(BIN)/python benchmarks/client.py
 	$(CPU) $(BIN)/python benchmarks/client.py --pauses
+
+bench-rollout-workers: install  ## episodes per second and event-loop lag by rollout.workers
+	$(CPU) $(BIN)/python benchmarks/rollout_workers.py
 
 bench-gateway: install  ## what the gateway for agents adds to a request, samples per episode
 	$(CPU) $(BIN)/python benchmarks/gateway.py

@@ -20,20 +20,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing as mp
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from megarl.api.records import ModelRequest, WeightUpdateMeta
 from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
@@ -44,53 +42,11 @@ from megarl.utils.http import call_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from server_throughput import make_model
+from stub_server import stub_server
 
 ANSWER, PROMPT, AT_ONCE = 64, 256, 64
 MODES = {"abort": "flush", "drain": "flush", "retract": "flush", "in_place": "keep"}
 EVERY = 1.0  # seconds between updates
-
-
-def stub(port: Any) -> None:
-    """Serves in this process; sends its port through the pipe `port`."""
-    tokens = [[-1.0, 5 + i, None] for i in range(ANSWER)]
-    meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
-    answer = [{"output_ids": [t for _, t, _ in tokens], "meta_info": meta}]
-    meta["output_token_logprobs"] = tokens  # type: ignore[assignment]
-    raw = json.dumps(answer).encode()
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=raw, content_type="application/json")
-
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response({"weight_version": "default"})
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        for path in ("/health", "/model_info"):
-            app.router.add_get(path, info)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
-
-
-@contextmanager
-def stub_server() -> Iterator[str]:
-    """Yields the address of a stub in another process."""
-    ours, theirs = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=stub, args=(theirs,), daemon=True)
-    process.start()
-    try:
-        assert ours.poll(60), "the stub did not start"
-        yield f"127.0.0.1:{ours.recv()}"
-    finally:
-        process.terminate()
-        process.join()
 
 
 async def rates(count: int, ask: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
@@ -113,7 +69,7 @@ def measure_requests(count: int, reps: int) -> None:
     request = ModelRequest(rid="r", input_ids=list(range(PROMPT)), gconfig=gconfig, seed=1)
     body = {"input_ids": [request.input_ids], "sampling_params": [{"max_new_tokens": ANSWER}]}
     found: dict[str, list[tuple[float, float]]] = {"plain aiohttp": [], "client": []}
-    with stub_server() as address:
+    with stub_server(group=1, answer=ANSWER) as address:
         client = RemoteSGLangEngine(RolloutConfig(addresses=[address], setup_timeout=30))
         client.initialize()
 
@@ -133,7 +89,7 @@ def measure_requests(count: int, reps: int) -> None:
         for _ in range(reps):
             found["plain aiohttp"].append(asyncio.run(plain()))
             # in the client's own loop, as workflows are
-            found["client"].append(client._open()[0].run(ours(), timeout=600))
+            found["client"].append(client.opened().loop.run(ours(), timeout=600))
         client.destroy()
     print("| client | requests/s | CPU, ms |\n| --- | --- | --- |")
     for name, rows in found.items():
@@ -178,7 +134,7 @@ def one_run(addresses: list[str], path: Path, mode: str, seconds: float) -> dict
         weight_sync=WeightSyncConfig(pause_mode=mode),
     )
     client.initialize()
-    loop, rng = client._open()[0], random.Random(1)
+    loop, rng = client.opened().loop, random.Random(1)
     lengths = [min(200, int(16 * rng.paretovariate(1.1))) for _ in range(4096)]
     written: list[tuple[int, int]] = []  # tokens and versions of each answer
     answers = iter(lengths)

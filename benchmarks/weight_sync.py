@@ -38,8 +38,9 @@ from megarl.config.rollout import ServerConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import build_piece_table
 from megarl.parallel.layout import Layout
-from megarl.rollout.server_process import free_port, start_server
+from megarl.rollout.server_process import start_server
 from megarl.utils.http import call_json
+from megarl.utils.processes import free_port
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group

@@ -50,12 +50,18 @@ if TYPE_CHECKING:
         SFTConfig,
     )
     from megarl.config.rollout import GenerationHyperparameters
+    from megarl.controller.rollout import RolloutController
+    from megarl.controller.schedulers import make_scheduler
+    from megarl.controller.schedulers.ray import RayScheduler
+    from megarl.controller.schedulers.slurm import SlurmScheduler
+    from megarl.controller.train import TrainController
     from megarl.data import build_dataloader, build_dataset
     from megarl.data.tokenizer import load_hf_tokenizer
     from megarl.engine import MegatronEngine
     from megarl.observability import stats_tracker
     from megarl.observability.stats_logger import StatsLogger
     from megarl.parallel.rank_zero import on_rank_zero
+    from megarl.parallel.worlds import World
     from megarl.rollout.chat import ChatWorkflow
     from megarl.rollout.client import RemoteSGLangEngine
     from megarl.rollout.local import SGLangEngine
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.rollout.workflows.tool import ToolWorkflow
+    from megarl.rpc.local import LocalScheduler
     from megarl.trainer.distill import DistillTrainer
     from megarl.trainer.evaluation import Evaluator
     from megarl.trainer.frequency import Frequency
@@ -101,12 +108,18 @@ _HOME = {
     "config.loader": "load_config load_expr_config run_dir",
     "config.recipes": "DPOConfig DistillConfig GRPOConfig PPOConfig RMConfig SFTConfig",
     "config.rollout": "GenerationHyperparameters",
+    "controller.rollout": "RolloutController",
+    "controller.schedulers": "make_scheduler",
+    "controller.schedulers.ray": "RayScheduler",
+    "controller.schedulers.slurm": "SlurmScheduler",
+    "controller.train": "TrainController",
     "data": "build_dataloader build_dataset",
     "data.tokenizer": "load_hf_tokenizer",
     "engine": "MegatronEngine",
     "observability.stats_tracker": "stats_tracker",
     "observability.stats_logger": "StatsLogger",
     "parallel.rank_zero": "on_rank_zero",
+    "parallel.worlds": "World",
     "rollout.chat": "ChatWorkflow",
     "rollout.client": "RemoteSGLangEngine",
     "rollout.local": "SGLangEngine",
@@ -117,6 +130,7 @@ _HOME = {
     "rollout.workflows.multi_turn": "MultiTurnWorkflow",
     "rollout.workflows.rlvr": "RLVRWorkflow",
     "rollout.workflows.tool": "ToolWorkflow",
+    "rpc.local": "LocalScheduler",
     "trainer.distill": "DistillTrainer",
     "trainer.evaluation": "Evaluator",
     "trainer.frequency": "Frequency",
@@ -151,6 +165,7 @@ __all__ = [
     "GenerationHyperparameters",
     "InferenceEngine",
     "LoRARef",
+    "LocalScheduler",
     "MegatronActor",
     "MegatronCritic",
     "MegatronEngine",
@@ -170,12 +185,14 @@ __all__ = [
     "RLTrainer",
     "RLVRWorkflow",
     "RMConfig",
+    "RayScheduler",
     "Ref",
     "RemoteSGLangEngine",
     "RewardLearner",
     "RewardModel",
     "RewardPool",
     "Role",
+    "RolloutController",
     "RolloutFailed",
     "RolloutSession",
     "RolloutWorkflow",
@@ -185,14 +202,17 @@ __all__ = [
     "SaveLoadMeta",
     "Saver",
     "ServersLost",
+    "SlurmScheduler",
     "StatsLogger",
     "Teacher",
     "Tokens",
     "ToolWorkflow",
+    "TrainController",
     "TrainEngine",
     "Trajectory",
     "WeightPublisher",
     "WeightUpdateMeta",
+    "World",
     "arg",
     "build_dataloader",
     "build_dataset",
@@ -201,6 +221,7 @@ __all__ = [
     "load_config",
     "load_expr_config",
     "load_hf_tokenizer",
+    "make_scheduler",
     "on_every_rank",
     "on_rank_zero",
     "run_dir",

@@ -84,7 +84,8 @@ def _start(argv: Sequence[str] | None) -> int:
     except ConfigError as e:
         return _refuse(e.report(), EXIT_CODE)
     if only:
-        _say(f"the configuration is sound, for {world_size} trainer process(es)")
+        under = " under one controller" if cfg.trainer.mode == "controller" else ""
+        _say(f"the configuration is sound, for {world_size} trainer process(es){under}")
         return 0
     try:
         from megarl.config.loader import run_dir
@@ -93,6 +94,10 @@ def _start(argv: Sequence[str] | None) -> int:
             run(cfg)
     except DiskFull as e:  # every rank's, in the words of one
         return _refuse(str(e), FAILED)
+    except ConfigError as e:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise  # the rank that says it might be another
+        return _refuse(e.report(), EXIT_CODE)
     return 0
 
 
@@ -169,7 +174,12 @@ def run(cfg: BaseConfig) -> None:
             from megarl.trainer.replay import replaying
 
             trainer = replaying(trainer)
-        rl.run(cfg, trainer)
+        if cfg.trainer.mode == "controller":
+            from megarl.controlled import ControllerContext
+
+            rl.run(cfg, trainer, context=ControllerContext)
+        else:
+            rl.run(cfg, trainer)
     else:
         from megarl.trainer import offline
 
@@ -182,9 +192,19 @@ def _servers(cfg: BaseConfig) -> list[str]:
 
 
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
-    """Returns torchrun's world size; without it 1, or in a mere check the smallest that fits."""
-    from megarl.config.check import smallest_world_size
+    """Returns torchrun's world size; without it 1, or in a mere check the smallest that fits. Of a
+    controller the number of its trainers; raises ConfigError for one that torchrun starts."""
+    from megarl.config.check import smallest_world_size, trainer_processes
 
+    if cfg.trainer.mode == "controller":
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                [
+                    "trainer.mode=controller under torchrun: one process starts the trainers; run "
+                    "python -m megarl.run, or a launcher, or set trainer.mode=spmd"
+                ]
+            )
+        return trainer_processes(cfg)
     if only_checks and "WORLD_SIZE" not in os.environ:
         return smallest_world_size(cfg)
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -2,10 +2,15 @@
 
     python tools/plan.py qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8
     python tools/plan.py --config configs/llama3_70b_grpo.yaml --train 8x8
+    python tools/plan.py llama-2-7b --train 1x8 --algorithm ppo --search --timeline steps.svg
+    python tools/plan.py --config configs/quickstart_ppo.yaml --graph ppo.svg
 
 MODEL is a directory with a config.json, such a file, or the name of a file in configs/models/.
 With --config the answers are a recipe's, where no option says otherwise: its model, layout, batch
 and servers. Nothing is loaded, and no GPU is needed.
+
+With --search or --graph the answers are about the dataflow graph of an algorithm: on which GPUs and
+in which layout each of its calls runs (docs/dataflow.md).
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ sys.path.insert(0, str(ROOT))  # run as a file, the script finds the package bes
 
 from megarl.config.loader import load_config  # noqa: E402
 from megarl.config.parallel import ParallelConfig  # noqa: E402
+from megarl.dataflow import command_line as graphs  # noqa: E402
+from megarl.dataflow.mesh import Devices  # noqa: E402
 from megarl.models.hf_config import ModelConfig, parse_hf_config  # noqa: E402
 from megarl.parallel.layout import Layout  # noqa: E402
 from megarl.planning.advice import (  # noqa: E402
@@ -40,6 +47,7 @@ from megarl.planning.memory import (  # noqa: E402
     parameters,
     server_weights,
     training_memory,
+    turn_memory,
 )
 from megarl.planning.shapes import find_shapes  # noqa: E402
 from megarl.planning.traffic import (  # noqa: E402
@@ -53,13 +61,14 @@ from megarl.planning.traffic import (  # noqa: E402
 from megarl.weight_sync.senders import split_budget, spread_senders  # noqa: E402
 
 GIB = 1 << 30
-# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way: NVIDIA's data sheets
+# memory in GiB, dense bf16 TFLOP/s, NVLink in GB/s one way, memory in GB/s: of data sheets that
+# docs/planning.md names
 GPUS = {
-    "a100": (80, 312.0, 300),
-    "h100": (80, 989.4, 450),
-    "h800": (80, 989.4, 200),
-    "h200": (141e9 / GIB, 989.4, 450),
-    "b200": (180e9 / GIB, 2250.0, 900),
+    "a100": (80, 312.0, 300, 2039),
+    "h100": (80, 989.4, 450, 3350),
+    "h800": (80, 989.4, 200, 3350),
+    "h200": (141e9 / GIB, 989.4, 450, 4800),
+    "b200": (180e9 / GIB, 2250.0, 900, 8000),
 }
 
 
@@ -67,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     try:
         args = _arguments(argv)
-        for line in report(args):
+        for line in _about_graph(args) if graphs.asked(args) else report(args):
             print(line)
     except ValueError as e:
         raise SystemExit(f"plan: {e}") from None
@@ -97,7 +106,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=8192,
         help="tokens of a sequence (default %(default)s)",
     )
-    add("--recompute", choices=("none", "full"), default="none", help="activations")
+    add("--recompute", choices=("none", "full"), help="activations (default none; full in a graph)")
     add("--reference", action="store_true", help="a frozen reference model on the same GPUs")
     add(
         "--bucket-mb",
@@ -110,12 +119,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--server-fp8", action="store_true", help="servers hold weights of one byte")
-    add("--top", type=_positive, default=5, help="layouts in the advice (default %(default)s)")
+    add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
+    add("--top", type=_positive, default=5, help="layouts or plans shown (default %(default)s)")
+    graphs.add_arguments(parser)
     args = parser.parse_args(argv)
     if args.config:
-        parser.set_defaults(**questions(load_config(args.config)))
+        cfg = load_config(args.config)
+        parser.set_defaults(cfg=cfg, **questions(cfg))
         args = parser.parse_args(argv)
-    if args.model is None:
+    graphs.check_arguments(parser, args)
+    if args.model is None and not graphs.asked(args):
         parser.error("give a MODEL or --config X.yaml")
     return args
 
@@ -148,14 +161,10 @@ def _number(text: str) -> float:
 def report(args: argparse.Namespace) -> Iterator[str]:
     m = read_model(args.model)
     nodes, per_node = _grid("--train", args.train)
-    memory, tflops, nvlink = GPUS[args.gpu]
-    cluster = Cluster(
-        gpus_per_node=per_node, gpu_bytes=int(memory * GIB), peak_flops=tflops * 1e12,
-        nvlink=nvlink * 1e9, nic=args.nic_gbps / 8 * 1e9,
-    )  # fmt: skip
+    cluster = _cluster(args)
     work = Workload(
         batch_tokens=args.batch_tokens, micro_batch_tokens=args.micro_batch_tokens,
-        sequence=args.sequence, recompute=args.recompute, reference=args.reference,
+        sequence=args.sequence, recompute=args.recompute or "none", reference=args.reference,
     )  # fmt: skip
     parallel = ParallelConfig(
         tp=args.tp, pp=args.pp, vpp=args.vpp, cp=args.cp, ep=args.ep, etp=args.etp,
@@ -167,13 +176,33 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     total, active = parameters(m)
     yield f"{m.family}: {total / 1e9:.1f}B parameters, {active / 1e9:.1f}B of them per token"
     yield f"training on {gpus} {args.gpu.upper()}: {_describe(layout)}"
-    yield from _memory(training_memory(m, layout, work), cluster)
+    stages = training_memory(m, layout, work)
+    yield from _memory(stages, cluster)
+    if args.turns:
+        yield from _turns(m, stages, cluster, args)
     step = estimate_step(m, layout, cluster, work)
     parts = ", ".join(f"{name} {x:.1f}" for name, x in vars(step).items())
     yield f"  a step of {work.batch_tokens:,} tokens: {step.seconds:.1f} s ({parts})"
     if args.serve:
         yield from _serving(m, layout, cluster, args)
     yield from _advice(m, gpus, cluster, work, layout, args.top)
+
+
+def _about_graph(args: argparse.Namespace) -> Iterator[str]:
+    devices = Devices(*_grid("--train", args.train))
+    return graphs.report(args, devices, _cluster(args), read_model)
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    memory, tflops, nvlink, hbm = GPUS[args.gpu]
+    return Cluster(
+        gpus_per_node=_grid("--train", args.train)[1],
+        gpu_bytes=int(memory * GIB),
+        peak_flops=tflops * 1e12,
+        nvlink=nvlink * 1e9,
+        nic=args.nic_gbps / 8 * 1e9,
+        hbm=hbm * 1e9,
+    )
 
 
 def read_model(name: str) -> ModelConfig:
@@ -213,6 +242,21 @@ def _memory(stages: Sequence[StageMemory], cluster: Cluster) -> Iterator[str]:
         f"  {need / GIB:.1f} GiB with {cluster.reserve / GIB:.0f} GiB for CUDA, NCCL and gaps: "
         f"{verdict} {cluster.gpu_bytes / GIB:.0f} GiB"
     )
+
+
+def _turns(
+    m: ModelConfig, stages: Sequence[StageMemory], cluster: Cluster, args: argparse.Namespace
+) -> Iterator[str]:
+    weights = server_weights(m, args.server_tp) // (2 if args.server_fp8 else 1)
+    room = max(0, int(args.server_memory * cluster.gpu_bytes) - weights)
+    buckets = 2 * args.bucket_mb << 20
+    found = turn_memory(stages, weights=weights, kv_cache=room, buckets=buckets)
+    yield "\nservers and trainers in turn, GiB per GPU: " + ", ".join(
+        f"{turn} {n / GIB:.1f}" for turn, n in found.items()
+    )
+    need = max(found.values()) + cluster.reserve
+    verdict = "fits" if need <= cluster.gpu_bytes else "does NOT fit"
+    yield f"  {need / GIB:.1f} GiB with the {cluster.reserve / GIB:.0f} GiB above: {verdict}"
 
 
 def _serving(

@@ -31,7 +31,7 @@ from megarl.algos.proximal import (
     takes_own_prox,
     with_own_prox,
 )
-from megarl.algos.role import Role
+from megarl.algos.role import Role, among_its_ranks
 from megarl.algos.rollouts import Rollouts, refuse_branches, rollouts_of
 from megarl.algos.rows import Data, as_batch, map_rows, put, trained_tokens
 from megarl.algos.specs import advantages_of, loss_of
@@ -89,6 +89,14 @@ class Actor(Role):
         self.loss, self.advantages = loss_of(config), advantages_of(config)
         self.kl = KLController(config)
 
+    def kl_state(self) -> dict[str, Any]:
+        """Returns the state of the controller of the KL's weight."""
+        return self.kl.state_dict()
+
+    def load_kl_state(self, state: dict[str, Any]) -> None:
+        """Continues from what `kl_state` returned."""
+        self.kl.load_state_dict(state)
+
     def compute_logp(self, batch: Data, temperature: float | None = None) -> Any:
         """Returns log-probabilities under the current weights, 0 at t=0: Tokens for a Batch, [B,S]
         for a plain dict. temperature: None is that of generation."""
@@ -132,6 +140,7 @@ class Actor(Role):
         found = self.forward(batch, asked, self.temperature, also=of_rollout)
         return [found[name] for name in asked] if names else [found]
 
+    @among_its_ranks
     def compute_advantages(self, batch: Data, *, kl_ctl: float = 0.0) -> None:
         """Adds batch["advantages"] [B,S] by the AdvantageSpec of config.advantages, from rewards
         [B], group_ids [B] and loss_mask [B,S]; rows of one rollout (rollout_ids [B]) count as one
@@ -196,6 +205,7 @@ class Actor(Role):
         advantages = batch["advantages"]
         return {"advantages": advantages, "returns": batch.get("returns", advantages)}
 
+    @among_its_ranks
     def compute_gae(
         self,
         batch: Data,
@@ -310,6 +320,7 @@ class Actor(Role):
             )
         return shape_rewards(rewards, self.config)
 
+    @among_its_ranks
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps over the batch; returns metrics averaged over
         them. A loss gets the fields that it needs of `fields.MADE` from here.

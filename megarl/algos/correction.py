@@ -16,7 +16,6 @@ from megarl.algos.kl import safe_exp
 from megarl.algos.ratios import row_mean
 
 WEIGHTS = ("token", "sequence", "geometric", "none")
-MASKS = ("none", "token", "sequence", "geometric")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from megarl.algos.aggregation import LOSS_WEIGHTS
 from megarl.algos.losses import critic_loss
 from megarl.algos.metrics import explained_variance
 from megarl.algos.minibatches import mean_metrics, minibatches
-from megarl.algos.role import Role
+from megarl.algos.role import Role, among_its_ranks
 from megarl.algos.rollouts import refuse_branches
 from megarl.algos.rows import Data, as_batch, put, trained_tokens
 from megarl.api.engine import TrainEngine
@@ -48,6 +48,7 @@ class Critic(Role):
         values, batch["last_value"] = self.forward_values(batch)
         put(batch, "values", values)
 
+    @among_its_ranks
     def ppo_update(self, batch: Data) -> dict[str, float]:
         """Makes ppo_n_minibatches optimizer steps towards batch["returns"] [B,S]; returns metrics
         averaged over them, and explained_variance of the values before the update. Raises

@@ -17,15 +17,16 @@ from megarl.algos.rows import Data, as_batch, put
 # kl_controller; prox_share [B,S], see proximal.interpolated; picked [B,S], of LossSpec.pick
 MADE = ("rollout_tokens", "batch_share", "kl_scale", "prox_share", "picked")
 
+# what a teacher adds to a batch
+TAUGHT = ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp")
+
 _HINTS = {
     "prox_logp": "actor.compute_prox_logp(batch) (recompute_logprob is on)",
     "routed_experts": "actor.compute_prox_logp(batch) (moe.router_replay is on)",
     "ref_logp": "batch['ref_logp'] = ref.compute_logp(batch) (kl_coef is not 0)",
     "advantages": "actor.compute_advantages(batch)",
     "values": "critic.compute_values(batch)",
-    **dict.fromkeys(
-        ("given_ids", "teacher_logprobs", "teacher_tail", "teacher_logp"), "teacher.teach(batch)"
-    ),
+    **dict.fromkeys(TAUGHT, "teacher.teach(batch)"),
 }
 
 

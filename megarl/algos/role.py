@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from megarl.algos.rows import Data, as_batch, only
 from megarl.api.batch import Batch, Tokens
 from megarl.api.engine import PARTS, LossFn, LossWeightFn, PendingSave, TrainEngine
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from megarl.utils.unanswered import unanswered
+
+P = ParamSpec("P")
+R = TypeVar("R", bound="Role")
+T = TypeVar("T")
 
 
 class UpdateCheck(Protocol):
@@ -21,6 +27,18 @@ class UpdateCheck(Protocol):
         self, engine: Any, data: Data, loss_fn: LossFn, weight_fn: LossWeightFn, **kw: Any
     ) -> dict[str, float]:
         """Makes one optimizer step of `engine`, or refuses it."""
+
+
+def among_its_ranks(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """Has a role's verb know of no other ranks than those of the role's engine. Verbs need it that
+    make a Batch of a plain dict: else it would be of all ranks, whose agreement is waited for."""
+
+    @wraps(verb)
+    def run(self: R, *args: P.args, **kw: P.kwargs) -> T:
+        with self.engine.scope():
+            return verb(self, *args, **kw)
+
+    return run
 
 
 class Role:
@@ -60,6 +78,7 @@ class Role:
         data = only(data, [name for name in names if name in data])
         return self.engine.forward(data, outputs=outputs, temperature=temperature)
 
+    @among_its_ranks
     def forward_values(self, data: Data) -> tuple[Tokens, Tensor]:
         """Returns a value model's v(state before x_t), 0 at t=0, and v(state after the last token)
         [B], 0 for empty sequences.
@@ -94,10 +113,12 @@ class Role:
         """Destroys the engine. Collective."""
         self.engine.destroy()
 
+    @unanswered
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on, once per training step (not per mini-batch)."""
         self.engine.step_lr_scheduler()
 
+    @unanswered
     def set_version(self, version: int) -> None:
         """Sets the version of the engine's weights."""
         self.engine.set_version(version)
@@ -106,15 +127,19 @@ class Role:
         """Returns the version of the engine's weights."""
         return self.engine.get_version()
 
-    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
-        """Brings `parts` of the engine's memory back to the device; returns bytes by part, and in
-        use before and after."""
-        return self.engine.onload(parts)
+    def onload(self, parts: Sequence[str] = PARTS, *, behind: bool = False) -> dict[str, int]:
+        """Brings `parts` of the engine's memory back to the device, with `behind` while the next
+        pass runs; returns bytes by part, and in use before and after."""
+        return self.engine.onload(parts, behind=behind)
 
     def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
         """Gives up the device memory of `parts`; returns bytes by part, and in use before and
         after."""
         return self.engine.offload(parts)
+
+    def occupied(self) -> dict[str, int]:
+        """Returns the bytes of each part of the engine's memory that are on the device now."""
+        return self.engine.occupied()
 
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
         """Sends the weights to the servers of `meta`; returns phases (s) and bytes. Collective."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +22,29 @@ from megarl.utils.batch import select
 
 CHUNK_TOKENS = 1 << 20  # padded tokens of one chunk: bounds the memory of work on rows
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Data = Batch | Padded  # what roles take; a plain dict is the same on every rank
 
 
 def as_batch(data: Data) -> Batch:
     """Returns the data as a Batch; every rank holds all rows of what was a plain dict."""
     return data if isinstance(data, Batch) else Batch.from_padded(data)
+
+
+def where_it_lies(fn: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Has a function of a batch run where the batch's tokens are: here, or (RemoteBatch) on the
+    workers that hold them. The batch is its first argument, the result plain data."""
+
+    @wraps(fn)
+    def run(data: Any, *args: P.args, **kw: P.kwargs) -> T:
+        group = getattr(data, "group", None)
+        if group is None:
+            return fn(data, *args, **kw)
+        found: T = group.call(run, data, *args, **kw)
+        return found
+
+    return run
 
 
 def put(data: Data, name: str, value: Tokens | Tensor) -> None:

@@ -11,7 +11,7 @@ from megarl.algos.aggregation import token_weight
 from megarl.algos.checks import no_trained_token
 from megarl.algos.losses import sft_loss
 from megarl.algos.minibatches import skipped_metrics
-from megarl.algos.role import Role
+from megarl.algos.role import Role, among_its_ranks
 from megarl.algos.rows import Data, as_batch, only, trained_tokens
 from megarl.api.engine import TrainEngine
 from megarl.config.engine import TrainEngineConfig
@@ -51,6 +51,7 @@ class SFT(Role):
             )
         )
 
+    @among_its_ranks
     def _inputs(self, batch: Data) -> tuple[Data, Tensor]:
         """Returns what the loss needs, and the trained tokens of every row [B]. Raises ValueError
         for a batch without a trained token; warns, once, of single rows without."""

@@ -50,6 +50,7 @@ class Batch:
                  which then balances each of them over ranks; None is all rows at once.
     packed:      what engines have made of the token ids for a pass, by how, for the next pass over
                  the same rows; a selection of all rows shares it.
+    written:     the names of fields that were set since somebody last cleared it.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Batch:
         self.per_sample, self.per_token = dict(per_sample), dict(per_token)
         self.minibatches: list[list[int]] | None = None
         self.packed: dict[Any, Any] = {}
+        self.written: set[str] = set()
         self.placed = False
 
     # -- where it comes from
@@ -161,6 +163,7 @@ class Batch:
 
     def __setitem__(self, name: str, value: Tensor | Tokens) -> None:
         """Sets a field. Raises ValueError unless it is [B] or Tokens of the held rows."""
+        self.written.add(name)
         if isinstance(value, Tokens):
             if not torch.equal(value.lengths, self.lengths[self.rows]):
                 raise ValueError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -204,6 +204,12 @@ class TrainEngine(ABC):
         """Puts the model into evaluation mode and returns the engine."""
         return self.train(False)
 
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns a context in which the engine's ranks are all ranks there are. Verbs enter it by
+        themselves; what is beside them and talks to other ranks has to be inside. Raises
+        RuntimeError on a rank that is not the engine's."""
+        return nullcontext()
+
     @abstractmethod
     def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
         """Gives up the device memory of `parts`: weights ("params") and optimizer state
@@ -212,8 +218,15 @@ class TrainEngine(ABC):
         onload()."""
 
     @abstractmethod
-    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
-        """Undoes offload, and returns the same metrics."""
+    def onload(self, parts: Sequence[str] = PARTS, *, behind: bool = False) -> dict[str, int]:
+        """Undoes offload, and returns the same metrics. With `behind` it returns before the bytes
+        are there: they arrive while the next pass runs, whose layers wait for their own weights
+        alone; whatever else needs them waits for all."""
+
+    def occupied(self) -> dict[str, int]:
+        """Returns the bytes of each part that are on this rank's device now; {} where the engine
+        cannot tell."""
+        return {}
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> dict[str, float]:
@@ -247,5 +260,5 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def get_scheduling_config(self) -> dict[str, Any]:
-        """Returns what a launcher needs to place the engine's processes: devices per process and
-        the degrees of the layout."""
+        """Returns what a scheduler needs to place the engine's processes: gpus_per_process,
+        cpus_per_process, and memory_per_process (bytes of host memory) where it is known."""

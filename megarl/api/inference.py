@@ -79,6 +79,11 @@ class InferenceEngine(ABC):
     def destroy(self) -> None:
         """Ends generation: cancels episodes in flight and closes the connections."""
 
+    def get_scheduling_config(self) -> dict[str, Any]:
+        """Returns what a scheduler needs to place the process that drives: gpus_per_process and
+        cpus_per_process, both 0 unless the client has servers of its own."""
+        return {"gpus_per_process": 0, "cpus_per_process": 0}
+
     @abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Generates one sample."""

@@ -241,6 +241,9 @@ class ServersLost(RuntimeError):
         super().__init__(message)
         self.servers = dict(servers)
 
+    def __reduce__(self) -> Any:  # what an exception has of its own names the message alone
+        return type(self), (str(self), self.servers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLoadMeta:

@@ -21,19 +21,22 @@ from torch import Tensor
 from megarl.parallel import mcore
 from megarl.parallel.agreement import together
 from megarl.parallel.groups import collective_timeout
+from megarl.parallel.worlds import PerWorld, thread_inside
 
-_group: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None
 _newest: threading.Thread | None = None
 
 
 def writers_group() -> dist.ProcessGroup:
-    """Returns the group of all ranks over gloo, for the writing threads alone. The first call is
-    collective."""
-    global _group
-    if _group is None or _group[0] is not dist.group.WORLD:
-        bound = timedelta(seconds=collective_timeout())
-        _group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=bound)
-    return _group[1]
+    """Returns the group of the world's ranks over gloo, for the writing threads alone. The first
+    call is collective."""
+    return _groups.get()
+
+
+def _make_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+
+
+_groups = PerWorld(_make_group)
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -49,7 +52,8 @@ def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Background:
-    """Runs a job in a thread; every rank starts the same jobs in the same order.
+    """Runs a job in a thread; every rank of the world in scope starts the same jobs in the same
+    order. The job is in that world, whichever the main thread goes on to.
 
     The thread does not keep the process alive: after an error elsewhere nobody waits for it, and
     what it has written is what a killed process leaves behind.
@@ -57,7 +61,7 @@ class Background:
 
     def __init__(self, what: str, job: Callable[[], None]) -> None:
         global _newest
-        self.what = what
+        self.what, self.world = what, dist.group.WORLD
         self._error: Exception | None = None
         before = _newest
 
@@ -65,7 +69,8 @@ class Background:
             try:
                 if before is not None:
                     _join(before)
-                job()
+                with thread_inside(self.world):
+                    job()
             except Exception as e:  # for the main thread to raise
                 self._error = e
 
@@ -76,13 +81,13 @@ class Background:
         """Tells whether the job has ended, well or not, on every rank. Collective; does not
         wait."""
         running = torch.tensor([int(self._thread.is_alive())], device=mcore.device())
-        dist.all_reduce(running)
+        dist.all_reduce(running, group=self.world)
         return not running.item()
 
     def wait(self) -> None:
         """Waits until the job has ended on every rank. Collective: an error on one rank is raised
         on all."""
-        together(self.what, self._result)
+        together(self.what, self._result, self.world)
 
     def _result(self) -> None:
         _join(self._thread)

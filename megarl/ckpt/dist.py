@@ -42,6 +42,7 @@ from megarl.ckpt.writer import Writer
 from megarl.models.hf_config import ModelConfig
 from megarl.parallel import mcore
 from megarl.parallel.agreement import from_zero, together
+from megarl.parallel.worlds import PerWorld, inside
 from megarl.utils.disk import check_room, full_disk_named
 from megarl.utils.staging import put_in_place
 
@@ -116,7 +117,7 @@ class PendingSave:
     def finish(self) -> None:
         """Waits for the files and puts the directory in place. Collective; a failure of any rank's
         writer is raised here, on every rank."""
-        with removed_on_failure(self._staging):
+        with inside(self._job.world), removed_on_failure(self._staging):
             self._job.wait()
             what = f"saving {self.path}"
             together(what, lambda: _finish(self._staging, self._info, self._checksums, self.path))
@@ -258,15 +259,17 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None]) -
             raise ValueError(f"{path} is another checkpoint on rank 0: give all ranks one storage")
 
     together(what, compare)
-    if marker["id"] not in _sound and (damage := find_damage(path)):
+    sound = _sound.get()
+    if marker["id"] not in sound and (damage := find_damage(path)):
         raise ValueError(damage)
-    _sound.discard(marker["id"])
+    sound.discard(marker["id"])
     info: dict[str, Any] = marker["info"]
     return info
 
 
 # ids of checkpoints that `find_damage` found sound and that are not opened yet; alike on every rank
-_sound: set[str] = set()
+# of a world
+_sound = PerWorld(set[str])
 
 
 def find_damage(path: str | Path) -> str | None:
@@ -286,7 +289,7 @@ def find_damage(path: str | Path) -> str | None:
     dist.all_gather_object(found, together(f"loading {path}", look))
     if damages := [damage for damage in found if damage]:
         return damages[0]
-    _sound.add(read_marker(path)["id"])
+    _sound.get().add(read_marker(path)["id"])
     return None
 
 

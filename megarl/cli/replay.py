@@ -47,6 +47,8 @@ QUIET = (
     "stats_logger.table=false",
     "profiler.start_step=null",
     "rollout.addresses=[]",
+    "trainer.mode=spmd",  # which computes the same
+    "trainer.workers=null",
 )
 
 

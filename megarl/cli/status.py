@@ -134,7 +134,7 @@ def _process(said: Mapping[str, Any]) -> dict[str, Any]:
         health = "silent"
     since = said["phase_since"]
     return {
-        "name": f"trainer {said['rank']}",
+        "name": said.get("name") or f"trainer {said['rank']}",
         "host": said["host"],
         "pid": said["pid"],
         "health": health,
@@ -291,20 +291,22 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _process_lines(processes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Yields a line for each process that is not as the others are, and one for the others."""
-    groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str, str | None], list[Mapping[str, Any]]] = {}
     for p in processes:
-        groups.setdefault((p["health"], p["phase"]), []).append(p)
-    for (health, phase), members in groups.items():
-        names = [p["name"].split()[1] for p in members]
+        kind = p["name"].split()[0]
+        groups.setdefault((kind, p["health"], p["phase"]), []).append(p)
+    for (kind, health, phase), members in groups.items():
+        names = [p["name"].split()[-1] for p in members]
         who = (
             f"{names[0]} to {names[-1]}" if len(names) > 1 and _gapless(names) else ", ".join(names)
         )
         where = ", ".join(dict.fromkeys(f"{p['host']}" for p in members[:4]))
         pids = f", pid {members[0]['pid']}" if len(members) == 1 else ""
-        text = f"{who}: {health}, on {where}{pids}"
+        text = f"{who}: " if who != kind else ""
+        text += f"{health}, on {where}{pids}"
         if phase and health not in (ENDED, FAILED):
             text += f", in {phase} for {max(p['phase_s'] or 0 for p in members):.0f} s"
-        yield "trainer", text, _style(health)
+        yield kind, text, _style(health)
 
 
 def _gapless(names: Sequence[str]) -> bool:

@@ -7,8 +7,9 @@
     --steps    only what lies in these steps, such as 10-12
 
 Open the file in ui.perfetto.dev or chrome://tracing. Each trainer process has its phases and its
-part of syncs; rank 0 has the episodes below, in as many lanes as ran at once. Times are those of
-each host's own clock (`megarl doctor` compares clocks).
+part of syncs; rank 0 has the episodes below, in as many lanes as ran at once, and the calls of a
+dataflow graph, a lane for each mesh. Times are those of each host's own clock (`megarl doctor`
+compares clocks).
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from typing import Any
 from megarl.config.command_line import help_or_command_line, step_range
 from megarl.config.errors import ConfigError
 from megarl.observability.presence import read_presence
-from megarl.observability.timeline import EPISODES, FOLDER, PHASES, SYNCS, read_spans
+from megarl.observability.timeline import (
+    CALLS,
+    EPISODES,
+    FOLDER,
+    MEMORY,
+    PHASES,
+    SYNCS,
+    read_spans,
+)
 
 Span = dict[str, Any]
-_TRACKS = {PHASES: 0, SYNCS: 1}  # the numbers of a process's lanes; episodes come behind
 _STEP = "step"
 
 
@@ -46,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "steps" in command.options:
         spans = within(spans, step_range(command.options["steps"]))
     out = Path(command.options.get("out", run / "trace.json.gz"))
-    hosts = {p["rank"]: p["host"] for p in read_presence(run)}
-    events = list(trace_events(spans, hosts))
+    names = {p["rank"]: f"{p.get('name', '')} {p['host']}".strip() for p in read_presence(run)}
+    events = list(trace_events(spans, names))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     out.write_bytes(gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())
     print(f"{out}: {sum(map(len, spans.values()))} spans of {len(spans)} process(es)")
@@ -79,30 +87,42 @@ def within(spans: dict[int, list[Span]], steps: tuple[int, int]) -> dict[int, li
     }
 
 
-def trace_events(spans: dict[int, list[Span]], hosts: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """Yields the events of Chrome's trace format. Times are microseconds since the first span."""
+def trace_events(spans: dict[int, list[Span]], names: dict[int, str]) -> Iterator[dict[str, Any]]:
+    """Yields the events of Chrome's trace format. names: of the processes, where they are known.
+    Times are microseconds since the first span."""
     zero = min(s["start"] for own in spans.values() for s in own)
     for rank, own in spans.items():
-        yield _name(rank, "process_name", f"trainer {rank} {hosts.get(rank, '')}".strip())
+        yield _name(rank, "process_name", names.get(rank, f"trainer {rank}"))
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        for track, number in _TRACKS.items():
-            yield _name(rank, "thread_name", track, number)
-        episodes = [s for s in own if s["track"] == EPISODES]
-        for lane in range(1 + max((n for _, n in lanes(episodes)), default=-1)):
-            yield _name(rank, "thread_name", f"episodes {lane}", len(_TRACKS) + lane)
-        placed = [(s, _TRACKS[s["track"]]) for s in own if s["track"] in _TRACKS]
-        placed += [(s, len(_TRACKS) + lane) for s, lane in lanes(episodes)]
-        for span, number in placed:
-            yield {
-                "ph": "X",
-                "name": span["name"],
-                "cat": span["track"],
-                "pid": rank,
-                "tid": number,
-                "ts": round(1e6 * (span["start"] - zero), 1),
-                "dur": round(1e6 * span["seconds"], 1),
-                "args": span.get("about", {}),
-            }
+        for number, (title, shown) in enumerate(_rows(own).items()):
+            yield _name(rank, "thread_name", title, number)
+            yield from (_event(span, rank, number, zero) for span in shown)
+
+
+def _rows(own: Iterable[Span]) -> dict[str, list[Span]]:
+    """Returns a process's spans by the title of the row that shows them, in the order of rows."""
+    rows: dict[str, list[Span]] = {PHASES: [], SYNCS: []}
+    others = EPISODES, CALLS, MEMORY
+    of = {track: [s for s in own if s["track"] == track] for track in (*rows, *others)}
+    rows |= {track: of[track] for track in (*rows, MEMORY) if track in rows or of[track]}
+    for span, lane in sorted(lanes(of[EPISODES]), key=lambda placed: placed[1]):
+        rows.setdefault(f"episodes {lane}", []).append(span)
+    for span in sorted(of[CALLS], key=lambda span: str(span["about"]["mesh"])):
+        rows.setdefault(f"calls on {span['about']['mesh']}", []).append(span)
+    return rows
+
+
+def _event(span: Span, rank: int, row: int, zero: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span["name"],
+        "cat": span["track"],
+        "pid": rank,
+        "tid": row,
+        "ts": round(1e6 * (span["start"] - zero), 1),
+        "dur": round(1e6 * span["seconds"], 1),
+        "args": span.get("about", {}),
+    }
 
 
 def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:

@@ -89,6 +89,8 @@ _THEIRS: Mapping[str, str] = {
     "gconfig.stop": "stop_strings",
     "server.context_length": "max_model_len max_seq_len max_seq_length context_len",
     "server.max_running_requests": "max_num_seqs",
+    "server.release_memory": "free_cache_engine hybrid_engine offload_rollout colocate",
+    "server.enforce_eager": "enforce_eager disable_cuda_graph",
     "server.tp": "rollout.tensor_parallel_size vllm_tensor_parallel_size "
     "rollout.tensor_model_parallel_size rollout_num_gpus_per_engine",
     "server.dp": "rollout.data_parallel_size",

@@ -163,6 +163,12 @@ def smallest_world_size(cfg: BaseConfig) -> int:
     )
 
 
+def trainer_processes(cfg: BaseConfig) -> int:
+    """Returns the trainer processes of a run where nobody says otherwise: those of trainer.workers,
+    else the smallest world."""
+    return smallest_world_size(cfg) if cfg.trainer.workers is None else cfg.trainer.workers
+
+
 # engines
 
 
@@ -214,6 +220,7 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             f"saver.keep_best={cfg.saver.keep_best} with saver.keep_last=0, which keeps all; set "
             "saver.keep_last to 1 or more"
         )
+    yield from _controller_problems(cfg)
     if cfg.recover.restarts > 0 and cfg.recover.mode != "auto":
         yield f"recover.restarts={cfg.recover.restarts}: needs recover.mode=auto to continue from"
     yield from _profiler_problems(cfg.profiler)
@@ -229,6 +236,22 @@ def _run_problems(cfg: BaseConfig) -> Iterator[str]:
             weights=not engines(cfg)[name].init_from_scratch,
         )
     yield from tokenizer_problems(cfg.tokenizer_path)
+
+
+def _controller_problems(cfg: BaseConfig) -> Iterator[str]:
+    if cfg.trainer.mode != "controller":
+        for key, default in (("workers", None), ("scheduler", "local")):
+            if (value := getattr(cfg.trainer, key)) != default:
+                yield f"trainer.{key}={value}: only with trainer.mode=controller; leave it out"
+        return
+    mode = "trainer.mode=controller"
+    if not isinstance(cfg, GRPOConfig):
+        yield (
+            f"{mode} with recipe={cfg.recipe}: a controller is for recipes with rollouts; set "
+            "trainer.mode=spmd, where every trainer process runs the loop"
+        )
+    elif cfg.replay is not None:
+        yield f"{mode} with replay: a replay runs with trainer.mode=spmd, and gives the same bits"
 
 
 def _profiler_problems(cfg: ProfilerConfig) -> Iterator[str]:

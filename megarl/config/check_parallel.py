@@ -40,7 +40,8 @@ def parallel_problems(
         if world_size is not None and world_size % ranks:
             yield (
                 f"{key}: {what} = {degrees} = {ranks} does not divide the world size "
-                f"{world_size}; start a multiple of {ranks} processes or lower a degree"
+                f"{world_size}; start a multiple of {ranks} processes (--nproc, trainer.workers) "
+                "or lower a degree"
             )
     if p.vpp > 1 and p.pp < 2:
         yield f"{key}.vpp={p.vpp}: needs {key}.pp > 1 (it is {p.pp})"

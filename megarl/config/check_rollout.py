@@ -13,6 +13,7 @@ from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
 from megarl.config.transports import Requirements, built_in_transport
+from megarl.config.turns import turn_problems
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
 
@@ -68,6 +69,19 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
     for match in r.gateway.match:
         if match not in MATCHES:
             yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"
+    if r.gateway.port and r.gateway.port + r.workers > 65535:
+        yield (
+            f"rollout.gateway.port={r.gateway.port}: the rollout.workers={r.workers} workers take "
+            "the ports behind it, of which 65535 is the last; use a lower one, or 0 for free ones"
+        )
+    in_flight = r.max_concurrent_rollouts or cfg.train_dataset.batch_size * (
+        r.max_head_offpolicyness + 1
+    )
+    if r.workers > in_flight:
+        yield (
+            f"rollout.workers={r.workers}: at most {in_flight} episodes are in flight, so the "
+            "others would have none to run; use about one worker for each core that is free"
+        )
     if r.max_queue is not None and r.max_concurrent_rollouts is not None:
         yield (
             f"rollout.max_queue={r.max_queue}: adapts the episodes in flight, which "
@@ -78,6 +92,7 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
         yield from _address_file_problems(r.addresses_file)
     embedded = cfg.server.type == "embedded" and cfg.server.count > 0
     yield from kv_problems(r.kv_after_sync, sync.pause_mode, embedded=embedded)
+    yield from turn_problems(cfg)
     if (built_in := built_in_transport(sync.type)) is not None:
         yield from transport_problems(cfg, built_in.requirements)
 

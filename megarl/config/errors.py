@@ -15,6 +15,10 @@ class ConfigError(ValueError):
         assert self.problems, "a ConfigError needs a problem"
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        """Has pickle make it of its problems; else it would be of the letters of its text."""
+        return type(self), (self.problems,)
+
     def report(self) -> str:
         """Returns the text that a user sees instead of a traceback."""
         if len(self.problems) == 1:

@@ -233,7 +233,7 @@ def _drop_options(tree: Tree, cls: type[BaseConfig], name: str, value: Any) -> N
 
 
 def _is_seam(key: Key | None) -> bool:
-    return key is not None and key.section is SeamConfig
+    return key is not None and key.section is not None and issubclass(key.section, SeamConfig)
 
 
 def _merge(

@@ -14,7 +14,7 @@ from megarl.config.algo import (
     TeacherConfig,
     ValueModelConfig,
 )
-from megarl.config.base import SeamConfig, arg, seam
+from megarl.config.base import SeamConfig, arg
 from megarl.config.bounds import (
     FRACTION,
     FRACTION_ABOVE_ZERO,
@@ -41,6 +41,7 @@ from megarl.config.run import (
     SaverConfig,
     SelfCheckConfig,
     StatsLoggerConfig,
+    TrainerConfig,
 )
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.utils.importing import is_import_path, load_object
@@ -59,8 +60,9 @@ class BaseConfig:
     """Holds the keys that every recipe has."""
 
     recipe: str = _recipe(DEFAULT_RECIPE)
-    trainer: SeamConfig = seam(
-        help="class of the training loop, made with (cfg, ctx); empty is the recipe's own"
+    trainer: TrainerConfig = arg(
+        factory=TrainerConfig,
+        help="class of the training loop, made with (cfg, ctx); empty is the recipe's own",
     )
     experiment_name: str = arg("megarl", help="groups runs; part of the run directory")
     trial_name: str = arg("trial0", help="this run; part of the run directory")

@@ -76,6 +76,15 @@ class ServerConfig:
     max_running_requests: int = arg(
         256, bounds=POSITIVE, help="sequences decoded at once by one server, or replica"
     )
+    release_memory: str = arg(
+        "auto",
+        help="servers and trainers use the same devices in turn: while one side works, the other "
+        "has released its memory; auto: where the launcher's servers share the trainers' devices "
+        "and rollout.max_head_offpolicyness=0; true also for servers of rollout.addresses that "
+        "nobody else uses",
+        choices=("auto", "true", "false"),
+    )
+    enforce_eager: bool = arg(False, help="no CUDA graphs (sglang), which saves their memory")
     deterministic: bool = arg(False, help="batch-invariant mode: same request, same bits")
     tp: int = arg(1, bounds=POSITIVE, help="tensor-parallel degree of one server (sglang)")
     dp: int = arg(
@@ -111,6 +120,10 @@ class ServerConfig:
     start_timeout: float = arg(
         600.0, bounds=TIMEOUT, help="seconds until a started server must be healthy"
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.release_memory, bool):
+            self.release_memory = "true" if self.release_memory else "false"
 
     @property
     def gpus(self) -> int:
@@ -158,6 +171,12 @@ class RolloutConfig:
     )
     gateway: GatewayConfig = arg(
         factory=GatewayConfig, help="HTTP gateway through which agents reach the policy"
+    )
+    workers: int = arg(
+        0,
+        bounds=Bounds(ge=0, le=256),
+        help="processes that run episodes, beside the driver, which keeps their order and books; 0 "
+        "runs them in the driver itself. The samples are the same",
     )
     max_concurrent_rollouts: int | None = arg(
         None,

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.base import arg
+from megarl.config.base import SeamConfig, arg
 from megarl.config.bounds import NOT_NEGATIVE, POSITIVE, TIMEOUT, Bounds
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(SeamConfig):
+    """Names the training loop, and says which process runs it."""
+
+    mode: str = arg(
+        "spmd",
+        help="spmd: every trainer process runs the loop; controller: one process runs it, and "
+        "calls the trainer processes, which it starts",
+        choices=("spmd", "controller"),
+    )
+    workers: int | None = arg(
+        None,
+        bounds=POSITIVE,
+        help="trainer processes that a controller starts; null is as few as the layout fits",
+    )
+    scheduler: str = arg(
+        "local",
+        help="where a controller starts them: on its own machine, on a Ray cluster, or in the "
+        "Slurm allocation that it runs in",
+        choices=("local", "ray", "slurm"),
+    )
 
 
 @dataclass(kw_only=True)

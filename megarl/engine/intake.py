@@ -45,7 +45,8 @@ def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
 
 def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
     """Returns the batch's own home if this engine can work on it there, else the home that this
-    engine would give it."""
+    engine would give it. Raises ValueError for a batch of other ranks than the engine's."""
+    _check_ranks(batch)
     of_rank = tuple(c.dp for c in state.layout.all_coords)
     units = group_ids(batch, whole_groups=whole_groups)
     if batch.placed and batch.home.of_rank == of_rank and _whole(units, batch.home.of_row):
@@ -59,6 +60,18 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
         slot=alignment(state.layout).slot,
     )
     return engine_home(state.layout, of_row)
+
+
+def _check_ranks(batch: Batch) -> None:
+    """Raises ValueError unless the batch is of the ranks of the world in scope."""
+    theirs, ours = batch.comm, exchange.world_comm()
+    if theirs is ours or not isinstance(theirs, exchange.WorldComm | None):
+        return
+    named = [f"ranks {list(c.ranks)}" if c else "one rank alone" for c in (theirs, ours)]
+    raise ValueError(
+        f"this batch is of {named[0]}, the engine of {named[1]}: make the batch on the engine's "
+        "ranks, inside `with world.scope():`"
+    )
 
 
 def _whole(units: Tensor | None, of_row: Tensor) -> bool:

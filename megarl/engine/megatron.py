@@ -1,15 +1,15 @@
 """MegatronEngine is a TrainEngine on megatron-core, one process per device.
 
 The same code runs over NCCL on GPUs and over gloo on CPUs. Every method is a collective over the
-world: all ranks call it with the same arguments.
+engine's world: all its ranks call it with the same arguments.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,41 +22,44 @@ from megarl.api.failures import on_every_rank
 from megarl.api.records import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine import checkpoint, intake, optimizer, passes, weights
+from megarl.engine.copying import Held, Inflow
 from megarl.engine.offload import Memory
 from megarl.engine.probe import Part, Probe
 from megarl.engine.routing import ROUTED
-from megarl.engine.setup import EngineState, build, release, resolve
+from megarl.engine.setup import EngineState, Resolved, build, release, resolve
 from megarl.parallel import mcore
 from megarl.parallel.exchange import world_comm
 from megarl.parallel.groups import ProcessGroups, init_distributed, model_scope, waiting_for
+from megarl.parallel.worlds import World, inside, ranks_of, this_rank
+from megarl.utils.env import uses_gpus
 from megarl.utils.fingerprint import Fingerprint
-from megarl.weight_sync.reallocate import Reallocator
+from megarl.utils.unanswered import unanswered
 from megarl.weight_sync.sender import WeightSender
 
 T = TypeVar("T")
 
 
-def _made(part: T | None) -> T:
-    """Returns what `initialize` makes. Raises RuntimeError before it."""
-    if part is None:
-        raise RuntimeError("the engine is not initialized: call initialize() first")
-    return part
-
-
 class MegatronEngine(TrainEngine):
     """Trains or runs one model in one layout. `initialize` makes it real, `destroy` gives
-    everything back; a pass or a save outside of the two raises RuntimeError."""
+    everything back; a pass or a save outside of the two raises RuntimeError.
 
-    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        self.config, self.seed = config, seed
+    It spans `world`, by default the world in scope, and every verb enters that scope. On other
+    ranks it is a placeholder without weights: besides initialize, destroy and copy_weights, what
+    needs weights raises RuntimeError there."""
+
+    def __init__(
+        self, config: TrainEngineConfig, *, seed: int = 1, world: World | None = None
+    ) -> None:
+        self.config, self.seed, self.world = config, seed, world
         self._version = 0
         self._uploaded: int | None = None  # the last version that reached the servers
         self._training = config.optimizer is not None
+        self._what: Resolved | None = None  # once it is initialized
         self._groups: ProcessGroups | None = None
         self._built: EngineState | None = None
         self._memory: Memory | None = None
         self._sender: WeightSender | None = None
-        self._inflow: tuple[EngineState, Reallocator] | None = None
+        self._inflow = Inflow()
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -65,62 +68,92 @@ class MegatronEngine(TrainEngine):
         """Returns the device on which this rank computes."""
         return mcore.device()
 
+    @property
+    def is_member(self) -> bool:
+        """Returns whether this rank is one of the engine's; else it is a placeholder here."""
+        return self.world is None or self.world.member
+
+    def _made(self, part: T | None) -> T:
+        """Returns what `initialize` makes. Raises RuntimeError before it, and in a placeholder."""
+        if self._what is None:
+            raise RuntimeError("the engine is not initialized: call initialize() first")
+        if part is None:
+            raise RuntimeError(f"this engine is on {self.world}, not on rank {this_rank()}")
+        return part
+
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Makes process groups, model, weights, optimizer and schedule, in the world that `addr`
         ("host:port") or torchrun's environment names; `ft_spec` gives the schedule its length.
         Raises ValueError where model, machine or world cannot do what the config asks, and when
         called twice. Collective."""
-        if self._groups is not None:
+        if self._what is not None or self._groups is not None:
             raise ValueError("initialize() was called twice; call destroy() in between")
         init_distributed(addr)
-        what = resolve(self.config, dist.get_world_size())
+        what = resolve(self.config, len(self.world.ranks) if self.world else dist.get_world_size())
         self.model_config, self.layout, self.dtype = what.model, what.layout, what.dtype
-        self._groups = ProcessGroups(what.layout)
-        world_comm()  # where it has to be made, all ranks make it here
-        with model_scope(self._groups), waiting_for(self._groups, "initialize"):
-            self._built = build(self.config, what, self._groups, self.seed, ft_spec)
-            self._memory = Memory(self._built)
-            self.train(self._training)
-            if self.config.offload:
-                self._memory.offload(("params",))
+        if self.is_member:
+            with inside(self.world.group if self.world else dist.group.WORLD):
+                self._groups = ProcessGroups(what.layout)
+                world_comm()  # where it has to be made, all ranks make it here
+            with model_scope(self._groups), waiting_for(self._groups, "initialize"):
+                self._built = build(self.config, what, self._groups, self.seed, ft_spec)
+                self._memory = Memory(self._built)
+                self.train(self._training)
+                if self.config.offload:
+                    self._memory.offload(("params",))
+        self._what = what
 
     def destroy(self) -> None:
         """Gives back connections, model and process groups; does nothing before `initialize`.
         Collective."""
+        self._what, self._inflow = None, Inflow()
         if self._groups is None:
             return
         if self._sender is not None:
-            self._sender.close()
+            with inside(self._groups.world):
+                self._sender.close()
+        if self._memory is not None:
+            self._memory.arrive()
         if self._built is not None:
             release(self._built)
-        self._sender = self._memory = self._built = self._inflow = None
+        self._sender = self._memory = self._built = None
         gc.collect()
         torch.cuda.empty_cache()
         groups, self._groups = self._groups, None
-        with waiting_for(groups, "destroy"):
+        with inside(groups.world), waiting_for(groups, "destroy"):
             groups.barrier()
             groups.release()
 
     @property
     def groups(self) -> ProcessGroups:
         """Returns the process groups of the layout. Raises RuntimeError before `initialize`."""
-        return _made(self._groups)
+        return self._made(self._groups)
 
     @property
     def state(self) -> EngineState:
         """Returns all that `initialize` made. Raises RuntimeError before it."""
-        return _made(self._built)
+        return self._made(self._built)
 
     @property
     def memory(self) -> Memory:
         """Returns the keeper of offloaded parts. Raises RuntimeError before `initialize`."""
-        return _made(self._memory)
+        return self._made(self._memory)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns a context in which torch's default process group is of the engine's ranks alone.
+        Raises RuntimeError on another rank."""
+        if self._groups is not None:
+            return inside(self._groups.world)
+        return self.world.scope() if self.world is not None else super().scope()
 
     @contextmanager
-    def _scope(self, what: str, needs: Sequence[str] = ("params",)) -> Iterator[None]:
+    def _scope(
+        self, what: str, needs: Sequence[str] = ("params",), *, behind: bool = False
+    ) -> Iterator[None]:
         """Puts this engine's groups into megatron-core's globals, and has a wait that fails say who
-        waited for `what`. Raises RuntimeError where a part in `needs` is offloaded."""
-        self.memory.require(what, needs)
+        waited for `what`. Raises RuntimeError where a part in `needs` is offloaded. behind: `what`
+        is a pass, whose modules wait for weights that are on their way."""
+        self.memory.require(what, needs, behind=behind)
         with model_scope(self.groups), waiting_for(self.groups, what):
             yield
 
@@ -186,7 +219,7 @@ class MegatronEngine(TrainEngine):
         stay in place (see `hf_state`). Raises ValueError without an optimizer."""
         if self.state.optimizer is None:
             raise ValueError("this engine has no optimizer: set its `optimizer` to train it")
-        with self._scope("train_batch", PARTS), self._mode(True):
+        with self._scope("train_batch", PARTS, behind=True), self._mode(True):
             optimizer.zero_grad(self.state.optimizer, self.state.chunks)
             return passes.loss_pass(
                 self.state, input_, loss_fn, loss_weight_fn, backward=True, **how
@@ -239,7 +272,8 @@ class MegatronEngine(TrainEngine):
         def by_sequence() -> Any:
             return aggregate_fn(passes.by_sequence(result, input_, output_seqlens, post_hook))
 
-        return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
+        with model_scope(self.groups):
+            return on_every_rank("forward: post_hook or aggregate_fn", by_sequence, world_comm())
 
     def probe(self, input_: Padded) -> tuple[Padded, dict[Part, torch.Tensor]]:
         """Returns `forward`'s logprobs of a plain dict of padded tensors, of a model with experts
@@ -253,9 +287,11 @@ class MegatronEngine(TrainEngine):
 
     @contextmanager
     def _inference(self, what: str) -> Iterator[None]:
-        with self.memory.at_hand(), self._scope(what), self._mode(False), torch.no_grad():
+        at_hand, scope = self.memory.at_hand(behind=True), self._scope(what, behind=True)
+        with at_hand, scope, self._mode(False), torch.no_grad():
             yield
 
+    @unanswered
     def step_lr_scheduler(self) -> None:
         """Moves the learning-rate schedule on by one training step. Raises ValueError without an
         optimizer."""
@@ -272,11 +308,10 @@ class MegatronEngine(TrainEngine):
     # ---- weights -------------------------------------------------------------------------------
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Writes weights or a training checkpoint to meta.path. Raises ValueError for a format that
-        this engine does not have. Collective."""
+        """Writes weights or a training checkpoint to meta.path. What a checkpoint holds may be
+        offloaded. Raises ValueError for a format that this engine does not have. Collective."""
         checkpoint.check_meta(meta, self.state)
-        needs = ("params", "optimizer") if meta.with_optim else ("params",)
-        with self.memory.at_hand(), self._scope("save", needs):
+        with self._saving(meta):
             weights.save(self.state, meta, self._version)
 
     def begin_save(self, meta: SaveLoadMeta) -> PendingSave:
@@ -285,9 +320,15 @@ class MegatronEngine(TrainEngine):
         if meta.weight_format != "dist":
             return super().begin_save(meta)
         checkpoint.check_meta(meta, self.state)
-        needs = ("params", "optimizer") if meta.with_optim else ("params",)
-        with self.memory.at_hand(), self._scope("save", needs):
+        with self._saving(meta):
             return checkpoint.begin_save(self.state, meta.path, meta.with_optim, self._version)
+
+    @contextmanager
+    def _saving(self, meta: SaveLoadMeta) -> Iterator[None]:
+        resting = meta.weight_format == "dist"
+        at_hand = self.memory.at_rest() if resting else self.memory.at_hand()
+        with at_hand, self._scope("save", () if resting else ("params",)):
+            yield
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Loads what was saved at meta.path; with meta.with_optim the version comes with it. Raises
@@ -312,22 +353,26 @@ class MegatronEngine(TrainEngine):
         return stats
 
     def copy_weights(self, source: MegatronEngine, *, keep: float = 0.0) -> dict[str, float]:
-        """Takes over the weights of `source`, an engine of the same model and ranks in any layout,
-        from rank to rank: a reference that follows its actor, say. Adapters of `source` arrive
-        merged. Main weights of an optimizer here follow; its moments stay.
+        """Takes over the weights of `source`, an engine of the same model in any layout and on any
+        ranks, from rank to rank: a reference that follows its actor, say. Adapters of `source`
+        arrive merged. Main weights of an optimizer here follow; its moments stay.
 
         keep: share of its own weights that stays. With 0.99 in every step this engine is a moving
         average of `source`, which is kept in fp32 (4 bytes a weight) where the dtype is another.
 
         Returns this rank's bytes "sent" to others and "kept", and "peak", the largest message.
-        """
-        with self.memory.at_hand(), source.memory.at_hand(), self._scope("copy_weights"):
-            source.memory.require("copy_weights", ("params",))
-            if self._inflow is None or self._inflow[0] is not source.state:
-                self._inflow = source.state, weights.reallocation(source.state, self.state)
-            stats = weights.reallocate(self._inflow[1], source.state, self.state, keep)
-        self.set_version(source.get_version())
+        Collective over the ranks of both engines; on any other it does nothing."""
+        ends = source._held(), self._held()
+        stats, version = self._inflow.copy(*ends, keep=keep, version=source.get_version())
+        self.set_version(version)
         return stats
+
+    def _held(self) -> Held:
+        """Returns how the engine holds its weights, in a placeholder too."""
+        what, adapted = self._made(self._what), self.config.lora is not None
+        ranks = self.world.ranks if self.world else ranks_of(self.groups.world)
+        here = (self.state, self.memory) if self.is_member else None
+        return Held(what=what, adapted=adapted, ranks=ranks, here=here)
 
     def hf_state(self, *, grads: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields full tensors by HF name, adapters merged in, on rank 0; the other ranks iterate
@@ -346,6 +391,7 @@ class MegatronEngine(TrainEngine):
         with self.memory.at_hand(), self._scope("fingerprints"):
             return weights.fingerprints(self.state)
 
+    @unanswered
     def set_version(self, version: int) -> None:
         """Sets the version of the weights. After a return to earlier weights, later uploads may
         repeat versions."""
@@ -359,18 +405,24 @@ class MegatronEngine(TrainEngine):
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def offload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
+    def offload(self, parts: Sequence[str] = PARTS, *, keep: bool = True) -> dict[str, int]:
         """Gives up the device memory of `parts`; returns bytes by part, and in use before and
-        after. Collective."""
+        after. Without `keep` the numbers are lost: an engine without weights gets room for them by
+        `onload`, and the weights by `copy_weights`. Collective."""
         with self._scope("offload", ()):
-            return self.memory.offload(parts)
+            return self.memory.offload(parts, keep=keep)
 
-    def onload(self, parts: Sequence[str] = PARTS) -> dict[str, int]:
-        """Undoes `offload`; returns bytes by part, and in use before and after."""
-        return self.memory.onload(parts)
+    def onload(self, parts: Sequence[str] = PARTS, *, behind: bool = False) -> dict[str, int]:
+        """Undoes `offload`; returns bytes by part, and in use before and after. With `behind` it
+        returns at once (TrainEngine.onload)."""
+        return self.memory.onload(parts, behind=behind)
+
+    def occupied(self) -> dict[str, int]:
+        """Returns the bytes of each part that are on the device now."""
+        return self.memory.occupied()
 
     def get_scheduling_config(self) -> dict[str, Any]:
-        """Returns gpus_per_process, cpus_per_process and the layout's degrees, for a launcher."""
-        parallel = asdict(self.config.parallel)
-        on_gpu = mcore.on_cuda()
-        return {"gpus_per_process": int(on_gpu), "cpus_per_process": 4 if on_gpu else 1} | parallel
+        """Returns gpus_per_process and cpus_per_process for a scheduler; the process that asks need
+        have no GPU itself."""
+        on_gpu = uses_gpus(os.environ)
+        return {"gpus_per_process": int(on_gpu), "cpus_per_process": 4 if on_gpu else 1}

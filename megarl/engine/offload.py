@@ -12,14 +12,17 @@ same, and so is the error of whoever uses what is away.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megarl.api.engine import PARTS
 from megarl.engine import optimizer
+from megarl.engine.arrival import Arrival, units
 from megarl.engine.setup import EngineState
 from megarl.observability.logging import get_logger
 from megarl.parallel import mcore
@@ -37,6 +40,7 @@ def check_parts(parts: Sequence[str]) -> tuple[str, ...]:
 
 # what is away, each with its host copy, or with its size where nothing is kept
 _Parked = list[tuple[torch.UntypedStorage, torch.Tensor | int]]
+_Pair = tuple[torch.Tensor, torch.Tensor]  # bytes on the device, bytes on the host
 
 
 class ParkedStorages:
@@ -65,30 +69,109 @@ class ParkedStorages:
         Without `keep` (gradients between steps) the numbers are lost, and zeros come back."""
         assert name not in self._away, f"{name} is parked already"
         seen = {storage._cdata for storage in _storages(but_not, set())}
-        parked: _Parked = []
-        freed = 0
-        for storage in _storages(tensors, seen):
-            freed += storage.nbytes()
-            parked.append((storage, _to_host(storage) if keep else storage.nbytes()))
-            storage.resize_(0)  # in the order of the stream, so after the copy
-        self._away[name] = parked
+        parked: _Parked = [
+            (storage, _to_host(storage) if keep else storage.nbytes())
+            for storage in _storages(tensors, seen)
+        ]
+        self._away[name] = parked  # all of it is on the host, so none of it can be lost
+        freed = sum(storage.nbytes() for storage, _ in parked)
+        _empty(parked)
         _synchronize()
         torch.cuda.empty_cache()
         return freed
 
     def restore(self, name: str) -> int:
         """Brings a group back to device memory; returns the bytes taken."""
-        taken = 0
-        for storage, content in self._away.pop(name):
-            if isinstance(content, int):
-                storage.resize_(content)
-                _bytes(storage).zero_()
-            else:
-                storage.resize_(content.numel())
-                _bytes(storage).copy_(content, non_blocking=True)
-            taken += storage.nbytes()
+        taken, copies = self.pieces(name)
+        for copy in copies:
+            copy()
         _synchronize()
         return taken
+
+    @contextmanager
+    def readable(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Has those of `tensors` that are away be their copies in host memory inside, for reading.
+        What is not kept stays away."""
+        copies = {s._cdata: c for group in self._away.values() for s, c in group}
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for t in tensors:
+                copy = copies.get(t.untyped_storage()._cdata)
+                if isinstance(copy, torch.Tensor):
+                    own.append((t, t.data))
+                    whole = torch.empty(0, dtype=t.dtype)
+                    place = int(t.storage_offset()), t.shape, t.stride()
+                    t.data = whole.set_(copy.untyped_storage(), *place)
+            yield
+        finally:
+            for t, data in reversed(own):
+                t.data = data
+
+    def pieces(
+        self, name: str, order: Iterable[Sequence[torch.Tensor]] = ()
+    ) -> tuple[int, list[Callable[[], None]]]:
+        """Takes device memory for a group again. Returns its bytes, and the functions that fill it:
+        one for what no member of `order` has, and one for each of these, which are tensors of the
+        group. Where there is too little memory it raises RuntimeError, and the group stays away."""
+        parked = self._away[name]
+        try:
+            for storage, content in parked:
+                storage.resize_(content if isinstance(content, int) else content.numel())
+        except RuntimeError as error:
+            _empty(parked)
+            error.add_note(f"({name!r} of the engine stays where it is, in host memory)")
+            raise
+        del self._away[name]
+        spans: dict[int, _Span] = {}
+        for storage, content in parked:
+            if isinstance(content, int):
+                _bytes(storage).zero_()
+            else:
+                spans[storage._cdata] = _Span(_bytes(storage), content)
+        copies = []
+        for tensors in order:
+            found = [(spans.get(t.untyped_storage()._cdata), t) for t in tensors]
+            copies.append([pair for span, t in found if span for pair in span.take(t)])
+        rest = [pair for span in spans.values() for pair in span.rest()]
+        taken = sum(storage.nbytes() for storage, _ in parked)
+        return taken, [partial(_copy, pairs) for pairs in (rest, *copies)]
+
+
+def _empty(parked: _Parked) -> None:
+    """Gives up the device memory of storages, after what the stream still does with it."""
+    for storage, _ in parked:
+        storage.resize_(0)
+
+
+class _Span:
+    """Pairs the bytes of a storage that has grown back with those on the host."""
+
+    def __init__(self, there: torch.Tensor, here: torch.Tensor) -> None:
+        self._there, self._here = there, here
+        self._taken: set[tuple[int, int]] = set()
+
+    def take(self, tensor: torch.Tensor) -> list[_Pair]:
+        """Returns the bytes of a tensor, nothing for one that was taken before: a tied weight."""
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        ends = begin, begin + tensor.numel() * tensor.element_size()
+        if ends in self._taken:
+            return []
+        self._taken.add(ends)
+        return [self._pair(*ends)]
+
+    def rest(self) -> list[_Pair]:
+        """Returns the bytes of no tensor that was taken."""
+        ends = [(0, 0), *sorted(self._taken), (len(self._there), 0)]
+        return [self._pair(a, b) for (_, a), (b, _) in pairwise(ends) if a < b]
+
+    def _pair(self, begin: int, end: int) -> _Pair:
+        return self._there[begin:end], self._here[begin:end]
+
+
+def _copy(pairs: Iterable[_Pair]) -> None:
+    """Copies the second of each pair to the first."""
+    for there, here in pairs:
+        there.copy_(here, non_blocking=True)
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -133,7 +216,7 @@ def optimizer_tensors(whole: Any) -> Iterator[torch.Tensor]:
         if torch_optimizer is None:  # this rank holds no parameter of that kind
             continue
         # one that keeps a part on the CPU consists of several
-        for each in getattr(torch_optimizer, "sub_optimizers", [torch_optimizer]):
+        for each in (torch_optimizer, *getattr(torch_optimizer, "sub_optimizers", ())):
             for group in each.param_groups:
                 yield from group["params"]
         for state in torch_optimizer.state.values():
@@ -154,53 +237,92 @@ class Memory:
     def __init__(self, state: EngineState) -> None:
         self._built = state
         self._parked = ParkedStorages()
+        self._arrival: Arrival | None = None
 
-    def require(self, what: str, parts: Sequence[str]) -> None:
-        """Raises RuntimeError if `what` would meet a part that is away."""
+    def require(self, what: str, parts: Sequence[str], *, behind: bool = False) -> None:
+        """Waits for what is on its way; with `behind` not, for a pass whose modules do. Raises
+        RuntimeError if `what` would meet a part that is away."""
+        if parts and not behind:
+            self.arrive()
         if away := tuple(part for part in parts if part in self._parked):
             raise RuntimeError(f"{what} needs {away}, which are offloaded; call onload({away})")
 
-    def offload(self, parts: Sequence[str]) -> dict[str, int]:
+    def offload(self, parts: Sequence[str], *, keep: bool = True) -> dict[str, int]:
         """Gives up the device memory of `parts`; returns bytes by part, and in use before and
-        after. Collective: weights that the last step has not gathered are made whole first. Raises
-        ValueError for a part that does not exist."""
+        after. Without `keep` their numbers are lost. Collective: weights that the last step has not
+        gathered are made whole first. Raises ValueError for a part that does not exist."""
         parts = tuple(p for p in check_parts(parts) if p not in self._parked)
+        self.arrive()
         before, freed = memory_in_use(), {}
         if "params" in parts:
             optimizer.gather_params(self._built.chunks)
         for part in parts:
             owned = [t for p in PARTS[: PARTS.index(part)] for t in self._tensors(p)]
             freed[part] = self._parked.park(
-                part, self._tensors(part), keep=part != "grads", but_not=owned
+                part, self._tensors(part), keep=keep and part != "grads", but_not=owned
             )
         return self._moved("offload", freed, before)
 
-    def onload(self, parts: Sequence[str]) -> dict[str, int]:
+    def onload(self, parts: Sequence[str], *, behind: bool = False) -> dict[str, int]:
         """Brings back those of `parts` that are away; returns bytes by part, and in use before and
-        after."""
+        after. With `behind` their bytes arrive later, those of weights in the order of a pass."""
+        self.arrive()
         before = memory_in_use()
-        taken = {p: self._parked.restore(p) for p in check_parts(parts) if p in self._parked}
+        back = [p for p in check_parts(parts) if p in self._parked]
+        if not behind:
+            return self._moved("onload", {p: self._parked.restore(p) for p in back}, before)
+        taken: dict[str, int] = {}
+        pieces: list[tuple[torch.nn.Module | None, Callable[[], None]]] = []
+        try:
+            for part in back:
+                modules = list(units(self._built.chunks)) if part == "params" else []
+                taken[part], copies = self._parked.pieces(part, [params for _, params in modules])
+                # what belongs to no module comes first: who waits for a copy waits for those before
+                pieces += zip([None, *(module for module, _ in modules)], copies, strict=True)
+        finally:  # also where there is too little memory for a later part
+            self._arrival = Arrival(pieces)
         return self._moved("onload", taken, before)
 
+    def arrive(self) -> None:
+        """Waits for what is on its way."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.finish()
+
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def at_hand(self, *, behind: bool = False) -> Iterator[None]:
         """Brings weights that rest in host memory (`offload` of the config) to the device for one
-        pass."""
+        pass, with `behind` while it runs."""
         resting = self._built.config.offload and "params" in self._parked
         if resting:
-            self.onload(("params",))
+            self.onload(("params",), behind=behind)
         try:
             yield
         finally:
             if resting:
                 self.offload(("params",))
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Has weights and optimizer state that are away be read where they rest, in host memory,
+        for a checkpoint: it takes no device memory, and brings nothing back."""
+        self.arrive()
+        whole = self._built.optimizer
+        if whole is not None and "optimizer" in self._parked:
+            optimizer.materialize_state(whole)  # before the first step: on the device, as others
+        with self._parked.readable([*self._tensors("params"), *self._tensors("optimizer")]):
+            yield
+
+    def occupied(self) -> dict[str, int]:
+        """Returns the bytes of each part that are on the device now; what parts share counts
+        once."""
+        seen: set[int] = set()
+        return {p: sum(s.nbytes() for s in _storages(self._tensors(p), seen)) for p in PARTS}
+
     def _moved(self, verb: str, moved: dict[str, int], before: int) -> dict[str, int]:
         after = memory_in_use()
         each = ", ".join(f"{part} {n / 1e6:.1f} MB" for part, n in moved.items()) or "nothing"
-        # at_hand moves twice a pass; others when they are asked to
-        say = log.debug if self._built.config.offload else log.info
-        say("%s: %s; in use %.1f -> %.1f MB", verb, each, before / 1e6, after / 1e6)
+        log.debug("%s: %s; in use %.1f -> %.1f MB", verb, each, before / 1e6, after / 1e6)
         return {**moved, "in_use_before": before, "in_use_after": after}
 
     def _tensors(self, part: str) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.engine import TrainEngineConfig
 from megarl.engine.setup import make_modules, resolve
 from megarl.models.names import named_params
-from megarl.parallel.groups import ProcessGroups, forget_groups, model_scope
+from megarl.parallel.groups import ProcessGroups, model_scope
 
 
 def construct_rank(cfg: TrainEngineConfig, world_size: int, rank: int) -> int:
@@ -32,4 +32,3 @@ def construct_rank(cfg: TrainEngineConfig, world_size: int, rank: int) -> int:
         return sum(p.numel() for p in params.values())
     finally:
         dist.destroy_process_group()
-        forget_groups()

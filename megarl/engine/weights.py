@@ -15,13 +15,12 @@ import torch.distributed as dist
 from megarl.api.records import SaveLoadMeta
 from megarl.ckpt.hf import save_hf
 from megarl.ckpt.peft import load_peft, save_peft
-from megarl.engine import average, checkpoint, optimizer
+from megarl.engine import checkpoint, optimizer
 from megarl.engine.setup import EngineState, head_seed, load_base
 from megarl.models.gather import BucketGatherer, plan_buckets
 from megarl.models.tensor_hash import weight_hashes
 from megarl.parallel import mcore
 from megarl.utils.fingerprint import Fingerprint
-from megarl.weight_sync.reallocate import Reallocator
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
 
@@ -86,47 +85,6 @@ def sender(state: EngineState) -> WeightSender:
         base_model_path=state.config.path,
     )
     return WeightSender(source)
-
-
-def reallocation(source: EngineState, target: EngineState) -> Reallocator:
-    """Plans the copy of weights between two engines on the same ranks. Raises ValueError for models
-    of unlike shapes, and for a target with adapters."""
-    if target.adapters is not None:
-        raise ValueError(
-            "copy_weights: the engine that receives has adapters, whose base would change under "
-            "them; leave its `lora` out"
-        )
-    mine, theirs = (checkpoint.describe_model(state.model)["model"] for state in (target, source))
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise ValueError(
-                f"copy_weights: this engine's model has {name}={value!r}, the other's "
-                f"{theirs[name]!r}; weights go between engines of one model"
-            )
-    return Reallocator(
-        source.table,
-        target.table,
-        target.groups.rank,
-        dtype=source.dtype,
-        group=target.groups.world,
-        device=mcore.device(),
-    )
-
-
-def reallocate(
-    move: Reallocator, source: EngineState, target: EngineState, keep: float
-) -> dict[str, float]:
-    """Copies the weights by a plan of `reallocation`; see MegatronEngine.copy_weights."""
-    optimizer.gather_params(source.chunks)
-    if keep:
-        average.begin(target)
-    else:
-        average.end(target)
-    stats = move(source.whole_weights(), target.params | target.average, keep=keep)
-    average.round_off(target)
-    if target.optimizer is not None:
-        optimizer.reload_main_params(target.optimizer)
-    return stats
 
 
 def fingerprints(state: EngineState) -> dict[str, Fingerprint]:

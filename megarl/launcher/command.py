@@ -14,10 +14,10 @@ from megarl.config.errors import EXIT_CODE, ConfigError
 from megarl.launcher.job import Job
 from megarl.launcher.make import make_job
 from megarl.launcher.plan import Plan, check_named
-from megarl.launcher.processes import Signals
 from megarl.launcher.show import TABLE, show
 from megarl.observability.logging import get_logger
 from megarl.utils.importing import add_working_directory
+from megarl.utils.processes import Signals
 from megarl.utils.stacks import dump_on_signal
 
 log = get_logger("launcher")
@@ -75,7 +75,8 @@ def _run(launcher: Launcher, command: CommandLine) -> int:
     check_named(plan, writes=not only)
     if only:
         on_nodes = f" on {len(job.pools)} node(s)" if launcher.cluster else ""
-        print(f"the configuration is sound, for {plan.nproc} trainer process(es){on_nodes}")
+        under = " under one controller" if plan.cfg.trainer.mode == "controller" else ""
+        print(f"the configuration is sound, for {plan.nproc} trainer process(es){under}{on_nodes}")
         return 0
     return launcher.start(plan, job, command)
 

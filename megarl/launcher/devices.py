@@ -8,35 +8,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from importlib.metadata import version
-from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import GRPOConfig
 from megarl.config.transports import Requirements
+from megarl.config.turns import takes_turns
 from megarl.launcher.placement import Placement
 
 ASK_TIMEOUT = 180.0  # seconds an interpreter may take to import torch
 _ASK_NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
-
-
-def uses_gpus(env: Mapping[str, str], *, torch_version: str | None = None) -> bool:
-    """Returns whether trainers compute on GPUs, by the environment and torch's build alone."""
-    return env.get("MEGARL_DEVICE") != "cpu" and not (torch_version or version("torch")).endswith(
-        "+cpu"
-    )
-
-
-def visible_gpus(
-    env: Mapping[str, str], *, devices: Path = Path("/dev"), torch_version: str | None = None
-) -> list[str]:
-    """Returns names for CUDA_VISIBLE_DEVICES, none where torch would use none of the GPUs."""
-    if not uses_gpus(env, torch_version=torch_version):
-        return []
-    if "CUDA_VISIBLE_DEVICES" in env:
-        return [d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
-    return [str(i) for i, _ in enumerate(devices.glob("nvidia[0-9]*"))]
 
 
 def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) -> None:
@@ -54,12 +34,13 @@ def check_devices(cfg: GRPOConfig, placement: Placement, needs: Requirements) ->
         )
     sglang = cfg.server.type == "sglang"
     bounded = any(a.startswith("--mem-fraction") for a in cfg.server.arguments)
-    if placement.shared and sglang and not bounded:
+    if placement.shared and sglang and not bounded and not takes_turns(cfg):
         raise ConfigError(
             [
                 "servers and trainers share GPUs, and SGLang keeps most of a GPU's memory from its "
                 "start to its end: say how much with "
-                "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the rest"
+                "server.extra_args=['--mem-fraction-static','0.3'], and leave the trainers the "
+                "rest; or have them use the GPUs in turn with server.release_memory=true"
             ]
         )
     if cfg.cluster.container:  # whose interpreters are not here

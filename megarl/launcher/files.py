@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from megarl.launcher.job import Job
+from megarl.rpc.nodes import write_environment
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,9 @@ class JobFiles:
         """Writes the records, and the variables that processes get, for the user's eyes only."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.job.write_text(job.to_json(), encoding="utf-8")
-        self.environment.unlink(missing_ok=True)
-        fd = os.open(self.environment, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            json.dump({name: env[name] for name in job.forwarded if name in env}, f, indent=1)
+        write_environment(
+            self.environment, {name: env[name] for name in job.forwarded if name in env}
+        )
 
 
 class LogTail:

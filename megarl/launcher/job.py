@@ -20,7 +20,6 @@ from typing import Any
 SERVER, TRAINER, REWARDS, JUDGE = "server", "trainer", "rewards", "judge"
 SERVERS = (SERVER, JUDGE, REWARDS)  # these answer /health, and trainers wait until they do
 MASTER = "master"  # the endpoint that the ranks meet at
-LOOPBACK = "127.0.0.1"
 _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 
 
@@ -28,7 +27,8 @@ _MARK = re.compile(r"@\{(address|host|port|gpus|cores):([^{}]+)\}")
 class Task:
     """Describes one process. index: a server's number, or a rank. part: which of a server's nodes.
     ports: endpoints that its node chooses. log: a file, empty for the launcher's own output.
-    restarts: times it is started again alone, while the run goes on."""
+    restarts: times it is started again alone, while the run goes on. workers: of a controller, the
+    trainer processes that it starts."""
 
     role: str
     index: int
@@ -40,10 +40,13 @@ class Task:
     ports: tuple[str, ...]
     log: str = ""
     restarts: int = 0
+    workers: int | None = None
 
     @property
     def name(self) -> str:
         """Returns how messages call the process."""
+        if self.workers is not None:
+            return "controller"
         return f"{self.role} {self.index}" + (f" (node {self.part} of it)" if self.part else "")
 
     @property

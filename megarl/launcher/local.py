@@ -30,12 +30,13 @@ from collections.abc import Sequence
 
 from megarl.config.command_line import CommandLine
 from megarl.launcher.command import Launcher, run_launcher, start_again
-from megarl.launcher.job import LOOPBACK, Job
+from megarl.launcher.job import Job
 from megarl.launcher.names import LocalNames
 from megarl.launcher.plan import Plan, plan_here
-from megarl.launcher.processes import Signals
 from megarl.launcher.running import run_node
+from megarl.rpc.nodes import LOOPBACK
 from megarl.utils.job_token import ensure_job_token
+from megarl.utils.processes import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:

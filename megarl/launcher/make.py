@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import sys
 from collections import Counter
@@ -15,9 +14,9 @@ from megarl.config.recipes import GRPOConfig, sources
 from megarl.config.rollout import ServerConfig
 from megarl.config.secrets import environment_names
 from megarl.config.servers import ADDRESSES_ENV, JUDGES_ENV
+from megarl.config.turns import takes_turns
 from megarl.launcher.job import (
     JUDGE,
-    LOOPBACK,
     MASTER,
     REWARDS,
     SERVER,
@@ -27,27 +26,14 @@ from megarl.launcher.job import (
     endpoint,
 )
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
-from megarl.launcher.plan import PACKAGE, Plan
-from megarl.rollout.server_process import server_command
+from megarl.launcher.plan import Plan
+from megarl.rollout.server_process import release_flags, server_command
+from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
 from megarl.utils.env import set_loopback_default, set_nccl_default, set_trainer_defaults
 from megarl.utils.job_token import ENV as TOKEN
 
 THREADS = "OMP_NUM_THREADS"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# what processes of a cluster get of the environment that a job is started from
-FORWARDED = """
-PATH LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV HOME USER LANG LC_* TMPDIR MEGARL_* OMP_* MKL_*
-CUDA_HOME CUDA_DEVICE_* CUDA_LAUNCH_* NCCL_* GLOO_* NVTE_* TORCH_* PYTORCH_* TRITON_* SGLANG_*
-HF_* HUGGING_FACE_* TRANSFORMERS_* TOKENIZERS_* WANDB_* UCX_* FI_* *_proxy *_PROXY SSL_CERT_*
-REQUESTS_CA_BUNDLE
-"""
-
-
-def forwarded(env: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the variables of `env` that processes on a cluster get; `more` are further names or
-    patterns."""
-    patterns = (*FORWARDED.split(), *more)
-    return {k: env[k] for k in sorted(env) if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
 
 
 def make_job(plan: Plan, env: Mapping[str, str], *, cluster: bool = False) -> Job:
@@ -144,6 +130,7 @@ class _Maker:
     ) -> Task:
         own, init = endpoint(role, index, part), f"{endpoint(role, index)}.init"
         dtype, actor = "bfloat16" if seat.gpus is not None else "float32", self._actor(role)
+        releases = self._releases(role, server, seat)
         command = server_command(
             server,
             model_path=actor.path,
@@ -154,6 +141,7 @@ class _Maker:
             with_key=True,
             python=self.python,
             routes=actor.moe.router_replay == "rollout",
+            releases=releases,
         )
         if parts > 1:
             command += ["--nnodes", str(parts), "--node-rank", str(part)]
@@ -161,6 +149,8 @@ class _Maker:
         env = {**self.env, **self._common()}
         env |= self._threads(SERVER, seat.node, server.threads)
         env |= server_env(seat.gpus, env, here=not self.cluster)
+        if releases:
+            env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")  # graphs are released and kept
         if server.type == "embedded":
             env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"))
         return Task(
@@ -175,6 +165,14 @@ class _Maker:
             log=str(self.run / (f"{role}_{index}" + (f"_node{part}" if part else "") + ".log")),
             restarts=server.restarts,
         )
+
+    def _releases(self, role: str, server: ServerConfig, seat: Seat) -> list[str]:
+        """Returns the flags of a server that releases its memory in the trainers' turn."""
+        plan = self.plan
+        if role != SERVER or not isinstance(plan.cfg, GRPOConfig) or not takes_turns(plan.cfg):
+            return []
+        keeps = plan.keeps_weights
+        return release_flags(server, on_gpus=seat.gpus is not None, keeps_weights=keeps)
 
     def _actor(self, role: str) -> TrainEngineConfig:
         """Returns the model that servers of a role have for want of one of their own."""
@@ -214,29 +212,60 @@ class _Maker:
         arguments = list(plan.arguments)
         if addresses:
             arguments.append(f"rollout.addresses=[{','.join(addresses)}]")
+            if isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg):
+                arguments.append("server.release_memory=true")
         if rewards := [f"@{{address:{task.endpoint}}}" for task in self.rewards()]:
             arguments.append(f"rollout.reward_addresses=[{','.join(rewards)}]")
+        controlled, apart = plan.cfg.trainer.mode == "controller", len(self.local_ranks) > 1
+        if controlled:
+            yield self._controller(arguments, addresses, meets=apart)
+            if not apart:  # it starts them itself
+                return
         first: dict[int, int] = {}  # rank on each node
         for rank, seat in enumerate(plan.placement.trainers):
             local = rank - first.setdefault(seat.node, rank)
+            command = (self.python, str(plan.script), *arguments)
+            log = f"trainer_{rank}.log" if self.cluster and rank else ""
+            if controlled:
+                meet = ("--meet", f"@{{address:{MASTER}}}", "--index", str(rank))
+                command = (self.python, "-m", "megarl.rpc.worker", *meet)
+                log = f"{TRAINERS}_{rank}.log"
             yield Task(
                 role=TRAINER,
                 index=rank,
                 node=seat.node,
                 gpus=seat.gpus,
-                command=(self.python, str(plan.script), *arguments),
-                env=self._trainer_env(rank, local, len(first) - 1, seat, addresses),
-                ports=(MASTER,) if rank == 0 else (),
-                log=str(self.run / "logs" / f"trainer_{rank}.log") if self.cluster and rank else "",
+                command=command,
+                env=self._trainer_env(
+                    self._rank_env(rank, local, len(first) - 1, seat), seat, addresses
+                ),
+                ports=(MASTER,) if rank == 0 and not controlled else (),
+                log=str(self.run / "logs" / log) if log else "",
             )
 
-    def _trainer_env(
-        self, rank: int, local: int, group: int, seat: Seat, addresses: list[str]
-    ) -> dict[str, str]:
-        """Returns what torchrun would set, the servers' addresses, its GPUs and its import path."""
-        cfg = self.plan.cfg
-        env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node)}
-        env |= {
+    def _controller(self, arguments: list[str], addresses: list[str], *, meets: bool) -> Task:
+        """Returns the process that has the GPUs of all trainers, and starts them; or meets them,
+        where each is a process of the job."""
+        seat, count = self.plan.placement.trainers[0], self.plan.nproc
+        return Task(
+            role=TRAINER,
+            index=0,
+            node=seat.node,
+            gpus=seat.gpus,
+            command=(
+                *(self.python, str(self.plan.script), *arguments),
+                f"trainer.workers={count}",
+            ),
+            env=self._trainer_env(
+                {MEETING: f"@{{address:{MASTER}}}"} if meets else {}, seat, addresses
+            ),
+            ports=(MASTER,) if meets else (),
+            workers=count,
+        )
+
+    def _rank_env(self, rank: int, local: int, group: int, seat: Seat) -> dict[str, str]:
+        """Returns what torchrun would set."""
+        return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(self.plan.nproc),
@@ -245,6 +274,13 @@ class _Maker:
             "MASTER_ADDR": f"@{{host:{MASTER}}}",
             "MASTER_PORT": f"@{{port:{MASTER}}}",
         }
+
+    def _trainer_env(
+        self, own: Mapping[str, str], seat: Seat, addresses: list[str]
+    ) -> dict[str, str]:
+        """Returns `own`, the servers' addresses, its GPUs and its import path."""
+        cfg = self.plan.cfg
+        env = {**self.env, **self._common(), **self._threads(TRAINER, seat.node), **own}
         if addresses:
             env[ADDRESSES_ENV] = ",".join(addresses)
         if judges := self.plan.placement.judges:

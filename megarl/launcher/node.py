@@ -12,48 +12,28 @@ and end the job. The exit status is that of the job.
 
 from __future__ import annotations
 
-import fcntl
-import fnmatch
-import ipaddress
-import json
 import os
 import signal
-import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.command_line import CommandLine, help_or_command_line
 from megarl.config.errors import EXIT_CODE, ConfigError
-from megarl.launcher.job import LOOPBACK, Job
+from megarl.launcher.job import Job
 from megarl.launcher.names import FileNames, Superseded
-from megarl.launcher.processes import Signals
 from megarl.launcher.running import NODE_FAILED, run_node
 from megarl.observability.logging import get_logger
+from megarl.rpc.nodes import LOOPBACK, node_address, take_environment
 from megarl.utils.job_token import ENV as TOKEN
 from megarl.utils.job_token import job_token
+from megarl.utils.processes import Signals
 from megarl.utils.stopping import SETTLE
 
 log = get_logger("launcher")
 
 NAMES = "names"  # below the run directory
 FENCE = 10.0  # seconds that processes of an earlier attempt have to see that there is a newer one
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-# what a process keeps of its scheduler's environment
-_KEPT = (
-    "SLURM*",
-    "PMI*",
-    "CUDA_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-    "NVIDIA_*",
-    "PATH",
-    "HOME",
-    "USER",
-    "TMPDIR",
-    "RAY_*",
-    "KUBERNETES_*",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,50 +102,6 @@ def node_number(options: Mapping[str, str], env: Mapping[str, str], nodes: int) 
     if number >= nodes:
         raise ConfigError([f"node {number}: the job has {nodes} node(s), counted from 0"])
     return number
-
-
-def take_environment(path: Path) -> None:
-    """Makes the variables of the JSON file `path` this process's environment, with those that its
-    scheduler set."""
-    given = json.loads(path.read_text(encoding="utf-8"))
-    for name in list(os.environ):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _KEPT):
-            del os.environ[name]
-    os.environ.update(given)
-
-
-def node_address(interface: str = "") -> str:
-    """Returns the IPv4 address at which other nodes reach this one: that of the interface, else of
-    the host's name, else of the route to elsewhere. Raises ConfigError where there is none."""
-    if interface:
-        return _interface_address(interface)
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = LOOPBACK
-    if ipaddress.ip_address(address).is_loopback:  # as /etc/hosts often has it
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            try:
-                s.connect(("192.0.2.1", 9))  # nothing is sent; the system chooses the interface
-            except OSError as e:
-                raise ConfigError(
-                    ["this node has no address that others reach: name its cluster.interface"]
-                ) from e
-            address = s.getsockname()[0]
-    return address
-
-
-def _interface_address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        request = struct.pack("256s", interface.encode()[:15])
-        try:
-            answer = fcntl.ioctl(s.fileno(), _GET_ADDRESS, request)
-        except OSError as e:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(
-                [f"cluster.interface={interface}: no IPv4 address here; there are {known}"]
-            ) from e
-    return socket.inet_ntoa(answer[20:24])
 
 
 if __name__ == "__main__":

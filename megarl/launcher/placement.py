@@ -35,10 +35,6 @@ class Placement:
     judges: tuple[tuple[Seat, ...], ...] = ()
     shared: bool = False
 
-    def nodes_of(self, pool: str) -> list[int]:
-        """Returns the numbers of a pool's nodes, which follow each other."""
-        return [node for node, name in enumerate(self.pools) if name == pool]
-
 
 def set_aside(
     gpus: Sequence[str], *, judges: int, judge_gpus: int

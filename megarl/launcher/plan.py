@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.check import check_config, smallest_world_size
+from megarl.config.check import check_config, trainer_processes
 from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
@@ -15,8 +15,10 @@ from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
 from megarl.config.servers import needs_servers
 from megarl.config.transports import Requirements
-from megarl.launcher.devices import check_devices, uses_gpus, visible_gpus
+from megarl.config.turns import settle_turns
+from megarl.launcher.devices import check_devices
 from megarl.launcher.placement import Placement, place, set_aside, share_out
+from megarl.rpc.nodes import PACKAGE
 from megarl.trainer.named import (
     check_code,
     check_data,
@@ -26,8 +28,7 @@ from megarl.trainer.named import (
     transport_needs,
 )
 from megarl.trainer.preflight import check_models, check_writable, fetch_hub_models
-
-PACKAGE = Path(__file__).resolve().parents[1]
+from megarl.utils.env import uses_gpus, visible_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Plan:
     arguments: tuple[str, ...]  # of the script
     nproc: int
     placement: Placement
+    keeps_weights: bool = False  # servers' weights are not all brought by a sync: adapters'
 
     @property
     def own(self) -> bool:
@@ -131,6 +133,8 @@ def _read(command: CommandLine) -> tuple[Plan, Requirements]:
     overrides = [*command.words, *command.overrides]
     cfg = read_config(config, overrides, foreign=not own, path=_import_path(script))
     nproc = _nproc(command.options.get("nproc"), cfg)
+    if cfg.trainer.mode == "controller":
+        cfg.trainer.workers = nproc
     fetch_hub_models(cfg)
     check_config(cfg, nproc)
     check_models(cfg)
@@ -153,9 +157,12 @@ def _import_path(script: Path) -> list[str]:
 
 def _nproc(given: str | None, cfg: BaseConfig) -> int:
     if given is None:
-        return smallest_world_size(cfg)
+        return trainer_processes(cfg)
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError([f"--nproc {given}: a number of processes"])
+    workers = cfg.trainer.workers
+    if workers is not None and workers != int(given):
+        raise ConfigError([f"--nproc {given} with trainer.workers={workers}: leave one out"])
     return int(given)
 
 
@@ -193,6 +200,23 @@ def _colocated(cfg: BaseConfig, needs: Requirements) -> bool:
 
 
 def _placed(plan: Plan, placement: Placement, needs: Requirements) -> Plan:
-    if isinstance(plan.cfg, GRPOConfig):
-        check_devices(plan.cfg, placement, needs)
-    return replace(plan, placement=placement)
+    cfg = plan.cfg
+    if cfg.trainer.mode == "controller":
+        _check_controller(plan)
+    if isinstance(cfg, GRPOConfig):
+        shared = plan.own and (placement.shared or _colocated(cfg, needs))
+        settle_turns(cfg, shared=shared and bool(placement.servers) and needs_servers(cfg))
+        check_devices(cfg, placement, needs)
+    return replace(plan, placement=placement, keeps_weights=needs.adapters)
+
+
+def _check_controller(plan: Plan) -> None:
+    """Raises ConfigError where a launched controller would start its trainers elsewhere."""
+    scheduler = plan.cfg.trainer.scheduler
+    if scheduler != "local":
+        raise ConfigError(
+            [
+                f"trainer.scheduler={scheduler}: a launcher starts trainers on nodes of its own; "
+                "leave it out, or start python -m megarl.run, with rollout.addresses"
+            ]
+        )

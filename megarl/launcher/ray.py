@@ -41,14 +41,13 @@ from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
 from megarl.launcher.placement import SERVER_POOL
 from megarl.launcher.plan import Plan, plan_cluster
-from megarl.launcher.processes import Signals
 from megarl.launcher.running import NODE_FAILED
 from megarl.observability.logging import get_logger
+from megarl.rpc.nodes import Resources, described
 from megarl.utils.job_token import ensure_job_token
+from megarl.utils.processes import Signals
 
 log = get_logger("launcher")
-
-Resources = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +67,6 @@ def bundles(job: Job, cluster: ClusterConfig) -> list[Resources]:
         added = other.ray_resources if other else cluster.ray_resources
         found.append({**({"GPU": gpus, "CPU": 1} if gpus else {"CPU": processes}), **added})
     return found
-
-
-def described(resources: Resources) -> str:
-    """Returns resources as text, like GPU 8, CPU 1."""
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
 def _plan(command: CommandLine) -> Plan:
@@ -102,7 +96,8 @@ def _start(plan: Plan, job: Job, command: CommandLine) -> int:
     status. Raises ConfigError where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(['ray is not installed: pip install "megarl[ray]"'])
-    from megarl.launcher.ray_cluster import NoRoom, RayJob, connected
+    from megarl.launcher.ray_cluster import RayJob
+    from megarl.rpc.ray_nodes import NoRoom, connected
 
     ensure_job_token()
     files = JobFiles.of(job)

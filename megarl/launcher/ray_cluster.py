@@ -8,93 +8,37 @@ other agents, which then end.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import os
-import socket
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.job_config import JobConfig
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.errors import ConfigError
 from megarl.launcher.files import JobFiles, LogTail
 from megarl.launcher.job import Job
 from megarl.launcher.names import FileNames
 from megarl.launcher.node import NAMES
-from megarl.launcher.plan import PACKAGE
-from megarl.launcher.processes import Child, Signals, wait_until
-from megarl.launcher.ray import Resources, described
 from megarl.launcher.running import NODE_FAILED
 from megarl.observability.logging import get_logger
+from megarl.rpc.nodes import Resources
+from megarl.rpc.ray_nodes import KINDS, Keeper, NoRoom, cluster_has, counted, import_path, one_line
 from megarl.utils.job_token import ensure_job_token
-from megarl.utils.tether import Tether
+from megarl.utils.processes import Signals
 
 log = get_logger("launcher")
 
-KINDS = ("GPU", "CPU")
-CONNECT = 10.0  # seconds to reach the head
 LOOK = 0.5  # seconds between looks at logs and signals
 ANSWER = 5.0  # seconds after which an actor answers even where nothing has happened
 SILENCE = 60.0  # seconds without an answer after which a node is lost
 SOON = 3.0  # seconds that a placement takes where there is room
-LONGEST = 400  # characters of what Ray says
 END_WAIT = 120.0  # seconds the other nodes have to end when one has
-
-
-class NoRoom(RuntimeError):
-    """Says that the cluster had no room for the job in time."""
-
-
-class Keeper:
-    """Starts one node's agent as a child of the worker that this runs in. The agent ends with the
-    worker: with its actor, its launcher, and its node."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> None:
-        """Starts the command. env: variables besides those of the worker."""
-        self._tether = Tether()
-        self._agent = Child(
-            "agent", command, env={**os.environ, **env}, tether=self._tether, log_path=log_path
-        )
-
-    def wait(self, seconds: float) -> int | None:
-        """Returns the agent's exit status, None where it still runs after so many seconds."""
-        wait_until(lambda: self._agent.poll() is not None, timeout=seconds)
-        return self._agent.poll()
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the agent."""
-        self._agent.signal(number)
-
-
-@contextlib.contextmanager
-def connected() -> Iterator[None]:
-    """Connects to the cluster, until the block ends. Raises ConfigError where there is none."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address:
-        _check_listens(address)
-    try:
-        ray.init(
-            address or "auto",
-            job_config=JobConfig(code_search_path=[str(PACKAGE.parent)]),
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as e:
-        raise _no_cluster(address, e) from e
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @dataclass(kw_only=True)
@@ -157,19 +101,19 @@ class RayJob:
                 if waited > limit:
                     raise NoRoom(
                         f"no room within {limit:g} s (cluster.rendezvous_timeout) for "
-                        f"{self._wanted()}; {_cluster_has()}"
+                        f"{self._wanted()}; {cluster_has()}"
                     )
                 if waited > SOON and not said:
                     said = True
                     log.warning(
-                        "waiting %g s for room for %s; %s", limit, self._wanted(), _cluster_has()
+                        "waiting %g s for room for %s; %s", limit, self._wanted(), cluster_has()
                     )
             yield group
         finally:
             remove_placement_group(group)
 
     def _wanted(self) -> str:
-        return f"{_counted(self.bundles)}, each on a machine of its own"
+        return f"{counted(self.bundles)}, each on a machine of its own"
 
     def _begin(self, attempt: str, group: PlacementGroup) -> list[_Node]:
         """Starts an agent on every node of the group."""
@@ -186,7 +130,7 @@ class RayJob:
                 num_gpus=resources.get("GPU", 0),
                 resources={k: v for k, v in resources.items() if k not in KINDS},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
-            ).remote(self._agent(attempt, number), _import_path(), str(tail))
+            ).remote(self._agent(attempt, number), import_path(), str(tail))
             node = _Node(
                 number=number,
                 where=f"node {number} ({hosts.get(node_id, '?')}, Ray's {node_id})",
@@ -254,7 +198,7 @@ class _Watch:
         except ActorUnavailableError:  # Ray does not yet know whether the node is lost
             time.sleep(LOOK)
         except RayError as e:
-            node.lose(_one_line(e))
+            node.lose(one_line(e))
         else:
             node.heard, node.patience = time.monotonic(), SILENCE
         if node.status is None:
@@ -279,54 +223,3 @@ class _Watch:
             for node in self.running():
                 node.keeper.signal.remote(number)
             self.deadline = time.monotonic() + self.job.grace + END_WAIT
-
-
-def _check_listens(address: str) -> None:
-    """Raises ConfigError where nothing listens at an address; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdecimal():
-        raise ConfigError(
-            [
-                f"RAY_ADDRESS={address}: must be host:port of the cluster's head; start the "
-                "launcher on a machine of the cluster, or with `ray job submit`"
-            ]
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT).close()
-    except OSError as e:
-        raise _no_cluster(address, e) from e
-
-
-def _no_cluster(address: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        [
-            f"RAY_ADDRESS={address}: no Ray cluster: {_one_line(error)}; start one with `ray start "
-            "--head`, or set RAY_ADDRESS to host:port of its head"
-        ]
-    )
-
-
-def _import_path() -> dict[str, str]:
-    path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-def _cluster_has() -> str:
-    """Says what nodes the cluster has."""
-    alive = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    found = _counted([{k: r[k] for k in KINDS if k in r} for r in alive if {*KINDS} & {*r}])
-    return f"the cluster has {found or 'no GPUs or CPUs'}, and `ray status` says what is in use"
-
-
-def _counted(nodes: Sequence[Resources]) -> str:
-    """Returns how many nodes of each kind there are, as text."""
-    kinds = Counter(map(described, nodes))
-    return "; ".join(f"{count} node(s) of {kind}" for kind, count in kinds.items())
-
-
-def _one_line(error: BaseException) -> str:
-    """Returns what Ray says of an error, without the fields of the actor that stand before it."""
-    text = " ".join(str(error).split())
-    _, because, why = text.partition("The actor died because ")
-    text = why if because else text or type(error).__name__
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

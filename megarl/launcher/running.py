@@ -19,28 +19,29 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.config.secrets import masked_override
-from megarl.launcher.devices import visible_gpus
 from megarl.launcher.job import MASTER, SERVER, SERVERS, TRAINER, Job, Task, endpoints, fill
 from megarl.launcher.names import ForgedName, Names, Superseded
-from megarl.launcher.processes import (
+from megarl.observability.logging import get_logger
+from megarl.observability.presence import LauncherPresence
+from megarl.rollout.server_process import ServerProcess
+from megarl.utils import stacks
+from megarl.utils.env import cores, visible_gpus
+from megarl.utils.http import in_thread
+from megarl.utils.job_token import job_token
+from megarl.utils.processes import (
     POLL_INTERVAL,
     TERM_TIMEOUT,
     Child,
     Reaper,
     Signals,
     deaf_to,
+    free_port,
+    log_tail,
     signal_group,
     spelled,
     stop_all,
     wait_until,
 )
-from megarl.observability.logging import get_logger
-from megarl.observability.presence import LauncherPresence
-from megarl.rollout.server_process import ServerProcess, free_port, log_tail
-from megarl.utils import stacks
-from megarl.utils.env import cores
-from megarl.utils.http import in_thread
-from megarl.utils.job_token import job_token
 
 log = get_logger("launcher")
 
@@ -296,7 +297,8 @@ class _NodeRun:
             log.info("%d server(s) healthy: %s", len(servers), found)
         if MASTER in tasks[0].ports:
             self.choose(MASTER)
-        if not self.await_names([MASTER], timeout=self.job.rendezvous_timeout):
+        meet = [MASTER] if any(MASTER in t.ports for t in self.job.of(TRAINER)) else []
+        if not self.await_names(meet, timeout=self.job.rendezvous_timeout):
             return False
         for task in tasks:
             command, env = self.filled(task)
@@ -305,8 +307,10 @@ class _NodeRun:
                 child = Child(task.name, command, env=env, tether=tether, log_path=task.log)
             self.trainers.append(child)
             self.reaper.watch(child.pid)
+        command, _ = self.filled(tasks[0])
         shown = " ".join(masked_override(a) for a in command[2:])
-        log.info("%d trainer process(es): %s %s", len(tasks), command[1], shown)
+        what = tasks[0].name if tasks[0].workers else f"{len(tasks)} trainer process(es)"
+        log.info("%s: %s %s", what, command[1], shown)
         return True
 
     # watching

@@ -51,8 +51,7 @@ def _value(name: str, value: str) -> str:
 def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     servers, judges = ([t for t in job.of(role) if t.part == 0] for role in (SERVER, JUDGE))
     yield (
-        f"{job.name}: {len(job.pools)} node(s), {len(job.of(TRAINER))} trainer process(es), "
-        f"{len(servers)} server(s)"
+        f"{job.name}: {len(job.pools)} node(s), {_trainers(job)}, {len(servers)} server(s)"
         + (f", {len(judges)} for the judge" if judges else "")
         + (f", {len(job.of(REWARDS))} reward worker(s)" if job.of(REWARDS) else "")
     )
@@ -62,8 +61,10 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
         [("node", "pool", "GPUs", "processes"), *(_node_row(job, n) for n in range(len(job.pools)))]
     )
     for role in (*SERVERS, TRAINER):
-        if tasks := job.of(role):
-            yield from ("", *_role(role, tasks))
+        own = [t for t in job.of(role) if t.workers is not None]
+        for tasks in (own, [t for t in job.of(role) if t not in own]):
+            if tasks:
+                yield from ("", *_role(role, tasks))
     yield ""
     yield "every process gets these variables as they are here:"
     for name in job.forwarded:
@@ -76,10 +77,19 @@ def _table(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     )
 
 
+def _trainers(job: Job) -> str:
+    trainers = job.of(TRAINER)
+    if (workers := trainers[0].workers) is None:
+        return f"{len(trainers)} trainer process(es)"
+    return f"a controller that starts {workers} trainer process(es) and the rollouts' driver"
+
+
 def _node_row(job: Job, node: int) -> tuple[str, ...]:
     found = []
     for role in (TRAINER, *SERVERS):
         tasks = job.of(role, node)
+        if tasks and tasks[0].workers is not None:
+            found.append(tasks.pop(0).name)
         if role == TRAINER and len(tasks) > 1:
             found.append(f"trainers {tasks[0].index} to {tasks[-1].index}")
         else:

@@ -13,7 +13,7 @@ from megarl.config.errors import EXIT_CODE
 from megarl.launcher.files import JobFiles
 from megarl.launcher.job import Job
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL
-from megarl.launcher.plan import PACKAGE
+from megarl.rpc.nodes import PACKAGE
 
 END_WAIT = 120  # seconds the other nodes have to end when one has
 IDLE_LIMIT = 3  # attempts without a checkpoint after which a job is not queued again

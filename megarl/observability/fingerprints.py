@@ -26,16 +26,17 @@ from megarl.utils.fingerprint import Fingerprint
 FILE = "fingerprints.jsonl"
 DETAIL_BYTES = 64 << 20
 ALL = "*"  # the name of one hash for all tensors of a phase
-ROLLOUT, BATCH, LOGP, REF, VALUES, ADVANTAGES = (
+ROLLOUT, BATCH, LOGP, REF, TEACHER, VALUES, ADVANTAGES = (
     "rollout",  # the batch as it was handed out
     "batch",  # what of it a reward model or a filter changed
     "logp",
     "ref",
+    "teacher",
     "values",
     "advantages",
 )
 UPDATE, WEIGHTS, SERVERS = "update", "weights", "servers"
-_BEFORE_UPDATES = (ROLLOUT, BATCH, LOGP, REF, VALUES, ADVANTAGES)
+_BEFORE_UPDATES = (ROLLOUT, BATCH, LOGP, REF, TEACHER, VALUES, ADVANTAGES)
 _UPDATE = re.compile(r"(?:(?P<role>\w+) )?update (?P<number>\d+)")
 
 
@@ -50,11 +51,12 @@ def phase_of(kind: str, role: str = "actor", number: int | None = None) -> str:
 
 def _rank(phase: str) -> tuple[int, int, str]:
     """Returns a key that sorts phases as a step goes: a critic is updated before the policy."""
+    after = len(_BEFORE_UPDATES)
     if phase in _BEFORE_UPDATES:
         return _BEFORE_UPDATES.index(phase), 0, phase
     if match := _UPDATE.fullmatch(phase):
-        return 6 if match["role"] else 7, int(match["number"]), phase
-    return (9 if phase == SERVERS else 8), 0, phase
+        return after if match["role"] else after + 1, int(match["number"]), phase
+    return after + (3 if phase == SERVERS else 2), 0, phase
 
 
 class FingerprintFile:

@@ -26,7 +26,8 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 
 class Presence:
-    """Writes the file of this process until `end`. servers: returns the addresses that it
+    """Writes the file of this process until `end`. It is number `rank` of `world_size`, and called
+    `name`, which is that of a trainer where it is empty. servers: returns the addresses that it
     generates with, asked anew each time; where it raises OSError or ValueError, they stay."""
 
     def __init__(
@@ -35,6 +36,7 @@ class Presence:
         *,
         rank: int,
         world_size: int,
+        name: str = "",
         servers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.total_steps: int | None = None
@@ -42,6 +44,7 @@ class Presence:
         self._path = run_dir / FOLDER / f"rank_{rank}.json"
         self._about: dict[str, Any] = {
             "rank": rank,
+            "name": name or f"trainer {rank}",
             "world_size": world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -50,6 +50,11 @@ class _Entry:
             self.low = min(self.low, values.min().item())
             self.high = max(self.high, values.max().item())
 
+    def join(self, other: _Entry) -> None:
+        self.sum += other.sum
+        self.count += other.count
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+
     def reduced(self, how: str) -> float:
         if how == "sum":
             return self.sum
@@ -58,6 +63,18 @@ class _Entry:
         if how == "avg":
             return self.sum / self.count
         return self.low if how == "min" else self.high
+
+
+Entries = dict[tuple[str, str], _Entry]
+
+
+def joined(*taken: Entries) -> dict[str, float]:
+    """Returns {name: value} of what was recorded in several processes."""
+    found: Entries = {}
+    for entries in taken:
+        for key, entry in entries.items():
+            found.setdefault(key, _Entry()).join(entry)
+    return {name: entry.reduced(how) for (name, how), entry in sorted(found.items())}
 
 
 class StatsTracker:
@@ -157,13 +174,18 @@ class StatsTracker:
         Every rank's records count, so ranks that hold the same rows should not both record sums of
         them. Timings are those of the slowest rank. over_ranks: False takes this rank alone.
         """
+        return joined(self.take(over_ranks=over_ranks, group=group))
+
+    def take(self, *, over_ranks: bool = True, group: Any = None) -> Entries:
+        """Returns what `export` makes numbers of, for `joined`, and starts anew. Collective as
+        `export` is."""
         entries, self._entries = self._entries, {}
         self._masks.clear()
         for name, seconds in self._timers.export("timing/").items():
             entries[name, "max"] = _Entry(seconds, 1.0, seconds, seconds)
         if over_ranks and dist.is_initialized() and dist.get_world_size(group) > 1:
             entries = _joined(entries, group)
-        return {name: entry.reduced(how) for (name, how), entry in sorted(entries.items())}
+        return entries
 
     def _add(self, name: str, how: str, values: Tensor) -> None:
         if not self._muted:
@@ -173,7 +195,7 @@ class StatsTracker:
         return "/".join([*self._scopes, name])
 
 
-def _joined(entries: dict[tuple[str, str], _Entry], group: Any) -> dict[tuple[str, str], _Entry]:
+def _joined(entries: Entries, group: Any) -> Entries:
     """Returns the entries of all ranks as one; a rank may lack some."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     keys = sorted(entries)
@@ -200,3 +222,4 @@ scalar, denominator, stat = _tracker.scalar, _tracker.denominator, _tracker.stat
 peak, muted = _tracker.peak, _tracker.muted
 scope, record_timing = _tracker.scope, _tracker.record_timing
 seconds, export, watch = _tracker.seconds, _tracker.export, _tracker.watch
+take = _tracker.take

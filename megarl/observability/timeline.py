@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 FOLDER = "timeline"
 LIMIT = 32 << 20  # bytes of one file
-PHASES, SYNCS, EPISODES = "phases", "syncs", "episodes"  # tracks
+PHASES, SYNCS, EPISODES, CALLS, MEMORY = "phases", "syncs", "episodes", "calls", "memory"  # tracks
 
 
 class Timeline:
@@ -43,6 +43,11 @@ class Timeline:
             if file is not None:
                 with contextlib.suppress(OSError):  # a disk that is full, as in `record`
                     file.close()
+
+    @property
+    def recording(self) -> bool:
+        """Returns whether spans are written."""
+        return self._file is not None
 
     def record(self, track: str, name: str, start: float, seconds: float, **about: Any) -> None:
         """Writes a span. start: Unix seconds. A disk that is full costs the span, not the run."""

@@ -24,6 +24,13 @@ def _nvtx(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@contextmanager
+def shown(name: str) -> Iterator[None]:
+    """Has what is done inside be a range of a profiler's trace, and a phase of the timeline."""
+    with torch.profiler.record_function(name), _nvtx(name), timeline.phase(name):
+        yield
+
+
 class Timers:
     """Adds up the seconds of named phases, until they are exported:
 
@@ -56,7 +63,7 @@ class Timers:
             _synchronize()
         start = self._clock()
         try:
-            with torch.profiler.record_function(name), _nvtx(name), timeline.phase(name):
+            with shown(name):
                 yield
                 if self._sync:
                     _synchronize()

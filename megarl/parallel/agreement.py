@@ -39,7 +39,8 @@ def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = N
     dist.all_gather_object(found, Failure.of(error) if error else None, group=group)
     failed = {rank: f for rank, f in enumerate(found) if f is not None}
     try:
-        settle(what, dist.get_rank(group), failed, error)
+        # dist.get_rank(group) would ask for the rank in the world in scope, which may be another
+        settle(what, (group or c10d._get_default_group()).rank(), failed, error)
     finally:
         del error
     return cast(T, result)

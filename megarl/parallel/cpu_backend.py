@@ -39,6 +39,7 @@ import torch.distributed as dist
 from megarl.parallel import cpu_kernels, cpu_torch
 from megarl.parallel.cpu_adam import CpuFusedAdam
 from megarl.parallel.cpu_torch import nothing, patch
+from megarl.parallel.worlds import PerWorld
 
 
 def p5_tracker() -> None:
@@ -221,16 +222,12 @@ def p13_one_rank_groups() -> None:
     from megatron.core import parallel_state
 
     create = parallel_state.create_group
-    world: Any = None
-    of_rank: dict[int, Any] = {}
+    of_world = PerWorld(dict[int, Any])
 
     def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        nonlocal world
         if ranks is None or len(ranks) != 1:
             return create(ranks, *args, **kwargs)
-        if world is not dist.group.WORLD:
-            world = dist.group.WORLD
-            of_rank.clear()
+        of_rank = of_world.get()
         if ranks[0] not in of_rank:
             of_rank[ranks[0]] = dist.new_group(list(ranks))
         return of_rank[ranks[0]]

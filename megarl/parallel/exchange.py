@@ -21,18 +21,20 @@ from torch import Tensor
 
 from megarl.api.batch import Batch, Home, Tokens, register_comm
 from megarl.parallel.groups import collective_timeout, waiting_for
+from megarl.parallel.worlds import PerWorld, ranks_of
 
 CHUNK = 16 << 20  # bytes of a message, unless a row alone is longer
 IN_FLIGHT = 2  # sends, and receives, that a rank has begun and not yet ended
 
 
 class WorldComm:
-    """Implements api.batch's Comm over all ranks, by gloo, whatever the devices are."""
+    """Implements api.batch's Comm over all ranks of the world in scope, by gloo, whatever the
+    devices are."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.world = dist.group.WORLD
-        self.group: Any = self.world
+        self.ranks = ranks_of(dist.group.WORLD)  # of all ranks
+        self.group: Any = dist.group.WORLD
         if dist.get_backend() != "gloo":
             bound = timedelta(seconds=collective_timeout())
             self.group = dist.new_group(backend="gloo", timeout=bound)
@@ -58,18 +60,15 @@ class WorldComm:
         return [raw[:n] for raw, n in zip(found, sizes, strict=True)]
 
 
-_comm: WorldComm | None = None
+_comms = PerWorld(WorldComm)
 
 
 def world_comm() -> WorldComm | None:
-    """Returns the Comm of all processes, None where there is one process. On GPUs the first call is
-    a collective: it makes a group for host memory."""
-    global _comm
+    """Returns the Comm of all processes of the world in scope, None where there is one process. On
+    GPUs the first call is a collective: it makes a group for host memory."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if _comm is None or _comm.world is not dist.group.WORLD:
-        _comm = WorldComm()
-    return _comm
+    return _comms.get()
 
 
 register_comm(world_comm)

@@ -3,7 +3,8 @@ engine's.
 
 megatron-core keeps groups, sizes and the random-state tracker in module globals. Several engines
 with different layouts live on the same ranks, so each has a ProcessGroups that remembers what those
-globals should be, and `model_scope(groups)` swaps it in around every call into megatron-core.
+globals should be, and `model_scope(groups)` swaps it in around every call into megatron-core. It
+also enters the engine's world (worlds.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
+from megarl.parallel.worlds import PerWorld, inside, this_rank
 from megarl.utils.env import set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
@@ -46,7 +48,9 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     global _collective_timeout
     set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
     if mcore.on_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # a scheduler may have each process see its own device alone
+        seen = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if seen > 1 else 0)
     if dist.is_initialized():
         return
     _collective_timeout = timeout or _collective_timeout
@@ -135,7 +139,7 @@ class _Groups:
     users: int = 0
 
 
-_groups_by_layout: dict[Layout, _Groups] = {}
+_groups_by_layout = PerWorld(dict[Layout, _Groups])
 
 
 def _create(layout: Layout) -> _Groups:
@@ -171,9 +175,9 @@ def _create(layout: Layout) -> _Groups:
 class ProcessGroups:
     """Holds one engine's view: the groups of its layout and its own random-state tracker.
 
-    Creating one is a collective over the whole world. Engines of the same layout share the groups;
-    `release()` gives them back, and the last user destroys them. Raises ValueError for a layout of
-    another number of ranks than are running.
+    They belong to the world in scope, and creating them is a collective over it. Engines of the
+    same layout share the groups; `release()` gives them back, and the last user destroys them.
+    Raises ValueError for a layout of another number of ranks than are running.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -183,9 +187,11 @@ class ProcessGroups:
         self.layout = layout
         self.rank = dist.get_rank()
         self.coords: Coords = layout.coords(self.rank)
-        if layout not in _groups_by_layout:
-            _groups_by_layout[layout] = _create(layout)
-        self._shared: _Groups | None = _groups_by_layout[layout]
+        self.world: Any = dist.group.WORLD
+        of_layout = _groups_by_layout.get()
+        if layout not in of_layout:
+            of_layout[layout] = _create(layout)
+        self._shared: _Groups | None = of_layout[layout]
         self._shared.users += 1
         self._state = dict(self._shared.state)
         self._rng = dict(_BLANK_RNG)
@@ -198,19 +204,14 @@ class ProcessGroups:
             self.ep = ps.get_expert_model_parallel_group()
 
     @property
-    def world(self) -> dist.ProcessGroup:
-        """Returns the group of all ranks."""
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-    @property
     def is_last_stage(self) -> bool:
         """Returns whether this rank is on the last pipeline stage, which has the output layer."""
         return self.coords.pp == self.layout.pp - 1
 
     def barrier(self) -> None:
         """Waits for all ranks of the world. Collective."""
-        _barrier()
+        with inside(self.world):
+            _barrier()
 
     def release(self) -> None:
         """Gives the groups back; a layout's last user destroys them. Collective over the world."""
@@ -220,15 +221,11 @@ class ProcessGroups:
         shared.users -= 1
         if shared.users:
             return
-        del _groups_by_layout[self.layout]
+        with inside(self.world):
+            del _groups_by_layout.get()[self.layout]
         self.barrier()
         for group in shared.owned:
             dist.destroy_process_group(group)
-
-
-def forget_groups() -> None:
-    """Forgets the groups of every layout, after the world that they were part of has ended."""
-    _groups_by_layout.clear()
 
 
 _in_scope: list[ProcessGroups] = []
@@ -236,21 +233,23 @@ _in_scope: list[ProcessGroups] = []
 
 @contextmanager
 def model_scope(groups: ProcessGroups) -> Iterator[None]:
-    """Makes megatron-core's globals those of `groups` inside the `with`; scopes may nest."""
-    if _in_scope and _in_scope[-1] is groups:
-        yield
-        return
-    outer_state, outer_rng = _read_parallel_state(), _read_rng()
-    _write(ps, groups._state)
-    _write(mcore_random, groups._rng)
-    _in_scope.append(groups)
-    try:
-        yield
-    finally:
-        _in_scope.pop()
-        groups._state, groups._rng = _read_parallel_state(), _read_rng()
-        _write(ps, outer_state)
-        _write(mcore_random, outer_rng)
+    """Makes megatron-core's globals those of `groups`, and torch's default group their world's,
+    inside the `with`; scopes may nest."""
+    with inside(groups.world):
+        if _in_scope and _in_scope[-1] is groups:
+            yield
+            return
+        outer_state, outer_rng = _read_parallel_state(), _read_rng()
+        _write(ps, groups._state)
+        _write(mcore_random, groups._rng)
+        _in_scope.append(groups)
+        try:
+            yield
+        finally:
+            _in_scope.pop()
+            groups._state, groups._rng = _read_parallel_state(), _read_rng()
+            _write(ps, outer_state)
+            _write(mcore_random, outer_rng)
 
 
 # how gloo begins its report of a timeout or of a peer that died
@@ -271,7 +270,7 @@ def waiting_for(groups: ProcessGroups | None, what: str) -> Iterator[None]:
             raise
         where = f" ({groups.coords})" if groups else ""
         raise RuntimeError(
-            f"rank {dist.get_rank()}{where} gave up waiting for other ranks in {what}: one of them "
+            f"rank {this_rank()}{where} gave up waiting for other ranks in {what}: one of them "
             f"ended, or did not come within collective_timeout={_collective_timeout:g} s; look at "
             f"the other ranks' logs for the first error. Cause: {error}"
         ) from error

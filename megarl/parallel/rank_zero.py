@@ -17,31 +17,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.worlds import PerWorld
 from megarl.utils.disk import DiskFull
 from megarl.utils.stopping import StopRequested
 
 T = TypeVar("T")
 
-_of_world: tuple[object, RankZero] | None = (
-    None  # a process group, and what on_rank_zero uses there
-)
-
 
 def on_rank_zero(fn: Callable[..., T], *args: Any, **kw: Any) -> T:
     """Returns `fn(*args, **kw)` of rank 0 on every rank, or raises its error; see RankZero.
 
-    Collective over the ranks of torchrun, and a plain call where there is one process. Starts
-    torch.distributed where nothing has yet.
+    Collective over the ranks of torchrun (in a world's scope over its ranks), and a plain call
+    where there is one process. Starts torch.distributed where nothing has yet.
     """
-    global _of_world
-    from megarl.parallel.groups import collective_timeout, init_distributed  # imports megatron
+    from megarl.parallel.groups import init_distributed  # imports megatron
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed()
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if _of_world is None or _of_world[0] is not world:
-        _of_world = world, RankZero(collective_timeout())
-    return _of_world[1](fn, *args, **kw)
+    return _of_world.get()(fn, *args, **kw)
 
 
 # errors that keep their type on every rank; each is made of its message
@@ -162,3 +155,12 @@ class RankZero:
         if status == "error":
             raise RuntimeError(f"rank 0 failed in {name}: {value}")
         return pickle.loads(value)  # of our own rank 0, over the group
+
+
+def _with_default_timeout() -> RankZero:
+    from megarl.parallel.groups import collective_timeout  # imports megatron
+
+    return RankZero(collective_timeout())
+
+
+_of_world = PerWorld(_with_default_timeout)

@@ -100,15 +100,21 @@ def best(found: list[Candidate], cluster: Cluster) -> list[Candidate]:
     return sorted(fit, key=lambda c: c.step.seconds)
 
 
-def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload) -> StepEstimate:
-    """Estimates the seconds of forward, backward and collectives over `batch_tokens`.
+def estimate_step(
+    m: ModelConfig, layout: Layout, cluster: Cluster, work: Workload, *, forward_only: bool = False
+) -> StepEstimate:
+    """Estimates the seconds of forward, backward and collectives over `batch_tokens`; of forward
+    alone with `forward_only`.
 
     T tokens of a micro-batch on a rank's share of the sequence, H hidden; a collective of n ranks
     over B bytes moves B (n - 1) / n through each rank's link.
     """
     again = 1 if work.recompute == "full" else 0  # forward a second time
+    passes, gathers, routings = 3 + again, 5 + 2 * again, 4 + 2 * again
+    if forward_only:
+        passes, gathers, routings = 1, 2, 2
     flops = train_flops(m, [work.sequence]) * work.batch_tokens / work.sequence
-    compute = flops * (3 + again) / 3 / layout.world_size
+    compute = flops * passes / 3 / layout.world_size
     compute /= cluster.peak_flops * cluster.compute_efficiency
     n = work.micro_batches(layout)
     layers = m.num_layers / layout.pp
@@ -119,16 +125,16 @@ def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Worklo
     # all-gathers and reduce-scatters before and after attention and MLP: 4 forward, and backward 4
     # and 2 more all-gathers of what sequence parallelism did not keep; experts do without
     blocks = 2 * layers - moe_layers
-    tp = blocks * (5 + 2 * again) * hidden / _rate(cluster, layout.tp, layout.tp)
+    tp = blocks * gathers * hidden / _rate(cluster, layout.tp, layout.tp)
     kv = BF16 * tokens * m.num_key_value_heads / layout.tp * (m.head_dim + m.v_head_dim)
     # keys and values go round, and with their gradients once more
-    cp = layers * (3 + again) * kv * layout.cp / _rate(cluster, layout.cp, layout.tp * layout.cp)
+    cp = layers * passes * kv * layout.cp / _rate(cluster, layout.cp, layout.tp * layout.cp)
     ep = 0.0
     if m.moe is not None:  # dispatch and combine, forward and backward
         share = layout.tp if layout.sequence_parallel else 1
         routed = hidden / share * m.moe.top_k
         rate = _rate(cluster, layout.ep, layout.etp * layout.ep)
-        ep = moe_layers * (4 + 2 * again) * routed / rate
+        ep = moe_layers * routings * routed / rate
     busy = compute + n * (tp + cp + ep)
     chunks = layout.pp * layout.vpp
     fullest = max(layout.split) * chunks / m.num_layers if layout.split else 1.0
@@ -137,7 +143,7 @@ def estimate_step(m: ModelConfig, layout: Layout, cluster: Cluster, work: Worklo
         tp=n * tp,
         cp=n * cp,
         ep=n * ep,
-        dp=_reduce(m, layout, cluster),
+        dp=0.0 if forward_only else _reduce(m, layout, cluster),
         bubble=busy * (fullest * (1 + (layout.pp - 1) / (layout.vpp * n)) - 1),
     )
 

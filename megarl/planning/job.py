@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from megarl.config.allocation import AllocationMode
 from megarl.config.check import engines, model_path, ref_is_below_adapters, smallest_world_size
 from megarl.config.cluster import ClusterConfig, PoolConfig
 from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
+from megarl.config.transports import built_in_transport
+from megarl.config.turns import settle_turns, takes_turns
 
 _LONGEST = 2048  # tokens of a prompt where the data set has no max_length
 
@@ -47,7 +51,20 @@ def _generation(cfg: GRPOConfig) -> dict[str, Any]:
         "server_memory": float(server.options.get("mem_fraction_static", 0.85)),
         "bucket_mb": sync.bucket_mb,
         "senders": sync.senders or cfg.actor.parallel.pp,
+        "turns": _takes_turns(cfg),
     }
+
+
+def _takes_turns(cfg: GRPOConfig) -> bool:
+    """Returns whether servers and trainers would use the same GPUs in turn, as far as that does not
+    depend on how many there are."""
+    transport = built_in_transport(cfg.weight_sync.type)
+    shared = transport is not None and transport.requirements.shares_devices
+    mode = cfg.allocation_mode
+    shared |= bool(mode) and AllocationMode.from_str(mode).colocated
+    settled = copy.deepcopy(cfg)
+    settle_turns(settled, shared=shared)
+    return takes_turns(settled)
 
 
 def _grid(gpus: int, pool: ClusterConfig | PoolConfig) -> str:

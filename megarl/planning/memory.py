@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -134,6 +135,23 @@ def training_memory(m: ModelConfig, layout: Layout, work: Workload) -> list[Stag
             )
         )
     return stages
+
+
+def turn_memory(
+    stages: Sequence[StageMemory], *, weights: int, kv_cache: int, buckets: int
+) -> dict[str, int]:
+    """Returns the bytes of the fullest GPU in each turn of servers and trainers that use the same
+    GPUs in turn (server.release_memory). A reference is there for its pass alone, which keeps no
+    activations.
+
+    weights, kv_cache: of a server on a GPU; buckets: what the sync takes."""
+    trained = [s.total - s.reference for s in stages]
+    passes = [s.total - s.activations - s.head for s in stages]
+    return {
+        "generate": weights + kv_cache,
+        "train": max(*trained, *passes),
+        "sync": weights + max(s.weights for s in stages) + buckets,
+    }
 
 
 def chunks_in_flight(layout: Layout, pp: int, micro_batches: int) -> int:

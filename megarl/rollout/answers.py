@@ -21,15 +21,23 @@ from megarl.rollout.generation import Sample
 # request (a digest), tokens, logprobs, versions (tensors), stop_reason, perhaps routes (a tensor)
 Answer = dict[str, Any]
 Kept = list[tuple[Any, list[Answer]]]  # of each episode, the row's id and its answers
+# which kept answers no request has asked for, and what is new of each request, by its index
+News = tuple[list[int], list[tuple[int, Answer]]]
+_TENSORS = ("tokens", "logprobs", "versions")
 
 
 class AnswerLog:
-    """Holds the answers of one episode. `kept`: those of the same episode before a resume."""
+    """Holds the answers of one episode. `kept`: those of the same episode before a resume.
+
+    An episode that another process runs has a log in both: what `news` returns there, `hear` takes
+    in here.
+    """
 
     def __init__(self, kept: Iterable[Answer] = ()) -> None:
-        self._kept = list(kept)  # that no request has asked for yet
-        self._requests: list[_Request] = []
-        self._cut: list[tuple[_Request, int, str]] = []  # with length and stop reason
+        self.kept = list(kept)
+        self._kept = self.kept  # that no request has asked for yet
+        self._requests: list[_Request | _Heard] = []
+        self._cut: list[tuple[_Request | _Heard, int, str]] = []  # with length and stop reason
         self._kept_at_cut = self._kept
 
     def begin(self, sample: Sample) -> None:
@@ -76,6 +84,26 @@ class AnswerLog:
         found = [request.upto(n, reason) for request, n, reason in self._cut if n]
         return self._kept_at_cut + found
 
+    def news(self) -> News:
+        """Returns what has come since the last call."""
+        left = {id(answer) for answer in self._kept}
+        found = [(i, r.news()) for i, r in enumerate(self._requests) if isinstance(r, _Request)]
+        return (
+            [i for i, answer in enumerate(self.kept) if id(answer) in left],
+            [(i, part) for i, part in found if part is not None],
+        )
+
+    def hear(self, news: News) -> None:
+        """Takes in the news of the log in the process that runs the episode."""
+        left, parts = news
+        self._kept = [self.kept[i] for i in left]
+        for index, part in parts:
+            while len(self._requests) <= index:
+                self._requests.append(_Heard())
+            request = self._requests[index]
+            assert isinstance(request, _Heard), "an episode runs in one process"
+            request.add(part)
+
 
 class _Request:
     """Holds a request's answer: in a sample that grows, and after its end as tensors."""
@@ -84,6 +112,7 @@ class _Request:
         self.key = _digest(sample.request)
         self._sample = sample
         self._ended: Answer | None = None
+        self._told = 0, "", 0  # tokens, stop reason and routes of the last news
 
     def progress(self) -> tuple[int, str]:
         """Returns the tokens there are, and the stop reason ("" while it goes on)."""
@@ -101,23 +130,64 @@ class _Request:
     def upto(self, n: int, stop_reason: str) -> Answer:
         """Returns the first `n` tokens of the answer."""
         if self._ended is not None:
-            part = {m: self._ended[m][:n].clone() for m in ("tokens", "logprobs", "versions")}
-            part |= self._routes(self._ended.get("routes"), len(self._ended["tokens"]) - n)
-            return self._ended | part | {"stop_reason": stop_reason}
+            return _first(self._ended, n, stop_reason)
         response = self._sample.response
-        routes = self._routes(response.routed_experts, response.output_len - n)
-        return routes | {
+        known = response.routed_experts
+        whole = {
             "request": self.key,
-            "tokens": torch.tensor(response.output_tokens[:n], dtype=torch.int32),
-            "logprobs": torch.tensor(response.output_logprobs[:n], dtype=torch.float32),
-            "versions": torch.tensor(response.output_versions[:n], dtype=torch.int32),
-            "stop_reason": stop_reason,
+            "tokens": torch.tensor(response.output_tokens, dtype=torch.int32),
+            "logprobs": torch.tensor(response.output_logprobs, dtype=torch.float32),
+            "versions": torch.tensor(response.output_versions, dtype=torch.int32),
+        }
+        return _first(whole if known is None else whole | {"routes": known}, n, stop_reason)
+
+    def news(self) -> Answer | None:
+        """Returns what has come since the last call; None for nothing."""
+        tokens, reason, routes = self._told
+        now = self.progress()
+        if now == (tokens, reason):
+            return None
+        whole = self.upto(*now)
+        self._told = *now, len(whole.get("routes", ()))
+        part = whole | {name: whole[name][tokens:] for name in _TENSORS}
+        return part | ({"routes": whole["routes"][routes:]} if "routes" in whole else {})
+
+
+class _Heard:
+    """Holds the answer to a request of another process, as far as it was heard of."""
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+
+    def progress(self) -> tuple[int, str]:
+        """Returns the tokens that are known, and the stop reason."""
+        answer = self._answer
+        return (0, "") if answer is None else (len(answer["tokens"]), answer["stop_reason"])
+
+    def add(self, part: Answer) -> None:
+        """Takes in what `_Request.news` returned."""
+        known = self._answer or {}
+        grown = {m: part[m] for m in (*_TENSORS, "routes") if m in part}
+        self._answer = part | {
+            m: torch.cat([known[m], new]) if m in known else new.clone() for m, new in grown.items()
         }
 
-    @staticmethod
-    def _routes(known: torch.Tensor | None, later: int) -> Answer:
-        """Returns the routes of an answer without those of its `later` tokens, if it has any."""
-        return {} if known is None else {"routes": known[: max(0, len(known) - later)].clone()}
+    def compact(self) -> None:
+        """Does nothing: it is compact."""
+
+    def upto(self, n: int, stop_reason: str) -> Answer:
+        """Returns the first `n` tokens of the answer."""
+        assert self._answer is not None, "asked for tokens that nobody heard of"
+        return _first(self._answer, n, stop_reason)
+
+
+def _first(answer: Answer, n: int, stop_reason: str) -> Answer:
+    """Returns the first `n` tokens of an answer, and its routes without those of the others."""
+    part = {name: answer[name][:n].clone() for name in _TENSORS}
+    if (known := answer.get("routes")) is not None:
+        later = len(answer["tokens"]) - n
+        part["routes"] = known[: max(0, len(known) - later)].clone()
+    return answer | part | {"stop_reason": stop_reason}
 
 
 class KeptAnswers:

@@ -23,13 +23,13 @@ class CacheKeys:
 
     def __init__(self, mode: str) -> None:
         self.mode, self.version = mode, 0
-        self._run = _name()
+        self._run, self._returns = uuid.uuid4().hex[:8], 0
 
     def set_version(self, version: int) -> None:
         """Sets the version of the weights. A lower one than before begins new keys: what is cached
         under its number, and those that follow, comes from other weights."""
         if version < self.version:
-            self._run = _name()
+            self._returns += 1
         self.version = version
 
     def begin(self) -> int:
@@ -42,13 +42,9 @@ class CacheKeys:
 
     def key(self, version: int) -> str:
         """Returns the key of a version. Servers may have KV of other runs: no two share a key."""
-        return f"megarl-{self._run}-v{version}"
+        return f"megarl-{self._run}.{self._returns}-v{version}"
 
     def crossed(self, version: int) -> bool:
         """Tells whether an update has come since a request named `version`, so that the answer may
         rest on KV of older weights although the mode forbids it."""
         return self.mode == "recompute" and version != self.version
-
-
-def _name() -> str:
-    return uuid.uuid4().hex[:8]

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from megarl.api.batch import Batch, Padded
-from megarl.api.inference import Arrival, InferenceEngine, RolloutWorkflow
-from megarl.api.records import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from megarl.api.inference import Arrival, RolloutWorkflow
+from megarl.api.records import FinetuneSpec, WeightUpdateMeta
 from megarl.config.check_rollout import kv_problems
-from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.config.servers import server_addresses
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.parallel.rank_zero import RankZero
-from megarl.rollout.answers import current as current_answers
-from megarl.rollout.cache_keys import CacheKeys
 from megarl.rollout.concurrency import adapt
-from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.driver import SharedArrival, check_same_data, driver_of_world
 from megarl.rollout.executor import RolloutExecutor
-from megarl.rollout.gateway.gateway import Gateway
-from megarl.rollout.gateway.session import Session
-from megarl.rollout.generation import Sample, attempt_key, stable_seed, with_ids
-from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pausing import Pauses
 from megarl.rollout.pipeline import ShouldAccept
-from megarl.rollout.router import Router
-from megarl.rollout.routes import wanted
-from megarl.rollout.sample_loop import SampleLoop
-from megarl.rollout.server_choice import ServerChoice
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool
-from megarl.rollout.server_waits import (
-    check_routes,
-    context_length,
-    wait_for_version,
-    wait_healthy,
-)
+from megarl.rollout.requester import Connection, Requester
+from megarl.rollout.server_pool import PROBE_TIMEOUT
+from megarl.rollout.server_waits import check_routes, wait_for_version, wait_healthy
+from megarl.rollout.worker_process import START_TIMEOUT
+from megarl.rollout.workers import WorkerPool
 from megarl.wire.routes import RouteShape
 
 T = TypeVar("T")
 
 
-class RemoteSGLangEngine(InferenceEngine):
+class RemoteSGLangEngine(Requester):
     """Generates by the servers of `config.addresses`, else of MEGARL_LLM_SERVER_ADDRS.
 
     Under torchrun every rank makes one. Rank 0, the driver, talks to the servers. `initialize`,
@@ -67,30 +53,23 @@ class RemoteSGLangEngine(InferenceEngine):
         seed: int = 1,
         tokenizer: Any = None,
     ) -> None:
-        self.config = config
-        self._sync = weight_sync or WeightSyncConfig()
+        super().__init__(config, weight_sync or WeightSyncConfig(), seed=seed, tokenizer=tokenizer)
         for problem in kv_problems(config.kv_after_sync, self._sync.pause_mode):
             raise ValueError(problem)
-        self._seed, self._tokenizer = seed, tokenizer
-        self._version = 0
-        self._keys = CacheKeys(config.kv_after_sync)
         self._updated: int | None = None  # the last version that update_weights saw arrive
-        self._loop: LoopThread | None = None
-        self._pool: ServerPool | None = None
-        self._samples: SampleLoop | None = None
         self._executor: RolloutExecutor | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
         self._pauses: Pauses | None = None
-        self._gateway: Gateway | None = None  # from the first session
-        self._routes: RouteShape | None = None  # where answers are to have them
+        self._workers: WorkerPool | None = None
 
     # life
 
     @property
     def addresses(self) -> list[str]:
         """Returns host:port of every server that is not lost."""
-        return self._pool.addresses if self._pool else server_addresses(self.config)
+        at = self._connection
+        return at.pool.addresses if at else server_addresses(self.config)
 
     def initialize(
         self, addr: str | Sequence[str] | None = None, ft_spec: FinetuneSpec | None = None
@@ -118,54 +97,53 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Opens connections, on the driver; returns the servers' addresses."""
-        pool = ServerPool(server_addresses(self.config), server_timeout=self._sync.server_timeout)
-        router = Router(self.config.router, pool) if self.config.router else None
-        dispatcher = Dispatcher(
-            pool,
-            ServerChoice(affinity=self.config.affinity),
-            timeout=self.config.request_timeout,
-            retries=self.config.request_retries,
-            router=router,
-        )
-        self._pool, self._loop = pool, LoopThread()
-        # a pause may take weight_sync.timeout to drain, and the update as long
-        patience = 2 * self._sync.timeout + self.config.request_timeout
-        self._samples = SampleLoop(dispatcher, keys=self._keys, patience=patience)
-        self._executor = RolloutExecutor(self.config, engine=self, loop=self._loop)
+        at = self.connect()
+        self._executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
+        pipeline, opening = self._executor.pipeline, None
+        if self.config.workers:
+            self._workers = WorkerPool(self)
+            opening = at.loop.submit(self._workers.open())  # servers load meanwhile
+            at.pool.changed, pipeline.runner = self._tell_workers, self._workers.run
         self._pauses = Pauses(
-            self.config,
-            self._sync,
-            loop=self._loop,
-            pool=pool,
-            samples=self._samples,
-            pipeline=self._executor.pipeline,
+            self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers
         )
         setup = self.config.setup_timeout
-        self._loop.run(pool.open(), timeout=PROBE_TIMEOUT)
-        self._loop.run(wait_healthy(pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
-        if router is not None:
-            self._loop.run(router.check(), timeout=2 * PROBE_TIMEOUT)
+        at.loop.run(wait_healthy(at.pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
+        if at.router is not None:
+            at.loop.run(at.router.check(), timeout=2 * PROBE_TIMEOUT)
+            if self._workers is not None:  # they leave it to this client
+                at.loop.run(at.router.show(), timeout=2 * PROBE_TIMEOUT)
+        if opening is not None:
+            opening.result(2 * START_TIMEOUT)
         if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
-            pipeline = self._executor.pipeline
-            self._loop.submit(adapt(pool, self._samples, pipeline, self.config.max_queue))
+            at.loop.submit(adapt(at.pool, at.samples, pipeline, self.config.max_queue))
         if ft_spec is not None:
             self._executor.expect(ft_spec.total_train_steps)
-        return pool.addresses
+        return at.pool.addresses
 
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
         thread. Every rank calls it, none waits for another. May be called twice."""
-        loop, pool, samples, zero = self._loop, self._pool, self._samples, self._zero
-        gateway = self._gateway
-        self._loop = self._pool = self._samples = self._executor = self._zero = None
-        self._gateway = self._pauses = None
+        zero, workers = self._zero, self._workers
+        self._zero = self._executor = self._pauses = self._workers = None
         if zero is not None:
             zero.close()
-        if loop is not None:
-            if gateway is not None and not loop.blocked():
-                loop.run(gateway.close(), timeout=PROBE_TIMEOUT)
-            paused = samples is not None and samples.held
-            loop.close(last=partial(pool.close, resume=paused) if pool is not None else None)
+        try:
+            self.disconnect()
+        finally:
+            if workers is not None:
+                workers.stop()
+
+    def _tell_workers(self) -> None:
+        """Has the workers' clients, if there are any, agree with this one."""
+        if self._workers is not None:
+            self.opened().loop.call_soon(self._workers.follow)
+
+    def for_worker(self, index: int) -> Self:
+        """Returns a client for a worker process; see Requester.for_worker."""
+        twin = super().for_worker(index)
+        twin._executor = twin._zero = twin._loader = twin._pauses = twin._workers = None
+        return twin
 
     @property
     def drives(self) -> bool:
@@ -196,79 +174,31 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def check_health(self) -> None:
         """Raises RuntimeError naming the servers whose /health is not 200. On the driver only."""
-        loop, pool, _ = self._open()
-        down = loop.run(pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
+        at = self.opened()
+        down = at.loop.run(at.pool.unhealthy(), timeout=2 * PROBE_TIMEOUT)
         if down:
             raise RuntimeError("unhealthy servers: " + "; ".join(map(str, down.values())))
 
-    @property
-    def is_open(self) -> bool:
-        """Returns whether this process is connected to the servers; only the driver ever is."""
-        return self._pool is not None
-
-    def _open(self) -> tuple[LoopThread, ServerPool, SampleLoop]:
+    def opened(self) -> Connection:
+        """Returns the connection of an open client, on the driver. Raises RuntimeError
+        elsewhere."""
         if not self.drives:
             raise RuntimeError(
                 "generation is driven by rank 0 alone: call initialize, prepare_batch, "
                 "rollout_batch, update_weights and destroy on every rank, and submit, wait, "
                 "agenerate, check_health and stats on rank 0 only"
             )
-        if self._loop is None or self._pool is None or self._samples is None:
-            raise RuntimeError("the rollout client is not open: call initialize() first")
-        return self._loop, self._pool, self._samples
+        return super().opened()
 
     def record_routes(self, shape: RouteShape) -> None:
         """Has answers carry the experts that the servers' routers choose, see ModelResponse.
 
         shape: the model's. On the driver only. Raises RuntimeError naming the servers that do not
         return them."""
-        loop, pool, _ = self._open()
-        loop.run(check_routes(pool), timeout=2 * PROBE_TIMEOUT)
+        at = self.opened()
+        at.loop.run(check_routes(at.pool), timeout=2 * PROBE_TIMEOUT)
         self._routes = shape
-
-    # generation
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Generates one sample; see agenerate_many."""
-        return (await self.agenerate_many([req]))[0]
-
-    async def agenerate_many(self, reqs: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Generates samples in one request to one server, that of the episode where there is one
-        (rollout.affinity), in the order of `reqs`, and continues those that a pause aborts. Raises
-        RuntimeError where all tries fail, ValueError for a broken answer."""
-        loop, _, sending = self._open()
-        samples = [self._sample(i, with_ids(r, self._tokenizer)) for i, r in enumerate(reqs)]
-        if (answers := current_answers.get()) is not None:
-            for sample in samples:
-                answers.begin(sample)
-        responses = await loop.here(sending.generate(samples))
-        if self._tokenizer is not None:
-            for response in responses:
-                response.completion = self._tokenizer.decode(
-                    response.output_tokens, skip_special_tokens=True
-                )
-        return responses
-
-    @asynccontextmanager
-    async def session(
-        self, gconfig: GenerationHyperparameters, tokenizer: Any = None, **named: Any
-    ) -> AsyncIterator[Session]:
-        """Opens a session of the gateway, which starts with the first of them; see
-        InferenceEngine.session. tokenizer: the client's where it is None."""
-        loop, pool, _ = self._open()
-        if self._gateway is None:
-            self._gateway = Gateway(self, self.config.gateway)
-        await loop.here(self._gateway.start(partial(context_length, pool)))
-        chosen = self._tokenizer if tokenizer is None else tokenizer
-        with self._gateway.session(gconfig, chosen, **named) as session:
-            yield session
-
-    def _sample(self, index: int, req: ModelRequest) -> Sample:
-        seed = req.seed
-        if seed is None and req.gconfig.seed is not None:
-            key = (self._seed, req.gconfig.seed, self._version, tuple(req.input_ids), index)
-            seed = stable_seed(*key, *attempt_key())
-        return Sample(req, seed=seed, routes=self._routes if wanted.get() else None)
+        self._tell_workers()
 
     # weights
 
@@ -280,16 +210,18 @@ class RemoteSGLangEngine(InferenceEngine):
         """
         if not self.drives:
             return
-        self._paused().begin()
+        self.pauses.begin()
 
     def resume(self) -> None:
         """Has the servers go on and sends requests again; does nothing on other ranks."""
         if not self.drives:
             return
-        self._paused().end()
+        self.pauses.end()
 
-    def _paused(self) -> Pauses:
-        self._open()
+    @property
+    def pauses(self) -> Pauses:
+        """Returns what pauses the servers and has them release memory. On the driver only."""
+        self.opened()
         assert self._pauses is not None
         return self._pauses
 
@@ -297,12 +229,12 @@ class RemoteSGLangEngine(InferenceEngine):
         """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
         if not self.drives:
             return
-        loop, pool, _ = self._open()
+        at = self.opened()
 
         async def drop() -> None:  # in the loop's thread, as all that the pool does
-            pool.drop(lost)
+            at.pool.drop(lost)
 
-        loop.run(drop(), timeout=PROBE_TIMEOUT)
+        at.loop.run(drop(), timeout=PROBE_TIMEOUT)
 
     def update_weights(self, meta: WeightUpdateMeta) -> Arrival:
         """Returns the arrival of the weights that the trainer's `upload_weights` moves: it is done
@@ -311,18 +243,22 @@ class RemoteSGLangEngine(InferenceEngine):
         that is not above the last."""
         zero = self._everyone()
         meta = meta.settled(self._version, self._updated)
-        arrival = self._open()[0].submit(self._await_version(meta)) if zero.is_zero else None
+        arrival = self.opened().loop.submit(self._await_version(meta)) if zero.is_zero else None
         if arrival is not None and zero.size == 1:
             return arrival
         return SharedArrival(zero, arrival, partial(self._arrived, meta))
 
     async def _await_version(self, meta: WeightUpdateMeta) -> None:
-        await wait_for_version(self._open()[1], meta, self._sync.server_timeout)
+        await wait_for_version(self.opened().pool, meta, self._sync.server_timeout)
         self._arrived(meta)
+        if self._workers is not None:  # before servers answer with these weights
+            if (router := self.opened().router) is not None:
+                await router.show()
+            await self._workers.told()
 
     def _arrived(self, meta: WeightUpdateMeta) -> None:
-        if self._samples is not None:  # on the driver
-            self._samples.adapter = meta.adapter
+        if self._connection is not None:  # on the driver
+            self._connection.samples.adapter = meta.adapter
         self.set_version(meta.number)
         self._updated = meta.number
 
@@ -332,19 +268,16 @@ class RemoteSGLangEngine(InferenceEngine):
         self._keys.set_version(version)
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
+        self._tell_workers()
         if self._executor is not None:
             self._executor.pipeline.version_changed(version)
-
-    def get_version(self) -> int:
-        """Returns the version that `set_version` or the last finished update has set."""
-        return self._version
 
     # rollouts
 
     @property
     def executor(self) -> RolloutExecutor:
         """Returns the executor of an open client, on the driver. Raises RuntimeError elsewhere."""
-        self._open()
+        self.opened()
         assert self._executor is not None
         return self._executor
 
@@ -392,7 +325,12 @@ class RemoteSGLangEngine(InferenceEngine):
         return self.share(lambda: self.executor.prepare_parts(*given))
 
     def stats(self) -> dict[str, float]:
-        """Returns the executor's counters and timings, see RolloutExecutor.stats; with a gateway
-        lost_answers, which were written and no agent took."""
-        lost = {} if self._gateway is None else {"lost_answers": float(self._gateway.lost)}
-        return self.executor.stats() | lost
+        """Returns the executor's counters and timings, see RolloutExecutor.stats; loop_lag, the
+        seconds that the event loop was late at most since the last call; with a gateway
+        lost_answers, which were written and no agent took; with workers WorkerPool.stats."""
+        found = self.executor.stats() | {"loop_lag": self.opened().loop.take_lag()}
+        if self._workers is not None:
+            found |= self._workers.stats()
+        if (lost := self.lost_answers) is not None:
+            found["lost_answers"] = found.get("lost_answers", 0.0) + lost
+        return found

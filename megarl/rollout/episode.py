@@ -63,6 +63,7 @@ class Episode:
     answers: of its requests, where they are kept for a resume.
     wanted_by: the function of a consumer that accepted it, too.
     latency: seconds from begin to end.
+    oldest: the version of the oldest trained token of `batch`; None where there is none.
     routes: whether its answers carry routes, where the client asks servers for them.
     """
 
@@ -84,6 +85,7 @@ class Episode:
     wanted_by: Callable[[Padded], bool] | None = None
     error: BaseException | None = None
     latency: float = 0.0
+    oldest: int | None = None
     routes: bool = True
     answers: AnswerLog | None = None
 
@@ -91,13 +93,6 @@ class Episode:
     def name(self) -> str:
         """Returns how messages name the episode: by its row's id."""
         return f"row {self.row.get('row_id', '?')}"
-
-    def oldest_version(self) -> int | None:
-        """Returns the smallest version that wrote a trained token; None for no such token."""
-        if self.batch is None:
-            return None
-        trained = self.batch["versions"][self.batch["loss_mask"].bool()]
-        return int(trained.min()) if trained.numel() else None
 
 
 async def run_episode(
@@ -127,7 +122,7 @@ async def run_episode(
         episode.rewards = rewards_of(batch)
         accept = episode.should_accept
         if batch is not None and (accept is None or accept(batch)):
-            episode.batch = batch
+            episode.batch, episode.oldest = batch, _oldest_version(batch)
     # handed to whoever waits for the episode, see RolloutExecutor.wait
     except (Exception, asyncio.CancelledError, SystemExit) as cause:
         error = cause
@@ -149,9 +144,31 @@ async def run_episode(
     if episode.answers is not None:
         episode.answers.end()
     episode.latency = time.monotonic() - begun
-    timeline.record(
-        EPISODES, episode.name, start, episode.latency, number=episode.number, **_outcome(episode)
-    )
+    show(episode, start)
+
+
+def judge(episode: Episode) -> None:
+    """Has should_accept decide on the batch of an episode that was run without it, elsewhere."""
+    try:
+        accept = episode.should_accept
+        if accept is not None and episode.batch is not None and not accept(episode.batch):
+            episode.batch = None
+    except Exception as error:
+        error.add_note(f"in the episode of {episode.name}")
+        episode.batch, episode.error = None, error
+
+
+def show(episode: Episode, start: float) -> None:
+    """Shows an episode that has ended in the timeline. start: in Unix seconds."""
+    if timeline.recording:
+        about = {"number": episode.number} | _outcome(episode)
+        timeline.record(EPISODES, episode.name, start, episode.latency, **about)
+
+
+def _oldest_version(batch: Padded) -> int | None:
+    """Returns the smallest version that wrote a trained token; None for no such token."""
+    trained = batch["versions"][batch["loss_mask"].bool()]
+    return int(trained.min()) if trained.numel() else None
 
 
 def _cut_short(episode: Episode) -> list[Failed]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megarl.api.records import FinetuneSpec
 from megarl.config.rollout import RolloutConfig, ServerConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.server_process import ServerProcess, start_server
+from megarl.utils.env import uses_gpus, visible_gpus
 
 
 class SGLangEngine(RemoteSGLangEngine):
     """Runs `server.count` servers on the driver's host, from `initialize` to `destroy`.
 
+    Each has GPUs of its own, in order of those that the driver sees, where there are enough.
     `config.addresses` is not read. Logs go to <log_dir>/server<i>.log. Raises ValueError for no
     server, or no model.
     """
@@ -51,6 +54,7 @@ class SGLangEngine(RemoteSGLangEngine):
                     model_path=self._model_path,
                     dtype=self._dtype,
                     log_path=self._log_dir / f"server{i}.log",
+                    env=self._devices(i),
                     wait=False,
                 )
             )
@@ -59,6 +63,24 @@ class SGLangEngine(RemoteSGLangEngine):
         addresses = [p.address for p in self._processes]
         self.config = dataclasses.replace(self.config, addresses=addresses)
         return super()._connect(ft_spec)
+
+    def _devices(self, index: int) -> dict[str, str]:
+        """Returns the variable that gives a server GPUs of its own, where there are so many."""
+        visible, each = visible_gpus(os.environ), self._server.gpus
+        if len(visible) < each * self._server.count:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[index * each :][:each])}
+
+    def get_scheduling_config(self) -> dict[str, Any]:
+        """Returns what the driver needs: the GPUs of its servers."""
+        gpus = self._server.count * self._server.gpus if uses_gpus(os.environ) else 0
+        return {"gpus_per_process": gpus, "cpus_per_process": 0}
+
+    def for_worker(self, index: int) -> Self:
+        """Returns a client of these servers for a worker process; see Requester.for_worker."""
+        twin = super().for_worker(index)
+        twin._processes = []
+        return twin
 
     def destroy(self) -> None:
         """Ends the client as RemoteSGLangEngine.destroy does, then its servers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 BEAT = 1.0  # seconds between two signs of life
+LOOK = 0.05  # seconds between two looks at how late the loop is
 BLOCKED_AFTER = 10.0  # seconds without one before the loop counts as blocked
 CLOSE_TIMEOUT = 30.0
 
@@ -36,6 +38,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._last_beat, self._closed = time.monotonic(), threading.Event()
+        self._lag = 0.0  # the longest since somebody asked, in seconds
         self.call_soon(self._beat)
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
         self._watcher.start()
@@ -128,9 +131,16 @@ class LoopThread:
         if last is not None:
             await last()
 
-    def _beat(self) -> None:
-        self._last_beat = time.monotonic()
-        self._loop.call_later(BEAT, self._beat)
+    def take_lag(self) -> float:
+        """Returns how late the loop has been at most since the last call, in seconds: what comes
+        in waits as long."""
+        lag, self._lag = self._lag, 0.0
+        return lag
+
+    def _beat(self, due: float = math.inf) -> None:
+        self._last_beat = now = time.monotonic()
+        self._lag = max(self._lag, now - due)
+        self._loop.call_later(LOOK, self._beat, now + LOOK)
 
     def _watch(self) -> None:
         warned = False

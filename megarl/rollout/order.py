@@ -70,7 +70,8 @@ def first_come(
         left = [n - (began is not None and began <= version + j - bound) for j, n in enumerate(due)]
         # whoever is due by version + j is due by any later one, so these take the same places
         if len(taken) + 1 + max([0, *left]) <= count:
-            due, taken = left, [*taken, live[i]]
+            due = left
+            taken.append(live[i])
     return taken
 
 

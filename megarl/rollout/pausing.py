@@ -10,36 +10,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import Future
 
 from megarl.config.rollout import RolloutConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.observability.logging import get_logger
-from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pipeline import Pipeline
-from megarl.rollout.sample_loop import SETTLE_TIMEOUT, SampleLoop
-from megarl.rollout.server_pool import PROBE_TIMEOUT, ServerPool, listed_servers, silent
+from megarl.rollout.requester import Connection
+from megarl.rollout.sample_loop import SETTLE_TIMEOUT
+from megarl.rollout.server_memory import ServerMemory
+from megarl.rollout.server_pool import PROBE_TIMEOUT, listed_servers, silent
+from megarl.rollout.workers import WorkerPool
 
 log = get_logger(__name__)
 
 
 class Pauses:
-    """Pauses the servers of `pool` and what is sent to them. Its methods are for other threads than
-    the loop's."""
+    """Pauses the servers that `at` connects to, and what is sent to them; `memory` is what they may
+    release meanwhile. Its methods are for other threads than the loop's."""
 
     def __init__(
         self,
         config: RolloutConfig,
         sync: WeightSyncConfig,
         *,
-        loop: LoopThread,
-        pool: ServerPool,
-        samples: SampleLoop,
+        at: Connection,
         pipeline: Pipeline,
+        workers: WorkerPool | None = None,
     ) -> None:
         self._config, self._sync = config, sync
-        self._loop, self._pool, self._samples, self._pipeline = loop, pool, samples, pipeline
+        self._loop, self._pool, self._samples = at.loop, at.pool, at.samples
+        self._pipeline, self._workers = pipeline, workers
+        self.memory = ServerMemory(at.pool, at.loop, timeout=sync.timeout)
         self._cut: Future[None] | None = None  # of the answers, during a pause
 
     def begin(self) -> None:
@@ -55,6 +59,8 @@ class Pauses:
 
     async def _pause(self, mode: str, listed: list[str] | None) -> None:
         self._samples.hold()
+        if self._workers is not None:
+            await self._workers.hold()
         if mode == "drain":
             await self._drain()
             mode = "abort"  # servers know no drain; what is left of it now is somebody else's
@@ -66,7 +72,7 @@ class Pauses:
         patience = self._sync.server_timeout
         deadline = time.monotonic() + self._sync.timeout
         while (left := deadline - time.monotonic()) > 0:
-            if await self._samples.settled(min(patience, left)):
+            if await self._settled(min(patience, left)):
                 return
             infos = await self._pool.everywhere("GET", "/model_info", timeout=patience)
             self._pool.drop(silent(infos), bound=f" (weight_sync.server_timeout={patience:g} s)")
@@ -78,8 +84,15 @@ class Pauses:
 
     async def _take_cut(self) -> None:
         """Has the pipeline note all answers as they are, once what the pause cut short is here."""
-        if await self._samples.settled():
+        if await self._settled(SETTLE_TIMEOUT):
             self._pipeline.cut()
+
+    async def _settled(self, timeout: float) -> bool:
+        """Returns whether no request of any process is under way, after `timeout` s at most."""
+        if self._workers is None:
+            return await self._samples.settled(timeout)
+        both = self._samples.settled(timeout), self._workers.settled(timeout)
+        return all(await asyncio.gather(*both))
 
     def end(self) -> None:
         """Has the servers go on and sends requests again."""
@@ -89,6 +102,8 @@ class Pauses:
         async def work() -> None:
             await self._pool.control("/continue_generation", {}, timeout=self._sync.timeout)
             self._samples.release()
+            if self._workers is not None:
+                await self._workers.release()
 
         self._loop.run(work(), timeout=self._sync.timeout + PROBE_TIMEOUT)
         self._pipeline.release()

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from megarl.utils import stopping
 log = get_logger(__name__)
 
 ShouldAccept = Callable[[Padded], bool]
+# brings an episode to its end, with the other arguments of run_episode
+Runner = Callable[[Episode, Mapping[str, Any]], Awaitable[None]]
 
 # episodes in flight when rollout.max_concurrent_rollouts is null and no training batch says more
 DEFAULT_CONCURRENCY = 256
@@ -46,6 +48,7 @@ class Pipeline:
 
     def __init__(self, config: RolloutConfig, *, engine: InferenceEngine, loop: LoopThread) -> None:
         self.config, self._engine, self._loop = config, engine, loop
+        self.runner: Runner = self._run_here
         self.vocab_size: int | None = None  # the model's, where it is known
         self.observer: Callable[[Episode], None] = lambda episode: None  # of what ends
         self.staleness = StalenessManager(
@@ -139,7 +142,7 @@ class Pipeline:
         self.failure_rate.check()
         version = self._engine.get_version()
         is_stale, ready = self.staleness.is_stale, self._next(count)
-        while stale := [e for e in ready if is_stale(e.oldest_version(), version)]:
+        while stale := [e for e in ready if is_stale(e.oldest, version)]:
             for episode in stale:
                 self._drop(episode, version)
             ready = self._next(count)
@@ -175,9 +178,9 @@ class Pipeline:
     def _next(self, count: int) -> list[Episode]:
         """Returns those accepted episodes that the next batch of `count` takes, as far as they are
         known, in order of submission. *"""
-        live = list(self.live.values())
         if self.config.order == "submission":
-            return order.head(live, count)
+            return order.head(self.live.values(), count)
+        live = list(self.live.values())
         version, bound = self._engine.get_version(), self.config.max_head_offpolicyness
         blocked = len(self.pending) if self.staleness.room(version) <= 0 else 0
         taken = order.first_come(live, count, version=version, bound=bound, blocked=blocked)
@@ -309,7 +312,7 @@ class Pipeline:
             raise RuntimeError(
                 f"{episode.name} was dropped {MAX_DROPS} times in a row: at version {version} "
                 f"{type(episode.workflow).__name__} returned trained tokens of version "
-                f"{episode.oldest_version()}, which rollout.max_head_offpolicyness="
+                f"{episode.oldest}, which rollout.max_head_offpolicyness="
                 f"{self.config.max_head_offpolicyness} is too low for; give tokens the "
                 "output_versions of the response that brought them, or raise the bound"
             )
@@ -328,15 +331,17 @@ class Pipeline:
 
     async def run(self, episode: Episode) -> None:
         """Runs one episode to its end, whatever that is; counts nothing."""
-        await run_episode(
-            episode,
-            self._engine,
-            timeout=self.config.episode_timeout,
-            vocab_size=self.vocab_size,
-            retries=self.config.failure_retries,
-            min_rollouts=self.config.min_rollouts if episode.drawn else 1,
-            on_reward_error=self.config.on_reward_error,
-        )
+        terms = {
+            "timeout": self.config.episode_timeout,
+            "vocab_size": self.vocab_size,
+            "retries": self.config.failure_retries,
+            "min_rollouts": self.config.min_rollouts if episode.drawn else 1,
+            "on_reward_error": self.config.on_reward_error,
+        }
+        await self.runner(episode, terms)
+
+    async def _run_here(self, episode: Episode, terms: Mapping[str, Any]) -> None:
+        await run_episode(episode, self._engine, **terms)
 
     def _pump(self) -> None:
         with self.changed:

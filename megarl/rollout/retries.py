@@ -71,7 +71,8 @@ def by_kind(failed: Sequence[Failed]) -> str:
 
 def count_rollouts(batch: Padded) -> int:
     """Returns the number of rollouts in a batch [n,S]."""
-    return len(_rollout_ids(batch).unique())
+    ids = batch.get("rollout_ids")
+    return len(batch["input_ids"]) if ids is None else len(ids.unique())
 
 
 def rewards_of(batch: Padded | None) -> list[float]:

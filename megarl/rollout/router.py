@@ -23,11 +23,12 @@ WORKERS = "/workers"
 
 
 class Router:
-    """Keeps the workers of the router at `address` (host:port) the servers of `pool` that serve."""
+    """Keeps the workers of the router at `address` (host:port) the servers of `pool` that serve;
+    one that `follows` leaves that to the client of another process."""
 
-    def __init__(self, address: str, pool: ServerPool) -> None:
+    def __init__(self, address: str, pool: ServerPool, *, follows: bool = False) -> None:
         self.server = Server("{}:{}".format(*split_address(address)))
-        self._pool = pool
+        self._pool, self._follows = pool, follows
         self._shown: set[str] = set()
         self._lock = asyncio.Lock()
 
@@ -47,7 +48,7 @@ class Router:
         has taken them. Raises RuntimeError where it does not."""
         async with self._lock:
             wanted = {s.address for s in self._pool.serving}
-            if wanted == self._shown:
+            if self._follows or wanted == self._shown:
                 return
             found = await self._workers()
             for address in wanted - set(found):

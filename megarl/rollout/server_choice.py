@@ -33,7 +33,9 @@ class Server:
 
     address: host:port. outstanding: tokens of the requests under way, prompts and expected answers.
     silent: its last call got no answer. rests_until: the time (time.monotonic) until which it asked
-    to be left alone. generating: the /generate calls.
+    to be left alone. generating: the /generate calls. released: the parts of its memory that it has
+    given back (ServerMemory), None where that is not known. empty: its weights were released and
+    not updated since.
     """
 
     address: str
@@ -42,6 +44,8 @@ class Server:
     silent: bool = False
     rests_until: float = 0.0
     generating: set[asyncio.Future[Any]] = field(default_factory=set)
+    released: frozenset[str] | None = frozenset()
+    empty: bool = False
 
     @property
     def rests(self) -> bool:

@@ -10,7 +10,7 @@ may one that was silent: it shows its version before it gets a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -43,7 +43,11 @@ CLOSE_TIMEOUT = 5.0  # of a resume at the end
 
 
 class ServerPool:
-    """Talks to the generation servers. All methods run in the event loop that `open` ran in."""
+    """Talks to the generation servers. All methods run in the event loop that `open` ran in.
+
+    version: that of the last update, as servers report it. changed: called when other servers get
+    requests than before.
+    """
 
     def __init__(self, addresses: Sequence[str], *, server_timeout: float = 30.0) -> None:
         if not addresses:
@@ -53,22 +57,24 @@ class ServerPool:
             )
         self._servers = [Server(_normal(a)) for a in addresses]
         self._server_timeout = server_timeout
-        self._version: str | None = None  # of the last update
+        self.version: str | None = None
+        self.changed: Callable[[], None] = lambda: None
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def addresses(self) -> list[str]:
         """Returns host:port of the servers that are not lost."""
-        return [s.address for s in self._present]
+        return [s.address for s in self.present]
 
     @property
     def serving(self) -> list[Server]:
         """Returns the servers that get requests: a joining one is paused, and holds a request until
         it has the weights, but is better than none."""
-        return [s for s in self._servers if s.state is State.SERVING] or self._present
+        return [s for s in self._servers if s.state is State.SERVING] or self.present
 
     @property
-    def _present(self) -> list[Server]:
+    def present(self) -> list[Server]:
+        """Returns the servers that are not lost."""
         return [s for s in self._servers if s.state is not State.LOST]
 
     async def open(self) -> None:
@@ -81,19 +87,29 @@ class ServerPool:
         the next user of the servers must not find them paused."""
         if self._session is not None:
             if resume:
-                await self._continue(self._present)
+                await self._continue(self.present)
             await self._session.close()
             self._session = None
 
     async def _continue(self, servers: Sequence[Server]) -> None:
-        """Has servers that this run leaves go on; warns of those that do not answer."""
-        calls = (
-            self.call(s.address, "POST", "/continue_generation", {}, timeout=CLOSE_TIMEOUT)
-            for s in servers
-        )
+        """Has servers that this run leaves go on; warns of those that do not answer, or cannot."""
+        calls = (self._leave(s) for s in servers)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, Exception):
                 log.warning("left paused: %s", answer)
+
+    async def _leave(self, server: Server) -> None:
+        """Has a server go on with all its memory. Raises HttpError where it cannot."""
+        path = "/continue_generation"
+        if server.empty:
+            said = "its weights were released, and no others came: update them, or start it again"
+            raise HttpError(server.address, path, said)
+        if server.released:  # the KV cache
+            tags = {"tags": ["kv_cache", "cuda_graph"]}
+            await self.call(
+                server.address, "POST", "/resume_memory_occupation", tags, timeout=CLOSE_TIMEOUT
+            )
+        await self.call(server.address, "POST", path, {}, timeout=CLOSE_TIMEOUT)
 
     async def check_version(self, server: Server) -> None:
         """Asks a silent server for its version: another process may be at its address now. Raises
@@ -106,8 +122,8 @@ class ServerPool:
     def check_served(self, server: Server, info: Mapping[str, Any], path: str) -> None:
         """Drops a server and raises HttpError where it reports, after an update, the weights that
         servers start with: it was started again."""
-        if self._version is not None and info.get("weight_version") == INITIAL_VERSION:
-            version = self._version
+        if self.version is not None and info.get("weight_version") == INITIAL_VERSION:
+            version = self.version
             said = (
                 f"serves the weights it started with, not version {version}: it was started again"
             )
@@ -118,18 +134,19 @@ class ServerPool:
     def drop(self, lost: Mapping[str, object], *, bound: str = "") -> None:
         """Goes on without the servers `lost` (address -> reason). Raises RuntimeError if no other
         is left. `bound` says how long they were waited for."""
-        newly = [s for s in self._present if s.address in lost]
+        newly = [s for s in self.present if s.address in lost]
         if not newly:
             return
         for server in newly:
             server.state = State.LOST
             for call in server.generating:
                 call.cancel()
-        left = len(self._present)
+        left = len(self.present)
         causes = "; ".join(str(lost[s.address]) for s in newly)
         if not left:
             raise RuntimeError(f"no generation server is left: {causes}{bound}")
         log.warning("going on with %d server(s), without those lost: %s%s", left, causes, bound)
+        self.changed()
 
     async def pause(
         self, body: dict[str, Any], *, timeout: float, listed: Sequence[str] | None = None
@@ -161,7 +178,7 @@ class ServerPool:
         """Removes the servers that are not listed, which are paused, and has them go on by
         themselves. Their last answers are waited for: the pause has cut them short."""
         leaving = [s for s in self._servers if s.address not in listed]
-        if leaving and not any(s.address in listed for s in self._present):
+        if leaving and not any(s.address in listed for s in self.present):
             log.warning("no listed server answers: keeping %s", [s.address for s in leaving])
             return
         for server in leaving:
@@ -171,12 +188,18 @@ class ServerPool:
                 for call in late:  # its request goes to another server
                     call.cancel()
             log.info("server %s leaves the run: it is listed no more", server.address)
+        self.changed()
         await self._continue([s for s in leaving if s.state is not State.LOST])
 
     async def _is_back(self, server: Server, pause: dict[str, Any]) -> bool:
         try:
             info = await self.call(server.address, "GET", "/model_info", timeout=RETURN_TIMEOUT)
-            as_object(server.address, "/model_info", info, "weight_version")
+            info = as_object(server.address, "/model_info", info, "weight_version")
+            if info["weight_version"] == INITIAL_VERSION:  # a new process
+                server.released, server.empty = frozenset(), False
+            if server.released is None:
+                log.debug("still lost: %s was asked for memory and gave no answer", server.address)
+                return False
             await self.call(
                 server.address, "POST", "/pause_generation", pause, timeout=PROBE_TIMEOUT
             )
@@ -187,16 +210,35 @@ class ServerPool:
 
     def serves(self, version: int) -> None:
         """Notes that all servers that are not lost serve `version` now."""
-        self._version = str(version)
-        for server in self._present:
+        self.version = str(version)
+        for server in self.present:
+            server.state, server.empty = State.SERVING, False
+        self.changed()
+
+    def follow(self, addresses: Sequence[str], version: str | None) -> None:
+        """Has the servers be those at `addresses`, and serve `version`, as the pool of another
+        process has found. Requests to others are given up."""
+        known = {s.address: s for s in self._servers}
+        self._servers = [known[a] if a in known else Server(a) for a in addresses]
+        for server in self._servers:
             server.state = State.SERVING
+        for call in (c for s in known.values() if s.address not in addresses for c in s.generating):
+            call.cancel()
+        self.version = version
 
     async def everywhere(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout: float,
+        only: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Makes one control call to every server at once and returns {address: answer or its
-        HttpError}. A server that gives no sign of life does not get the whole `timeout` (s)."""
-        servers = self._present
+        """Makes one control call to every server at once, or to those `only`, and returns {address:
+        answer or its HttpError}. A server that gives no sign of life does not get the whole
+        `timeout` (s)."""
+        servers = [s for s in self.present if only is None or s.address in only]
         calls = start_calls([s.address for s in servers], method, path, body, timeout)
         deadline = Deadline(timeout + LINGER, patience=self._server_timeout)
         answers: dict[str, Any] = await asyncio.wrap_future(
@@ -207,10 +249,18 @@ class ServerPool:
             server.silent = isinstance(answer, HttpError) and answer.status is None
         return answers
 
-    async def control(self, path: str, body: dict[str, Any], *, timeout: float) -> None:
-        """Sends a POST to every server, to be answered in `timeout` s (weight_sync.timeout). Drops
-        servers that give no answer, and raises one RuntimeError that names all that refused."""
-        answers = await self.everywhere("POST", path, body, timeout=timeout)
+    async def control(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        timeout: float,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Sends a POST to every server, or to those `only`, to be answered in `timeout` s
+        (weight_sync.timeout). Drops servers that give no answer, and raises one RuntimeError that
+        names all that refused."""
+        answers = await self.everywhere("POST", path, body, timeout=timeout, only=only)
         errors = {a: e for a, e in answers.items() if isinstance(e, HttpError)}
         if refused := [str(e) for e in errors.values() if e.status is not None]:
             raise RuntimeError("; ".join(refused))

@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from megarl.observability.logging import get_logger
 from megarl.utils.env import set_threads_default
 from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV, job_token
+from megarl.utils.processes import free_port, log_tail
 from megarl.utils.tether import Tether
 
 log = get_logger(__name__)
@@ -29,7 +28,6 @@ log = get_logger(__name__)
 POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
 TERM_TIMEOUT = 20.0  # seconds between SIGTERM and SIGKILL
-LOG_TAIL = 40  # lines of a dead server's log in its error
 # SGLang takes its key as an argument alone, and arguments are everybody's to read: this adds it
 # inside the process, before those of the command line, which may hold another one
 _SGLANG_WITH_KEY = (
@@ -117,12 +115,6 @@ class ServerProcess:
         return f"--- end of {self.log_path} ---\n{log_tail(self.log_path)}"
 
 
-def log_tail(path: Path) -> str:
-    """Returns the end of a server's log, without the job's token."""
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    return "\n".join(lines).replace(job_token() or "\0", f"<{ENV}>")
-
-
 def start_server(
     server: ServerConfig,
     *,
@@ -178,9 +170,11 @@ def server_command(
     with_key: bool = False,
     python: str = "",
     routes: bool = False,
+    releases: Sequence[str] = (),
 ) -> list[str]:
     """Returns the server's command line; both servers share the flags they share with SGLang.
-    routes: answers can tell which experts the routers chose.
+    routes: answers can tell which experts the routers chose. releases: flags of a server that
+    releases its memory (`release_flags`).
     with_key: SGLang takes the environment's token for its key, as the embedded server does by
     itself. python: the interpreter where the configuration names none (empty: this one)."""
     sglang = server.type == "sglang"
@@ -205,12 +199,15 @@ def server_command(
         command += ["--json-model-override-args", json.dumps(override_config)]
     if routes:
         command += ["--enable-return-routed-experts"]
+    command += releases
     if sglang:
         command += ["--tp-size", str(server.tp)]
         if server.dp > 1:
             command += ["--dp-size", str(server.dp)]
         if server.deterministic:
             command += ["--enable-deterministic-inference"]
+        if server.enforce_eager:
+            command += ["--disable-cuda-graph"]
     else:
         command += ["--threads", str(server.threads)]
         if server.deterministic:
@@ -218,22 +215,15 @@ def server_command(
     return command + server.arguments
 
 
-def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
-    """Returns a TCP port that was free a moment ago: `port`, or any for 0. Raises RuntimeError
-    where it is taken: another server at our port would pass for ours."""
-    # a server listens only when it has imported everything; until then the system would give a port
-    # of its own range, which begins here, to any socket
-    candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
-    for candidate in candidates:
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-            try:
-                s.bind((host, candidate))
-            except OSError as e:
-                error = e
-                continue
-            return candidate
-    raise RuntimeError(f"port {candidate} of {host} cannot be listened at: {error}") from error
+def release_flags(server: ServerConfig, *, on_gpus: bool, keeps_weights: bool) -> list[str]:
+    """Returns the flags with which a server can release its memory. On a CPU SGLang cannot: there
+    it answers the calls and keeps everything. keeps_weights: a sync does not bring all weights, so
+    that they rest in host memory."""
+    saver = server.type == "sglang" and on_gpus
+    flags = ["--enable-memory-saver"] if saver else []
+    if keeps_weights and (saver or server.type == "embedded"):
+        flags += ["--enable-weights-cpu-backup"]
+    return [flag for flag in flags if flag not in server.arguments]
 
 
 def _environment(server: ServerConfig) -> dict[str, str]:

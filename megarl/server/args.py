@@ -41,6 +41,9 @@ class ServerArgs:
     enable_return_routed_experts: bool = arg(
         False, help="answers to requests with return_routed_experts say what the routers chose"
     )
+    enable_weights_cpu_backup: bool = arg(
+        False, help="weights whose memory is released rest in host memory, and come back whole"
+    )
     threads: int = arg(0, help="CPU threads; 0 leaves torch's default")
     random_seed: int | None = arg(None, help="seeds requests that bring no sampling_seed")
     dist_timeout: float = arg(

@@ -13,6 +13,7 @@ import torch
 from megarl.server.args import ServerArgs
 from megarl.server.errors import ServerError
 from megarl.server.generate import RequestParser
+from megarl.server.occupation import Occupation, make_resizable
 from megarl.server.runner import ModelRunner
 from megarl.server.scheduler import Scheduler
 from megarl.server.sequence import ServedSequence
@@ -36,8 +37,15 @@ class ServerCore:
         self.runner = ModelRunner(args)
         self.text = TextTools(args.model_path)
         self.model_path = args.model_path
+        make_resizable(self.runner.model)
         self.updates = WeightUpdates(
             WeightStore(self.runner.model), self.runner.device, timeout=args.dist_timeout
+        )
+        self.occupation = Occupation(
+            self.runner.model,
+            self.runner.cache,
+            self.updates,
+            keep=args.enable_weights_cpu_backup,
         )
         self.parser = RequestParser(
             has_tokenizer=self.text.tokenizer is not None,
@@ -52,7 +60,7 @@ class ServerCore:
             self.text,
             notify=self._notify,
             on_death=on_death,
-            unfit=self.updates.unfit,
+            unfit=self.occupation.unfit,
             threads=threads,
         )
         self._loop: asyncio.AbstractEventLoop | None = None

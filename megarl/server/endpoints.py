@@ -59,6 +59,8 @@ class Endpoints:
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": len(scheduler.waiting),
             "paused": scheduler.paused,
+            "memory_bytes": self.core.occupation.usage(),
+            "released": sorted(self.core.occupation.released),
         }
         return answer(
             asdict(self.core.args)

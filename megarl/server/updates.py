@@ -53,6 +53,7 @@ class WeightUpdates:
         self.weights_id: str | None = None
         self._base: str | None = None
         self._room: torch.Tensor | None = None
+        self._released = False  # and not updated since
         self._lock = threading.Lock()
         self.joins = 0  # under way
 
@@ -107,10 +108,23 @@ class WeightUpdates:
             with self._lock:
                 self.joins -= 1
 
+    def emptied(self) -> None:
+        """Notes that the numbers of all weights are lost: their memory is given back."""
+        self.adapters.forget()
+        self.weights_id = self._base = None
+        self.store.torn |= self.store.tensors.keys()
+        self._released = True
+
     def unfit(self) -> str:
         """Says why nothing may be generated with these weights, "" where they are whole."""
         if not self.store.torn:
+            self._released = False
             return ""
+        if self._released:
+            return (
+                f"the memory of the weights was released, and {len(self.store.torn)} of them have "
+                f"not come since, {min(self.store.torn)} among them; update the weights"
+            )
         return (
             f"a weight update failed while it wrote {min(self.store.torn)}"
             f"{f' and {n} more' if (n := len(self.store.torn) - 1) else ''}, which now hold "

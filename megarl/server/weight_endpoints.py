@@ -106,6 +106,7 @@ class WeightEndpoints:
         version, flush = _version(body, "weight_version"), body.get("flush_cache", True)
 
         def check() -> None:
+            self.core.occupation.check_weights()
             if flush and scheduler.running:
                 raise ControlError(
                     "the cache cannot be flushed while requests hold it: pause with mode 'abort' "
@@ -122,6 +123,19 @@ class WeightEndpoints:
         job = scheduler.call_exclusive(run, abort_all=bool(body.get("abort_all_requests")))
         await asyncio.wrap_future(job)
         return "" if version is None else f" Weight version updated to {version}."
+
+    async def release_memory_occupation(self, request: Request) -> Response:
+        """Gives memory back: that of `tags`, or all. Refuses while anything runs."""
+        tags, core = (await read_json(request)).get("tags"), self.core
+        await core.run(core.occupation.release, tags, core.scheduler)
+        return answer(None)
+
+    async def resume_memory_occupation(self, request: Request) -> Response:
+        """Takes memory again that was given back. Weights come back empty, and nothing is generated
+        with them before they are updated."""
+        tags = (await read_json(request)).get("tags")
+        await self.core.run(self.core.occupation.resume, tags)
+        return answer(None)
 
     async def update_weight_version(self, request: Request) -> Response:
         """Sets the version that the tokens from here on are stamped with."""
@@ -145,6 +159,7 @@ class WeightEndpoints:
             isinstance(name, str) for name in names or ()
         ):
             raise ControlError("names must be a list of strings")
+        self.core.occupation.check_weights()
         sums = await self.core.run(self.core.updates.store.checksums, names)
         return answer(_success("Success.") | {"ranks": [{"checksums": sums}]})
 

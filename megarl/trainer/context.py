@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
+from megarl.ckpt.dist import find_damage
 from megarl.config.earlier_run import Checkpoint
 from megarl.config.loader import run_dir
 from megarl.config.recipes import BaseConfig, GRPOConfig
@@ -24,62 +24,115 @@ from megarl.observability.stats_logger import StatsLogger
 from megarl.observability.timeline import timeline
 from megarl.parallel.groups import init_distributed, shutdown_distributed
 from megarl.parallel.rank_zero import RankZero
+from megarl.trainer.rollout_metrics import gathered
 from megarl.trainer.run_dir import claim, newest_checkpoint
+from megarl.trainer.workers import Here, Workers
 from megarl.utils import stopping
 
 log = get_logger(__name__)
 
+TRAINER = "trainer"  # a kind of process
 
-class RunContext:
-    """Holds what surrounds every recipe's loop: process group, run directory, tokenizer, logger,
-    clock.
 
-    Enter it once per process; that is collective, and raises ConfigError or RuntimeError where the
-    run may not use its directory. `on_rank_zero` runs a function on rank 0 and answers on every
-    rank."""
+class ProcessContext:
+    """Holds what surrounds the work of one process of a run: process group, run directory,
+    tokenizer, what others see of it. `on_rank_zero` runs a function on rank 0 and answers on every
+    rank of the process's world."""
 
     def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
-        self.cfg = cfg
+        self.cfg, self.model_path = cfg, model_path
         self.run_dir = run_dir(cfg)
         self.tokenizer: Any = load_hf_tokenizer(
             cfg.tokenizer_path or model_path, trust_remote_code=cfg.trust_remote_code
         )
-        self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
-        self._logger: StatsLogger | None = None
-        self._lock: TextIO | None = None
         self._presence: Presence | None = None
-        self.resumed: Checkpoint | None = None  # what this start continues from
 
-    def __enter__(self) -> RunContext:
+    def join(self) -> None:
+        """Joins the process group of the world. Collective."""
         init_distributed(timeout=self.cfg.collective_timeout)
         torch.manual_seed(self.cfg.seed)
         self.on_rank_zero = RankZero(self.cfg.collective_timeout)
-        self.on_rank_zero(self._claim)
-        self._appear()
-        self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero)
-        self.profiler = Profiler(self.cfg.profiler, run_dir=self.run_dir, rank=dist.get_rank())
+
+    def appear(self, kind: str = TRAINER, *, first: int = 0, count: int = 0) -> None:
+        """Has `megarl status`, `megarl trace` and the profiler see this process from now on, of
+        `count` (0: of those that train). `first` is the number of the first process of its kind.
+        """
+        rank, cfg = self.on_rank_zero.rank, self.cfg
+        number = first + rank
+        if cfg.profiler.timeline:
+            timeline.open(self.run_dir, number)
+
+        def servers() -> list[str]:
+            if number or not isinstance(cfg, GRPOConfig):
+                return []
+            return server_addresses(cfg.rollout)
+
+        self._presence = Presence(
+            self.run_dir,
+            rank=number,
+            world_size=count or self.world_size,
+            name=f"{kind} {rank}" if kind == TRAINER else kind,
+            servers=servers,
+        )
+        self.profiler = Profiler(cfg.profiler, run_dir=self.run_dir, rank=rank)
         stats_tracker.watch(self.profiler.phase)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Ends what `appear` and `join` began. Collective, unless there is an error."""
+        try:
+            stats_tracker.watch()
+            if self._presence is not None:
+                self.profiler.close()
+        finally:
+            timeline.close()
+            if self._presence is not None:
+                self._presence.end(error)
+            shutdown_distributed(failed=error is not None)
+
+    @property
+    def is_zero(self) -> bool:
+        """Returns whether this is rank 0."""
+        return self.on_rank_zero.is_zero
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of processes that train."""
+        return self.on_rank_zero.size
+
+
+class RunContext(ProcessContext):
+    """Holds what surrounds every recipe's loop: besides what every process has, the run's lock,
+    logger and clock, and the workers on which the loop's parts are made.
+
+    Enter it once per process; that is collective, and raises ConfigError or RuntimeError where the
+    run may not use its directory."""
+
+    def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
+        super().__init__(cfg, model_path=model_path)
+        self.trainers: Workers = Here(self)
+        self.rollout: Workers = Here(self)
+        self.final_counters: dict[str, float] = {}  # rank 0's, as the run ends; for its summary
+        self._logger: StatsLogger | None = None
+        self._lock: TextIO | None = None
+        self.resumed: Checkpoint | None = None  # what this start continues from
+
+    def __enter__(self) -> RunContext:
+        self.join()
+        self.on_rank_zero(self._claim)
+        self.appear()
+        self.resumed = newest_checkpoint(self.cfg, self.on_rank_zero, self.find_damage)
         self.start = self.clock() - (self.resumed.info["elapsed_s"] if self.resumed else 0.0)
         if self.is_zero:
             from_step = self.resumed.step if self.resumed else None
             self._logger = StatsLogger.for_run(self.cfg, from_step=from_step)
         return self
 
+    def find_damage(self, engine: Path) -> str | None:
+        """Returns what is wrong with an engine's checkpoint, None where nothing is. Collective."""
+        return find_damage(engine)
+
     def _claim(self) -> None:
         self._lock = claim(self.cfg)
-
-    def _appear(self) -> None:
-        """Has `megarl status` and `megarl trace` see this process from now on."""
-        rank, cfg = dist.get_rank(), self.cfg
-        if cfg.profiler.timeline:
-            timeline.open(self.run_dir, rank)
-
-        def servers() -> list[str]:
-            return [] if rank or not isinstance(cfg, GRPOConfig) else server_addresses(cfg.rollout)
-
-        self._presence = Presence(
-            self.run_dir, rank=rank, world_size=dist.get_world_size(), servers=servers
-        )
 
     def __exit__(
         self,
@@ -90,20 +143,17 @@ class RunContext:
         try:
             if self._logger is not None:
                 self._logger.close(final=self.final_counters, error=error)
-            stats_tracker.watch()
-            self.profiler.close()
         finally:
-            timeline.close()
-            if self._presence is not None:
-                self._presence.end(error)
-            if self._lock is not None:
-                self._lock.close()
-            shutdown_distributed(failed=kind is not None)
+            try:
+                self.leave(error)
+            finally:
+                if self._lock is not None:
+                    self._lock.close()
 
-    @property
-    def is_zero(self) -> bool:
-        """Returns whether this is rank 0."""
-        return self.on_rank_zero.is_zero
+    def gathered(self) -> dict[str, float]:
+        """Returns what stats_tracker has gathered in all processes since the last call, and the
+        memory that was in use. Collective."""
+        return stats_tracker.joined(gathered())
 
     def clock(self) -> float:
         """Returns the seconds of rank 0's monotonic clock, the same on every rank. Collective."""

@@ -163,22 +163,27 @@ class EpisodeRecorder:
                 pass
 
 
-def computed_tokens(batch: Batch, keep: int | None) -> list[tuple[Tensor, Padded]]:
-    """Returns what the step computed of each token of the first `keep` groups of the batch (None:
-    of all), as (rows, padded fields) of some rows at a time. Collective."""
+def computed_part(batch: Batch, keep: int | None) -> tuple[Batch, Tensor]:
+    """Returns the first `keep` groups of the batch (None: all) with the fields that the step has
+    computed of each token, and the numbers of their rows in the batch."""
     names = [name for name in COMPUTED if name in batch.per_token]
     ids = batch["episode_ids"]
     chosen = torch.isin(ids, ids.unique()[:keep]).nonzero().flatten()
-    parts: list[Tensor] = []
-    begin = 0
+    return batch.select(chosen, names), chosen
+
+
+def computed_tokens(part: Batch, numbers: Tensor) -> list[tuple[Tensor, Padded]]:
+    """Returns the tokens of a `computed_part`, as (numbers of rows, their padded fields) of some
+    rows at a time. Collective."""
+    ends: list[int] = [0]
     widest = 0
-    for i, n in enumerate(batch.lengths[chosen].tolist()):
-        if begin < i and max(widest, n) * (i + 1 - begin) > FETCH_TOKENS:
-            parts.append(chosen[begin:i])
-            begin, widest = i, 0
+    for i, n in enumerate(part.lengths.tolist()):
+        if ends[-1] < i and max(widest, n) * (i + 1 - ends[-1]) > FETCH_TOKENS:
+            ends.append(i)
+            widest = 0
         widest = max(widest, n)
-    parts.append(chosen[begin:])
-    return [(rows, batch.fetch(rows, names)) for rows in parts if len(rows)]
+    rows = torch.arange(len(part)).tensor_split(ends[1:])
+    return [(numbers[some], part.fetch(some)) for some in rows if len(some)]
 
 
 def _figures(

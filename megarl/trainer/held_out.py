@@ -14,6 +14,7 @@ from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
 from megarl.data import RowDataset, build_dataset, check_context, sources_of
 from megarl.observability.intervals import Estimate, mean_ci
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.pickling import pickled_workflow
 from megarl.rollout.rewards import RewardPool, check_rows, reward_of
 from megarl.rollout.workflows.mixed import MixedWorkflow
 from megarl.trainer.evaluation import Evaluator, metric
@@ -31,7 +32,8 @@ def make_workflow(
     pool: RewardPool,
 ) -> RolloutWorkflow:
     """Returns the workflow of a data set with its reward; of a mixture, one that has each part's.
-    Raises ValueError for a row that the reward refuses."""
+    Raises ValueError for a row that the reward refuses, TypeError for a workflow that
+    rollout.workers cannot get."""
     made: dict[str, RolloutWorkflow] = {}
     for name, part in sources_of(data).items():
         reward_fn, named = reward_of(part), config.workflow
@@ -41,7 +43,10 @@ def make_workflow(
         made[name] = load_object(named.type, what="rollout.workflow")(
             reward_fn, gconfig, tokenizer, reward_pool=pool, **named.options
         )
-    return made[""] if "" in made else MixedWorkflow(made, gconfig)
+    workflow = made[""] if "" in made else MixedWorkflow(made, gconfig)
+    if config.workers:
+        pickled_workflow(workflow, config.workers)  # fails now, before servers are waited for
+    return workflow
 
 
 class HeldOut:

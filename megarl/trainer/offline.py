@@ -22,7 +22,7 @@ from megarl.trainer.generation import Generation
 from megarl.trainer.held_out import with_means
 from megarl.trainer.recover import Recovery, data_of, same_data
 from megarl.trainer.roles import MegatronSFT
-from megarl.trainer.rollout_metrics import batch_metrics, gathered, update_speed
+from megarl.trainer.rollout_metrics import batch_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.utils import stopping
@@ -65,7 +65,7 @@ class OfflineTrainer:
         self.spec = FinetuneSpec.for_run(cfg, dataset_size=len(data))
         self.model = self.make_model()
         self.model.initialize(None, self.spec)
-        self.check = SelfCheck(cfg, ctx)
+        self.check = ctx.trainers.make(SelfCheck, cfg, ctx.trainers.ctx)
         self.check.watch(self.model)
         self.saver = Saver(
             cfg.saver,
@@ -191,15 +191,16 @@ class OfflineTrainer:
             self.saver.save_final()
 
     def _log(self, step: int, stats: dict[str, float]) -> None:
-        stats = stats | gathered()
+        stats = stats | self.ctx.gathered()
         self.ctx.log_stats(step, stats, total_steps=self.spec.total_train_steps)
 
     def _step(self, batch: Padded) -> dict[str, float]:
         with record_timing("step"):
             stats = self.train(batch) | batch_metrics(batch)
             self.model.step_lr_scheduler()
-        return stats | update_speed(
-            self.model.engine,
+        return stats | self.ctx.trainers.run(
+            update_speed,
+            self.model,
             batch,
             seconds=stats_tracker.seconds("train"),
             peak_tflops=self.cfg.profiler.peak_tflops,
@@ -240,7 +241,7 @@ class SFTTrainer(OfflineTrainer):
 
     def make_model(self) -> MegatronSFT:
         """Returns the model that is fine-tuned."""
-        return MegatronSFT(self.cfg.model, seed=self.cfg.seed)
+        return self.ctx.trainers.make(MegatronSFT, self.cfg.model, seed=self.cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:
         """Returns collate_sft."""

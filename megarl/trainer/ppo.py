@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from megarl.algos import Role
-from megarl.config.check import model_override, model_path
 from megarl.config.recipes import PPOConfig
 from megarl.observability.stats_tracker import record_timing
 from megarl.trainer import rl
-from megarl.trainer.roles import MegatronCritic
+from megarl.trainer.roles import make_critic
 from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics
 
 
@@ -24,20 +22,10 @@ class PPOTrainer(rl.RLTrainer):
         """Makes the critic and the settings of its advantages; returns {"critic": the critic}.
         Collective."""
         cfg = self.cfg
-        config = copy.deepcopy(cfg.critic)
-        config.path = model_path(cfg, "critic")
-        config.override_config = model_override(cfg, "critic")
-        self.critic = MegatronCritic(config, seed=cfg.seed)
+        self.critic = self.ctx.trainers.make(make_critic, cfg)
         self.critic.initialize(None, self.spec)
         self.check.watch(self.critic)
-        self.gae: dict[str, Any] = dict(
-            discount=cfg.discount,
-            gae_lambda=cfg.gae_lambda,
-            length_alpha=cfg.gae_length_alpha,
-            critic_lambda=cfg.gae_lambda_critic,
-            kl_ctl=cfg.kl_ctl,
-            bootstrap=cfg.bootstrap_truncated,
-        )
+        self.gae = gae_settings(cfg)
         return {"critic": self.critic}
 
     # --8<-- [start:step]
@@ -47,7 +35,8 @@ class PPOTrainer(rl.RLTrainer):
             batch = self.session.prepare_batch()
         batch = self.score(batch)
         self.check.has_trained_tokens(batch)
-        stats = rollout_metrics(batch, version=self.actor.get_version())
+        version = self.actor.get_version()
+        stats = rollout_metrics(batch, version=version)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.compute_prox_logp(batch)
@@ -62,7 +51,7 @@ class PPOTrainer(rl.RLTrainer):
         with record_timing("train"):
             stats |= self.actor.ppo_update(batch)
             self.actor.step_lr_scheduler()
-        stats |= trained_metrics(batch, version=self.actor.get_version())
+        stats |= trained_metrics(batch, version=version)
         stats |= self.session.account(batch)
         with record_timing("update_weights"):
             stats |= self.publisher.publish(step + 1)
@@ -75,3 +64,15 @@ class PPOTrainer(rl.RLTrainer):
         """Destroys the critic, then the other roles. Collective."""
         self.critic.destroy()
         super().destroy()
+
+
+def gae_settings(cfg: PPOConfig) -> dict[str, Any]:
+    """Returns what a recipe's actor.compute_gae takes beside the batch."""
+    return dict(
+        discount=cfg.discount,
+        gae_lambda=cfg.gae_lambda,
+        length_alpha=cfg.gae_length_alpha,
+        critic_lambda=cfg.gae_lambda_critic,
+        kl_ctl=cfg.kl_ctl,
+        bootstrap=cfg.bootstrap_truncated,
+    )

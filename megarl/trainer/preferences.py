@@ -35,7 +35,8 @@ class DPOTrainer(OfflineTrainer):
     def make_model(self) -> MegatronPreferencePolicy:
         """Returns the policy that trains."""
         cfg = self.cfg
-        return MegatronPreferencePolicy(cfg.model, cfg.preference, seed=cfg.seed)
+        make = self.ctx.trainers.make
+        return make(MegatronPreferencePolicy, cfg.model, cfg.preference, seed=cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:
         """Returns what makes a batch of pairs, or of single answers."""
@@ -47,7 +48,7 @@ class DPOTrainer(OfflineTrainer):
         self.ref: MegatronRef | MegatronLoRARef | None = None
         if not self.cfg.preference.needs_reference:
             return
-        self.ref = make_ref(self.cfg, self.model)
+        self.ref = self.ctx.trainers.make(make_ref, self.cfg, self.model)
         if not self.steps_done and same_weights(self.model.config, self.ref.config):
             self.check.watch(self.model, first_ratio_to="ref_logp")
 
@@ -84,7 +85,8 @@ class RMTrainer(OfflineTrainer):
     def make_model(self) -> MegatronRewardLearner:
         """Returns the reward model that trains."""
         cfg = self.cfg
-        return MegatronRewardLearner(cfg.model, center=cfg.center, seed=cfg.seed)
+        make = self.ctx.trainers.make
+        return make(MegatronRewardLearner, cfg.model, center=cfg.center, seed=cfg.seed)
 
     def collate(self) -> Callable[[list[Row]], Any]:
         """Returns what makes a batch of pairs, with their margins where these count."""

@@ -10,6 +10,7 @@ from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.observability.timeline import SYNCS, timeline
 from megarl.rollout.client import RemoteSGLangEngine
+from megarl.trainer.turns import Turns
 
 
 class Uploads(Protocol):
@@ -29,7 +30,8 @@ class Uploads(Protocol):
 class WeightPublisher:
     """Sends the weights of `model` to the servers of `client`; every rank makes one.
 
-    path: a directory on shared storage, for transports that write files.
+    path: a directory on shared storage, for transports that write files. turns: those of servers
+    and trainers on the same devices; None lets both keep their memory.
     """
 
     def __init__(
@@ -39,23 +41,27 @@ class WeightPublisher:
         config: WeightSyncConfig,
         *,
         path: str | Path,
+        turns: Turns | None = None,
     ) -> None:
         self._model, self._client, self._config, self._path = model, client, config, path
+        self._turns = turns or Turns(client)
         self._published = False
 
     def publish(self, version: int | None = None) -> dict[str, float]:
-        """Pauses generation, uploads, waits until every server has the weights, and resumes.
+        """Pauses generation, uploads, waits until every server has the weights, and resumes; where
+        devices are used in turn, generation goes on in its own turn.
 
         version: the number of these weights, from then on the model's and the client's; None is the
         next. Returns phases (s) and bytes as weight_sync/... Collective. Where servers are lost on
         the way, all of it is sent again to the others: they hold a mixture until then, and are
         paused.
         """
-        client = self._client
+        client, turns = self._client, self._turns
         version = self._model.get_version() + 1 if version is None else version
         begun = time.monotonic()
         with timeline.span(SYNCS, "pause"):
-            addresses = client.on_driver(self._pause)
+            turns.sync()
+            addresses = client.on_driver(_addresses, client)
         seconds = {"weight_sync/pause_s": time.monotonic() - begun}
         while True:
             meta = self._meta(version, addresses)
@@ -65,12 +71,12 @@ class WeightPublisher:
                     about |= {"version": version, **stats}
                 break
             except ServersLost as e:  # the same on every rank
-                addresses = client.on_driver(self._go_on_without, e.servers)
+                addresses = client.on_driver(_go_on_without, client, e.servers)
         begun = time.monotonic()
         with timeline.span(SYNCS, "resume"):
             # the arrival's own bound, meta.timeout, comes first
             client.update_weights(meta).result(timeout=2 * meta.timeout)
-            client.on_driver(client.resume)
+            turns.synced()
         seconds["weight_sync/resume_s"] = time.monotonic() - begun
         self._model.set_version(version)
         self._published = True
@@ -89,13 +95,13 @@ class WeightPublisher:
             flush_cache=self._client.config.kv_after_sync == "flush",
         )
 
-    def _pause(self) -> list[str]:
-        """Pauses generation and returns the servers that paused; the others have been dropped. On
-        the driver."""
-        self._client.pause()
-        return self._client.addresses
 
-    def _go_on_without(self, lost: dict[str, str]) -> list[str]:
-        """Drops the lost servers and returns those that are left. On the driver."""
-        self._client.drop_servers(lost)
-        return self._client.addresses
+def _addresses(client: RemoteSGLangEngine) -> list[str]:
+    """Returns the servers that paused; the others have been dropped. On the driver."""
+    return client.addresses
+
+
+def _go_on_without(client: RemoteSGLangEngine, lost: dict[str, str]) -> list[str]:
+    """Drops the lost servers and returns those that are left. On the driver."""
+    client.drop_servers(lost)
+    return client.addresses

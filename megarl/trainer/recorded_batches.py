@@ -31,9 +31,15 @@ PATIENCE = 30.0  # seconds that the end of a run waits for the disk
 _LENGTHS, _SAMPLE, _TOKEN = "lengths", "sample/", "token/"
 
 
+def whole(batch: Batch) -> Batch:
+    """Returns the batch, all of whose rows rank 0 holds. Collective."""
+    if len(batch.home.rows(0)) == len(batch):
+        return batch
+    return Batch.from_padded(batch.fetch(range(len(batch))), comm=batch.comm)
+
+
 def as_tensors(batch: Batch) -> dict[str, Tensor]:
-    """Returns the tensors of a file. On the rank that holds all rows, as the driver does when a
-    batch is handed out."""
+    """Returns the tensors of a file. On a rank that holds all rows."""
     found = {_LENGTHS: batch.lengths}
     found |= {_SAMPLE + name: values for name, values in batch.per_sample.items()}
     found |= {_TOKEN + name: tokens.values for name, tokens in batch.per_token.items()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from megarl.algos import Role
 from megarl.algos.proximal import PROX
 from megarl.api.batch import Batch
@@ -20,33 +18,45 @@ from megarl.trainer.frequency import EvaluationTimes
 from megarl.trainer.publisher import WeightPublisher
 from megarl.trainer.recover import Recovery
 from megarl.trainer.roles import (
-    MegatronActor,
     MegatronLoRARef,
     MegatronRef,
     MegatronRewardModel,
+    make_actor,
     make_ref,
 )
-from megarl.trainer.rollout_metrics import gathered, rollout_metrics, trained_metrics, update_speed
+from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics, update_speed
 from megarl.trainer.saver import Saved, Saver
 from megarl.trainer.self_check import SelfCheck
 from megarl.trainer.session import RolloutSession
 from megarl.trainer.step_recorder import StepRecorder
+from megarl.trainer.turns import make_turns
+from megarl.trainer.workers import Workers
 from megarl.utils import stopping
 from megarl.utils.stopping import StopRequested
 
 log = get_logger(__name__)
 
 
-def run(cfg: GRPOConfig, trainer_class: type[RLTrainer] | None = None) -> None:
+def run(
+    cfg: GRPOConfig,
+    trainer_class: type[RLTrainer] | None = None,
+    context: type[RunContext] = RunContext,
+) -> None:
     """Runs an RL recipe from start to end. Every rank calls it. Needs generation servers
     (rollout.addresses)."""
-    with RunContext(cfg, model_path=cfg.actor.path) as ctx:
+    with context(cfg, model_path=cfg.actor.path) as ctx:
         trainer = (trainer_class or RLTrainer)(cfg, ctx, **cfg.trainer.options)
         try:
             trainer.set_up()
             trainer.fit()
-        finally:
-            trainer.end_generation()  # waits for no other rank, so also after a failure
+        except BaseException as error:
+            try:
+                trainer.end_generation()  # waits for no other rank
+            except Exception as e:  # of a failure, which has its own error
+                if str(e) != str(error):
+                    log.warning("the end of generation failed, too: %s", e)
+            raise
+        trainer.end_generation()
         trainer.destroy()  # collective, so only where every rank got here
 
 
@@ -78,42 +88,36 @@ class RLTrainer:
         self.cfg, self.ctx = cfg, ctx
         self._told: str | None = None  # the reason for a pass that the log has
         self.session = self.make_session()
-        self.step_recorder = StepRecorder(cfg, ctx, dataset_size=self.session.dataset_size)
+        self.step_recorder = self.trainers.make(
+            StepRecorder, cfg, self.trainers.ctx, dataset_size=self.session.dataset_size
+        )
         self.session.step_recorder = self.step_recorder
+
+    @property
+    def trainers(self) -> Workers:
+        """Returns the workers that the actor and what watches it are made on."""
+        return self.ctx.trainers
 
     def set_up(self) -> None:
         """Waits for the servers, makes the roles and the saver, and continues from the newest
         checkpoint. Collective."""
-        cfg, ctx = self.cfg, self.ctx
+        cfg, ctx, trainers = self.cfg, self.ctx, self.trainers
         self.session.start()
+        turns = self.session.turns = make_turns(cfg, self.session.client)
         self.spec = FinetuneSpec.for_run(cfg, dataset_size=self.session.dataset_size)
-        self.actor = MegatronActor(
-            cfg.actor,
-            temperature=cfg.gconfig.temperature,
-            seed=cfg.seed,
-            decode=ctx.tokenizer.decode,
-        )
-        if cfg.episodes.entropy and cfg.episodes.keep != 0:
-            self.actor.also = ("entropy",)
-        self.actor.initialize(None, self.spec)
+        self.set_up_models()
         self.publisher = self.make_publisher()
-        self.ref: MegatronRef | MegatronLoRARef | None = None
-        if cfg.ref is not None:
-            self.ref = make_ref(cfg, self.actor)
-        self.reward_model: MegatronRewardModel | None = None
-        if cfg.reward_model is not None:
-            self.reward_model = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
-            self.reward_model.initialize(None, None)
-        self.check = SelfCheck(cfg, ctx)
+        self.check = trainers.make(SelfCheck, cfg, trainers.ctx)
         recomputed = PROX if cfg.actor.old_logp == PROX else None
         self.check.watch(self.actor, first_ratio_to=recomputed)
         trained: dict[str, Role] = {"actor": self.actor, **self.set_up_others()}
-        self.step_recorder.watch(trained)
+        turns.models += trained.values()
+        self.record_updates(trained)
         self.saver = Saver(
             cfg.saver,
             models=[
                 Saved(
-                    model=role,
+                    model=turns.saving(role),
                     base_model_path=model_path(cfg, name),
                     home=ctx.run_dir if name == "actor" else ctx.run_dir / name,
                     lora=engines(cfg)[name].lora,
@@ -131,14 +135,33 @@ class RLTrainer:
         self.recovery = Recovery(ctx, saved, clocks)
         self.steps_done = self.recovery.restore(self.load_state_dict)
 
+    def set_up_models(self) -> None:
+        """Makes the actor and, where there is to be one, the reference and the reward model."""
+        cfg, trainers = self.cfg, self.trainers
+        self.actor = trainers.make(make_actor, cfg, trainers.tokenizer)
+        self.actor.initialize(None, self.spec)
+        self.ref: MegatronRef | MegatronLoRARef | None = None
+        if cfg.ref is not None:
+            self.ref = trainers.make(make_ref, cfg, self.actor)
+        self.reward_model: MegatronRewardModel | None = None
+        if cfg.reward_model is not None:
+            self.reward_model = trainers.make(MegatronRewardModel, cfg.reward_model, seed=cfg.seed)
+            self.reward_model.initialize(None, None)
+
+    def record_updates(self, trained: dict[str, Role]) -> None:
+        """Has the updates of the trained roles recorded."""
+        self.step_recorder.watch(trained)
+
     def make_session(self) -> RolloutSession:
         """Returns what generates the batches. Collective."""
-        return RolloutSession(self.cfg, self.ctx.tokenizer, self.ctx.on_rank_zero)
+        rollout = self.ctx.rollout
+        return RolloutSession(self.cfg, rollout.tokenizer, self.ctx.on_rank_zero, rollout)
 
     def make_publisher(self) -> WeightPublisher:
         """Returns what brings the actor's weights to the servers."""
-        path = self.ctx.run_dir / "weights"
-        return WeightPublisher(self.actor, self.session.client, self.cfg.weight_sync, path=path)
+        path, session = self.ctx.run_dir / "weights", self.session
+        sync = self.cfg.weight_sync
+        return WeightPublisher(self.actor, session.client, sync, path=path, turns=session.turns)
 
     def set_up_others(self) -> dict[str, Role]:
         """Makes the further roles of a subclass's algorithm, and returns by name those that are
@@ -149,7 +172,7 @@ class RLTrainer:
         """Trains until the last step, max_train_seconds or a signal, and evaluates, saves and
         checkpoints between steps. Collective."""
         total, per_epoch = self.spec.total_train_steps, self.spec.steps_per_epoch
-        log.info("%s", batch_plan(self.cfg, total, dist.get_world_size()))
+        log.info("%s", batch_plan(self.cfg, total, self.trainers.ctx.world_size))
         step = self.steps_done
         over = step >= total or self._out_of_time()
         if self.recovery.ended_already(self.saver, total=total, over=over):
@@ -177,7 +200,7 @@ class RLTrainer:
                 stats |= self._evaluate(step=step, epoch=epoch, epoch_ended=ended, last=last)
             self.ctx.log_stats(
                 step,
-                stats | gathered(),
+                stats | self.ctx.gathered(),
                 total_steps=total,
                 completions=self.session.completions(),
             )
@@ -194,13 +217,13 @@ class RLTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the models. Rank 0 only."""
-        return self.session.state_dict() | {"kl": self.actor.kl.state_dict()}
+        return self.session.state_dict() | {"kl": self.actor.kl_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned. Collective."""
         self.session.load_state_dict(state)
         if "kl" in state:  # a checkpoint of a version without kl_controller has none
-            self.actor.kl.load_state_dict(state["kl"])
+            self.actor.load_kl_state(state["kl"])
 
     def _stop(self, step: int) -> None:
         """Ends after `step` steps because of a signal, with a checkpoint of them."""
@@ -216,7 +239,7 @@ class RLTrainer:
         with self.ctx.profiler.step(step + 1), record_timing("step"):
             stats = self.step(step)
             self.renew_ref(step + 1)
-        self.step_recorder.end_step(self.session.client.addresses)
+        self.step_recorder.end_step(self.session.addresses())
         return stats
 
     # --8<-- [start:step]
@@ -226,7 +249,8 @@ class RLTrainer:
             batch = self.session.prepare_batch()
         batch = self.score(batch)
         self.check.has_trained_tokens(batch)
-        stats = rollout_metrics(batch, version=self.actor.get_version())
+        version = self.actor.get_version()
+        stats = rollout_metrics(batch, version=version)
         self.check.rewards_differ(stats)
         with record_timing("logp"):
             self.compute_prox_logp(batch)
@@ -235,7 +259,7 @@ class RLTrainer:
         with record_timing("train"):
             stats |= self.actor.ppo_update(batch)
             self.actor.step_lr_scheduler()
-        stats |= trained_metrics(batch, version=self.actor.get_version())
+        stats |= trained_metrics(batch, version=version)
         stats |= self.session.account(batch)
         with record_timing("update_weights"):
             stats |= self.publisher.publish(step + 1)
@@ -291,8 +315,9 @@ class RLTrainer:
 
     def speed(self, batch: Batch) -> dict[str, float]:
         """Returns the metrics of the phase "train" of this step, which was the actor's."""
-        return update_speed(
-            self.actor.engine,
+        return self.trainers.run(
+            update_speed,
+            self.actor,
             batch,
             seconds=stats_tracker.seconds("train"),
             peak_tflops=self.cfg.profiler.peak_tflops,

@@ -1,8 +1,10 @@
-"""The roles of algos/ bound to MegatronEngine, as scripts use them."""
+"""The roles of algos/ bound to MegatronEngine, as scripts use them. `world` is that of the engine:
+the mesh that it spans, by default the world in scope."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any, TypeVar
 
 from megarl.algos.actor import Actor
 from megarl.algos.critic import Critic
@@ -21,8 +23,11 @@ from megarl.config.algo import (
 from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.preferences import PreferenceConfig
-from megarl.config.recipes import BaseConfig
+from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig, PPOConfig
 from megarl.engine import MegatronEngine
+from megarl.parallel.worlds import World
+
+C = TypeVar("C", bound=TrainEngineConfig)
 
 
 class MegatronActor(Actor):
@@ -38,10 +43,11 @@ class MegatronActor(Actor):
         temperature: float,
         seed: int = 1,
         decode: Decode = spell_ids,
+        world: World | None = None,
     ) -> None:
         super().__init__(
             config,
-            MegatronEngine(config, seed=seed),
+            MegatronEngine(config, seed=seed, world=world),
             temperature=temperature,
             seed=seed,
             decode=decode,
@@ -54,8 +60,10 @@ class MegatronCritic(Critic):
 
     engine: MegatronEngine
 
-    def __init__(self, config: PPOCriticConfig, *, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed), seed=seed)
+    def __init__(
+        self, config: PPOCriticConfig, *, seed: int = 1, world: World | None = None
+    ) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed, world=world), seed=seed)
 
 
 class MegatronRewardModel(RewardModel):
@@ -63,8 +71,10 @@ class MegatronRewardModel(RewardModel):
 
     engine: MegatronEngine
 
-    def __init__(self, config: ValueModelConfig, *, seed: int = 1) -> None:
-        super().__init__(MegatronEngine(config, seed=seed))
+    def __init__(
+        self, config: ValueModelConfig, *, seed: int = 1, world: World | None = None
+    ) -> None:
+        super().__init__(MegatronEngine(config, seed=seed, world=world))
 
 
 class MegatronRef(Ref):
@@ -72,8 +82,17 @@ class MegatronRef(Ref):
 
     engine: MegatronEngine
 
-    def __init__(self, config: TrainEngineConfig, *, temperature: float, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+    def __init__(
+        self,
+        config: TrainEngineConfig,
+        *,
+        temperature: float,
+        seed: int = 1,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(
+            config, MegatronEngine(config, seed=seed, world=world), temperature=temperature
+        )
 
 
 class MegatronTeacher(Teacher):
@@ -81,8 +100,17 @@ class MegatronTeacher(Teacher):
 
     engine: MegatronEngine
 
-    def __init__(self, config: TeacherConfig, *, temperature: float, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed), temperature=temperature)
+    def __init__(
+        self,
+        config: TeacherConfig,
+        *,
+        temperature: float,
+        seed: int = 1,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(
+            config, MegatronEngine(config, seed=seed, world=world), temperature=temperature
+        )
 
 
 class MegatronLoRARef(LoRARef):
@@ -99,8 +127,10 @@ class MegatronSFT(SFT):
 
     engine: MegatronEngine
 
-    def __init__(self, config: TrainEngineConfig, *, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed))
+    def __init__(
+        self, config: TrainEngineConfig, *, seed: int = 1, world: World | None = None
+    ) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed, world=world))
 
 
 class MegatronPreferencePolicy(PreferencePolicy):
@@ -110,9 +140,14 @@ class MegatronPreferencePolicy(PreferencePolicy):
     engine: MegatronEngine
 
     def __init__(
-        self, config: TrainEngineConfig, preference: PreferenceConfig, *, seed: int = 1
+        self,
+        config: TrainEngineConfig,
+        preference: PreferenceConfig,
+        *,
+        seed: int = 1,
+        world: World | None = None,
     ) -> None:
-        super().__init__(config, preference, MegatronEngine(config, seed=seed))
+        super().__init__(config, preference, MegatronEngine(config, seed=seed, world=world))
 
 
 class MegatronRewardLearner(RewardLearner):
@@ -120,8 +155,36 @@ class MegatronRewardLearner(RewardLearner):
 
     engine: MegatronEngine
 
-    def __init__(self, config: ValueModelConfig, *, center: float = 0.0, seed: int = 1) -> None:
-        super().__init__(config, MegatronEngine(config, seed=seed), center=center)
+    def __init__(
+        self,
+        config: ValueModelConfig,
+        *,
+        center: float = 0.0,
+        seed: int = 1,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(config, MegatronEngine(config, seed=seed, world=world), center=center)
+
+
+def make_actor(cfg: GRPOConfig, tokenizer: Any) -> MegatronActor:
+    """Returns the actor of a recipe, not initialized."""
+    actor = MegatronActor(
+        cfg.actor, temperature=cfg.gconfig.temperature, seed=cfg.seed, decode=tokenizer.decode
+    )
+    if cfg.episodes.entropy and cfg.episodes.keep != 0:
+        actor.also = ("entropy",)
+    return actor
+
+
+def make_critic(cfg: PPOConfig) -> MegatronCritic:
+    """Returns the critic of a recipe, not initialized."""
+    return MegatronCritic(_of_model(cfg, "critic", cfg.critic), seed=cfg.seed)
+
+
+def make_teacher(cfg: DistillConfig) -> MegatronTeacher:
+    """Returns the teacher of a recipe, not initialized."""
+    config, temperature = _of_model(cfg, "teacher", cfg.teacher), cfg.gconfig.temperature
+    return MegatronTeacher(config, temperature=temperature, seed=cfg.seed)
 
 
 def make_ref(cfg: BaseConfig, policy: Policy) -> MegatronRef | MegatronLoRARef:
@@ -129,10 +192,20 @@ def make_ref(cfg: BaseConfig, policy: Policy) -> MegatronRef | MegatronLoRARef:
     `policy` without its adapters. Collective."""
     if ref_is_below_adapters(cfg):
         return MegatronLoRARef(policy)
-    config = copy.deepcopy(engines(cfg)["ref"])
-    config.path = model_path(cfg, "ref")
-    config.override_config = model_override(cfg, "ref")
-    config.optimizer = None
-    ref = MegatronRef(config, temperature=policy.temperature, seed=cfg.seed)
+    ref = make_frozen(cfg, policy.temperature)
     ref.initialize(None, None)
     return ref
+
+
+def make_frozen(cfg: BaseConfig, temperature: float) -> MegatronRef:
+    """Returns the reference of a recipe with an engine of its own, not initialized."""
+    config = _of_model(cfg, "ref", engines(cfg)["ref"])
+    config.optimizer = None
+    return MegatronRef(config, temperature=temperature, seed=cfg.seed)
+
+
+def _of_model(cfg: BaseConfig, name: str, section: C) -> C:
+    """Returns a copy of an engine's section with the model that it is to have."""
+    config = copy.deepcopy(section)
+    config.path, config.override_config = model_path(cfg, name), model_override(cfg, name)
+    return config

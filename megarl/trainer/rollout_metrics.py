@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos.rollouts import rollouts_of
-from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens
+from megarl.algos.rows import Data, as_batch, reduce_rows, total, trained_tokens, where_it_lies
 from megarl.algos.token_metrics import advantage_spread, gap_by_age, staleness
 from megarl.api.batch import Batch, Padded
 from megarl.models.flops import train_flops
@@ -22,6 +22,7 @@ from megarl.utils.batch import seqlens
 PASSES = 1.0  # a rollout is right from this reward on
 
 
+@where_it_lies
 def rollout_metrics(data: Data, *, version: int) -> dict[str, float]:
     """Returns the metrics of a training batch's rewards [B], response lengths (loss_mask [B,S]) and
     staleness (versions [B,S]): means over rollouts, however many rows each has. `version` is the
@@ -70,6 +71,7 @@ def _mean_length(written: torch.Tensor, **kinds: torch.Tensor) -> dict[str, floa
     }
 
 
+@where_it_lies
 def trained_metrics(data: Data, *, version: int) -> dict[str, float]:
     """Returns what an update trained on: the spread of the advantages, where there are some, and
     the logprob gap by the tokens' age. `version` is the trainer's. Collective."""
@@ -103,19 +105,20 @@ def _sizes(batch: Batch, trained: torch.Tensor) -> dict[str, float]:
     }
 
 
-def gathered() -> dict[str, float]:
+def gathered() -> stats_tracker.Entries:
     """Returns what stats_tracker has gathered on all ranks since the last call, and the memory that
-    was in use. Collective."""
+    was in use, for stats_tracker.joined. Collective."""
     stats_tracker.peak(**memory_in_use())
-    return stats_tracker.export()
+    return stats_tracker.take()
 
 
 def update_speed(
-    engine: Any, data: Data, *, seconds: float, peak_tflops: float | None
+    role: Any, data: Data, *, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
     """Returns perf/tflops_per_gpu and, where the peak is given or known, perf/mfu of an update:
-    `seconds` went into training `engine` on every sequence of the batch once. peak_tflops: TFLOP/s
+    `seconds` went into training `role` on every sequence of the batch once. peak_tflops: TFLOP/s
     of one device."""
+    engine = role.engine
     lengths = data.lengths.tolist() if isinstance(data, Batch) else seqlens(data)
     return utilization(
         train_flops(engine.model_config, lengths),

@@ -36,13 +36,14 @@ from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import public_tree
 from megarl.engine import MegatronEngine
 from megarl.observability.logging import get_logger, warn_once_per_world
-from megarl.trainer.context import RunContext
+from megarl.trainer.context import ProcessContext
 from megarl.trainer.roles import (
     MegatronActor,
     MegatronLoRARef,
     MegatronRef,
 )
 from megarl.utils.disk import DiskFull, full_disk_named
+from megarl.utils.unanswered import unanswered
 
 log = get_logger(__name__)
 
@@ -57,7 +58,7 @@ class SelfCheck:
     """Checks the batches and updates of a run, and stops, skips or warns as `self_check` of the
     configuration says. Every rank makes the same calls."""
 
-    def __init__(self, cfg: BaseConfig, ctx: RunContext) -> None:
+    def __init__(self, cfg: BaseConfig, ctx: ProcessContext) -> None:
         self.config = cfg.self_check
         self._run_config = public_tree(cfg)
         self._dir = ctx.run_dir / "nonfinite"
@@ -68,6 +69,7 @@ class SelfCheck:
         self._streaks = checks.Streaks(compares_groups=compares)
         self._told_of_untrained = False
 
+    @unanswered
     def begin_step(self, step: int) -> None:
         """Begins a step, which the messages name: `step` counts from 1, as the metrics do."""
         self._step, self._minibatch = step, -1
@@ -103,6 +105,7 @@ class SelfCheck:
             self._told_of_untrained = True
             warn_once_per_world(log, "%s: nothing is learned from them", finding)
 
+    @unanswered
     def rewards_differ(self, metrics: dict[str, float]) -> None:
         """Warns, once per streak, where the rewards of several steps in a row teach nothing."""
         if finding := self._streaks.step(metrics):

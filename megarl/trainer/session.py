@@ -22,12 +22,14 @@ from megarl.parallel.rank_zero import RankZero
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool
 from megarl.trainer.answers_file import AnswersFile
-from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
+from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.held_out import HeldOut, make_workflow
 from megarl.trainer.recover import data_of, same_data
 from megarl.trainer.results import Results
 from megarl.trainer.rollout_metrics import trained_completions
 from megarl.trainer.step_recorder import StepRecorder
+from megarl.trainer.turns import Turns
+from megarl.trainer.workers import HERE, Workers
 from megarl.utils import stopping
 from megarl.utils.importing import load_object
 from megarl.utils.stopping import StopRequested
@@ -45,20 +47,23 @@ class RolloutSession:
     step_recorder: StepRecorder | None = None  # is shown every batch
 
     def __init__(
-        self, cfg: GRPOConfig, tokenizer: Any, on_rank_zero: RankZero | None = None
+        self,
+        cfg: GRPOConfig,
+        tokenizer: Any,
+        on_rank_zero: RankZero | None = None,
+        workers: Workers = HERE,
     ) -> None:
-        """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already."""
-        backend = cfg.rollout.backend
-        make_client = load_object(backend.type, what="rollout.backend")
-        self.client: RemoteSGLangEngine = make_client(
-            cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
-        )
+        """Reads the data; servers are not needed yet. `on_rank_zero`: one that exists already.
+        workers: where the client and the driver are, and `tokenizer`."""
+        self._workers = workers
+        self.client = workers.make(make_client, cfg)
         self.driver: RolloutDriver | None = None  # on rank 0
         self._episodes = cfg.episodes
+        self.turns = Turns(self.client)
 
         def make() -> int:
-            self.driver = RolloutDriver(cfg, tokenizer, self.client)
-            return len(self.driver.data)
+            self.driver = workers.make(RolloutDriver, cfg, tokenizer, self.client)
+            return self.driver.dataset_size()
 
         zero = on_rank_zero or RankZero(cfg.collective_timeout)
         self.dataset_size = zero(make)
@@ -73,11 +78,13 @@ class RolloutSession:
     def expect(self, steps: int) -> None:
         """Says how many more batches there will be, so that nothing is generated beyond them."""
         if self.driver is not None:
-            self.client.executor.expect(steps)
+            self.driver.expect(steps)
 
     def prepare_batch(self) -> Batch:
         """Returns the next training batch. Raises StopRequested where a signal came meanwhile."""
+        self.turns.generate()
         batch = self.client.share(RolloutDriver.next_batch, self.driver)
+        self.turns.train()
         if self.step_recorder is not None:
             self.step_recorder.handed_out(batch)
         return batch
@@ -112,9 +119,9 @@ class RolloutSession:
             self.step_recorder.computed(batch)
         if self._episodes.keep != 0:
             with record_timing("episodes"):
-                tokens = computed_tokens(batch, self._episodes.keep)
-                if self.driver is not None:
-                    self.driver.computed(batch, tokens)
+                part = computed_part(batch, self._episodes.keep)
+                of_all = batch["rewards"], batch.get("skipped")
+                self._workers.run(_record, self.driver, *part, *of_all)
         done = batch["episode_ids"], batch.get("skipped")
         counters = self.client.on_driver(RolloutDriver.account, self.driver, *done)
         rewards = rollouts_of(batch).of_first(batch["rewards"]).double()
@@ -123,6 +130,7 @@ class RolloutSession:
 
     def evaluate(self, samples_path: Path, when: str | None = None) -> dict[str, float]:
         """Returns the `eval/...` metrics of the held-out rows; none without a validation set."""
+        self.turns.generate()
         return self.client.on_driver(RolloutDriver.evaluate, self.driver, samples_path, when)
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,10 +146,11 @@ class RolloutSession:
     def completions(self) -> dict[str, list[dict[str, Any]]]:
         """Returns what the tables of completions show since the last call: records of the latest
         training batch ("train") and evaluation ("eval"). Rank 0's; none elsewhere."""
-        if self.driver is None:
-            return {}
-        shown, self.driver.shown = self.driver.shown, {}
-        return shown
+        return self.driver.take_shown() if self.driver is not None else {}
+
+    def addresses(self) -> list[str]:
+        """Returns host:port of every server that is not lost. Rank 0's; none elsewhere."""
+        return self.driver.addresses() if self.driver is not None else []
 
     def counters(self) -> dict[str, float]:
         """Returns rank 0's counters, as `account` does; none elsewhere and before `start`."""
@@ -154,6 +163,26 @@ class RolloutSession:
         finally:
             if self.driver is not None:
                 self.driver.close()
+
+
+def make_client(cfg: GRPOConfig) -> RemoteSGLangEngine:
+    """Returns the rollout client that the configuration names, not open yet."""
+    backend = cfg.rollout.backend
+    make = load_object(backend.type, what="rollout.backend")
+    client: RemoteSGLangEngine = make(
+        cfg.rollout, weight_sync=cfg.weight_sync, seed=cfg.seed, **backend.options
+    )
+    return client
+
+
+def _record(
+    driver: RolloutDriver | None, part: Batch, rows: Tensor, rewards: Tensor, skipped: Tensor | None
+) -> None:
+    """Has the driver (None: another rank's) record what the step computed (computed_part). rewards,
+    skipped: [B] of all rows of the batch. Collective."""
+    tokens = computed_tokens(part, rows)
+    if driver is not None and driver.recorder is not None:
+        driver.recorder.computed(tokens, rewards, skipped)
 
 
 class RolloutDriver:
@@ -201,6 +230,23 @@ class RolloutDriver:
         )
         self.results = Results(cfg.train_dataset, self.loader.sampler)
 
+    def dataset_size(self) -> int:
+        """Returns the number of rows of the training data."""
+        return len(self.data)
+
+    def expect(self, steps: int) -> None:
+        """Says how many more batches there will be."""
+        self.client.executor.expect(steps)
+
+    def addresses(self) -> list[str]:
+        """Returns host:port of every server that is not lost."""
+        return self.client.addresses
+
+    def take_shown(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns what the tables of completions show since the last call."""
+        shown, self.shown = self.shown, {}
+        return shown
+
     def opened(self) -> None:
         """Has answers checked against the model's vocabulary, kept for a resume and, to be
         replayed, carry routes, and episodes recorded, from now on, as the client is open."""
@@ -243,11 +289,6 @@ class RolloutDriver:
         self.client.executor.failed(batch, failed, kind)
         if self.recorder is not None:
             self.recorder.dropped(failed, kind)
-
-    def computed(self, batch: Batch, tokens: list[tuple[Tensor, Padded]]) -> None:
-        """Has recorded what the step computed of the batch: (rows, padded fields [b,S]) each."""
-        if self.recorder is not None:
-            self.recorder.computed(tokens, batch["rewards"], batch.get("skipped"))
 
     def close(self) -> None:
         """Ends the reward workers, and waits until the episodes are on disk."""

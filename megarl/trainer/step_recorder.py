@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megarl.algos import Role
+from megarl.algos.fields import MADE, TAUGHT
 from megarl.algos.role import UpdateCheck
 from megarl.algos.rows import Data
 from megarl.api.batch import Batch
@@ -29,10 +30,11 @@ from megarl.observability.logging import get_logger
 from megarl.observability.stats_tracker import record_timing
 from megarl.parallel import mcore
 from megarl.trainer.batch_fingerprints import field_fingerprints
-from megarl.trainer.context import RunContext
-from megarl.trainer.recorded_batches import BatchWriter, as_tensors
+from megarl.trainer.context import ProcessContext
+from megarl.trainer.recorded_batches import BatchWriter, as_tensors, whole
 from megarl.utils.fingerprint import Fingerprint
 from megarl.utils.liveness import Deadline
+from megarl.utils.unanswered import unanswered
 from megarl.weight_sync.verify import held_checksums
 
 log = get_logger(__name__)
@@ -44,8 +46,9 @@ PHASES = {  # of what a step adds to its batch; other fields are of the advantag
     "ref_logp": fp.REF,
     "values": fp.VALUES,
     "last_value": fp.VALUES,
+    **dict.fromkeys(TAUGHT, fp.TEACHER),
 }
-MADE_BY_UPDATES = ("skipped", "rollout_tokens", "batch_share")
+MADE_BY_UPDATES = ("skipped", *MADE)
 NUMBERS = ("loss", "grad_norm", "lr", "update_successful")  # of an update
 LIBRARIES = ("megarl", "torch", "megatron-core", "transformers", "transformer-engine")
 
@@ -53,7 +56,7 @@ LIBRARIES = ("megarl", "torch", "megatron-core", "transformers", "transformer-en
 class StepRecorder:
     """Records fingerprints of every phase of a step, and the batches that are to be kept."""
 
-    def __init__(self, cfg: GRPOConfig, ctx: RunContext, *, dataset_size: int) -> None:
+    def __init__(self, cfg: GRPOConfig, ctx: ProcessContext, *, dataset_size: int) -> None:
         self._cfg, self._config, self._ctx = cfg, cfg.record, ctx
         self._file = FingerprintFile(ctx.run_dir)
         self._broken = False  # nothing more is written
@@ -71,6 +74,7 @@ class StepRecorder:
             for name, role in roles.items():
                 role.update_check = _RecordedUpdates(self, name, role.update_check)
 
+    @unanswered
     def begin_step(self, step: int) -> None:
         """Begins a step; `step` counts from 1."""
         first, self.step = self.step == 0, step
@@ -94,7 +98,10 @@ class StepRecorder:
                 self._handed_out = field_fingerprints(batch)
                 self._append(fp.ROLLOUT, self._handed_out)
             keep, wanted = self._config.keep, self.step in self._config.steps
-            if self._ctx.is_zero and (keep != 0 or wanted):
+            if keep == 0 and not wanted:
+                return
+            batch = whole(batch)
+            if self._ctx.is_zero:
                 about = {"step": self.step, "dataset_size": self._dataset_size}
                 self._batches.write(as_tensors(batch), about, keep, self._config.steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 
 import torch
@@ -15,4 +16,6 @@ def tensor_checksum(t: torch.Tensor) -> str:
     other side first.
     """
     raw = t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().data).hexdigest()
+    # numpy() would make the storage one that cannot be resized, so memory could not be given back
+    view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
+    return hashlib.sha256(view).hexdigest()

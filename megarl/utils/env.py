@@ -1,4 +1,4 @@
-"""Sets environment variables that a training process wants before torch is imported.
+"""Reads what a process has to compute with, and sets environment variables it wants before torch.
 
 Everything is a default: what the user has set stays.
 """
@@ -9,6 +9,8 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 
 
 def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
@@ -92,6 +94,34 @@ def is_here(address: str) -> bool:
     return True
 
 
+def address_towards(host: str) -> str:
+    """Returns this machine's address on the interface that routes to `host`. No packet is sent."""
+    if is_loopback(host):
+        return "127.0.0.1"
+    family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as s:
+        s.connect(where)
+        return str(s.getsockname()[0])
+
+
 def has_interface(name: str) -> bool:
     """Tells whether this machine has a network interface of this name."""
     return name in [interface for _, interface in socket.if_nameindex()]
+
+
+def uses_gpus(env: Mapping[str, str], *, torch_version: str | None = None) -> bool:
+    """Returns whether trainers compute on GPUs, by the environment and torch's build alone."""
+    return env.get("MEGARL_DEVICE") != "cpu" and not (torch_version or version("torch")).endswith(
+        "+cpu"
+    )
+
+
+def visible_gpus(
+    env: Mapping[str, str], *, devices: Path = Path("/dev"), torch_version: str | None = None
+) -> list[str]:
+    """Returns names for CUDA_VISIBLE_DEVICES, none where torch would use none of the GPUs."""
+    if not uses_gpus(env, torch_version=torch_version):
+        return []
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
+    return [str(i) for i, _ in enumerate(devices.glob("nvidia[0-9]*"))]

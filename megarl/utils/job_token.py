@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 
 ENV = "MEGARL_JOB_TOKEN"
+_making = threading.Lock()
 
 
 def job_token() -> str | None:
@@ -14,8 +16,10 @@ def job_token() -> str | None:
 
 
 def ensure_job_token() -> str:
-    """Returns the job's token, and puts a new one into the environment where there is none."""
-    token = job_token()
-    if token is None:
-        token = os.environ[ENV] = secrets.token_hex(16)
-    return token
+    """Returns the job's token, the same to all threads, and puts a new one into the environment
+    where there is none."""
+    with _making:
+        token = job_token()
+        if token is None:
+            token = os.environ[ENV] = secrets.token_hex(16)
+        return token

@@ -38,6 +38,11 @@ def wish() -> int:
     return _received[0] if _received else 0
 
 
+def note(number: int) -> None:
+    """Notes that signal `number` came to the process that this one works for."""
+    _received.append(number)
+
+
 def work_begins() -> None:
     """Notes that there is work to lose: from here on one signal is a wish that the loop fulfils."""
     global _working

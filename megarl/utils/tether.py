@@ -22,6 +22,7 @@ class Tether:
 
     def __init__(self) -> None:
         self._read, self.held = os.pipe()
+        self._closed = False
 
     @contextmanager
     def end(self) -> Iterator[tuple[int, ...]]:
@@ -46,6 +47,8 @@ class Tether:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
 
     def close(self) -> None:
-        """Closes both ends, which ends the groups if nobody else holds them."""
-        os.close(self._read)
-        os.close(self.held)
+        """Closes both ends, once, which ends the groups if nobody else holds them."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._read)
+            os.close(self.held)

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.utils.env import is_loopback
+from megarl.utils.env import address_towards, is_loopback
 from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
 from megarl.utils.rendezvous import listen
 from megarl.weight_sync.plan import rank_offsets
 from megarl.weight_sync.servers import GRACE, BucketTransfer, Servers, failures
 from megarl.wire.process_group import (
-    address_towards,
     destroy_update_group,
     init_update_group,
     set_group_timeout,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -122,16 +121,6 @@ def bounded(pg: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
         yield
     finally:
         c10d._set_pg_timeout(before, pg)
-
-
-def address_towards(host: str) -> str:
-    """Returns this machine's address on the interface that routes to `host`. No packet is sent."""
-    if is_loopback(host):
-        return "127.0.0.1"
-    family, kind, proto, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as s:
-        s.connect(where)
-        return str(s.getsockname()[0])
 
 
 @contextlib.contextmanager

@@ -44,7 +44,9 @@ def weight_fn(b: Tensors) -> float:
     return 0.37 * float(b["loss_mask"].sum())
 
 
-def make_engine(path: str, parallel: dict[str, Any], *, trained: bool = True, **over: Any) -> Any:
+def make_engine(
+    path: str, parallel: dict[str, Any], *, trained: bool = True, world: Any = None, **over: Any
+) -> Any:
     from megarl.engine import MegatronEngine
 
     optimizer = OptimizerConfig(**{**OPTIMIZER, **over.pop("optimizer", {})}) if trained else None
@@ -56,7 +58,7 @@ def make_engine(path: str, parallel: dict[str, Any], *, trained: bool = True, **
         ),
         **{"lm_head_chunk_tokens": 16, **over},
     )  # fmt: skip
-    engine = MegatronEngine(cfg)
+    engine = MegatronEngine(cfg, world=world)
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1))
     return engine
 

@@ -94,8 +94,13 @@ def resume(path: str, out: str, parallel: Parallel, over: dict[str, Any]) -> dic
     train(first, 2)
     first.set_version(VERSION)
     seed_all(100 + dist.get_rank())
+    if away := dist.get_world_size() > 1:  # what is offloaded is saved from host memory
+        first.offload()
     first.save(dist_meta(out))
     children = multiprocessing.active_children()
+    occupied = sum(first.occupied().values())
+    if away:
+        first.onload()
     saved, drawn = local_tensors(first), draws(first)
     figures = train(first, 2)
     ended = local_tensors(first)
@@ -106,6 +111,7 @@ def resume(path: str, out: str, parallel: Parallel, over: dict[str, Any]) -> dic
     second.load(dist_meta(out))
     result = dict(
         children=len(children),
+        occupied=(away, occupied),
         at_load=differing(saved, local_tensors(second)),
         draws=(drawn, draws(second)),
         version=second.get_version(),
@@ -146,6 +152,8 @@ def check_resume(world: World, out: Path, path: str, parallel: Parallel, over: A
         assert r["draws"][0] == r["draws"][1]
         assert r["figures"][0] == r["figures"][1]
         assert r["version"] == VERSION and r["children"] == 0
+        away, occupied = r["occupied"]
+        assert occupied == 0 if away else occupied > 0  # nothing was brought back for the save
         assert r["trained"] > 0 and r["resumed"] > 0.9 * r["tensors"]
     lrs = [lr for _, lr, _ in results[0]["figures"][0]]
     assert lrs[0] > lrs[1] > 0

@@ -5,8 +5,10 @@ Each engine computes what it computes alone, whatever the others do in between.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from safetensors.torch import load_file
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
-from megarl.config.engine import LoRAConfig
+from megarl.config.engine import LoRAConfig, MoEConfig
+from megarl.engine import arrival
 from tests.dist.engine_jobs import batch, loss_fn, make_engine, save_model, state, weight_fn
 from tests.tiny import save_tiny
 
@@ -234,7 +237,7 @@ def parts_away(path: str, over: dict[str, Any]) -> dict[str, Any]:
         moved[part] += (engine.onload((part,)),)
         figures.append(train())
     everything = engine.offload()
-    figures.append(engine.onload() and train())
+    figures.append(engine.onload(behind=True) and train())  # bytes arrive while it trains
     errors["name"] = error_of(engine.offload, ("weights",))
     weights = sum(p.numel() * p.element_size() for p in engine.state.params.values())
     result = dict(figures=figures, moved=moved, everything=everything, errors=errors,
@@ -282,6 +285,91 @@ def test_parts_leave_and_come_back(world4, path, over, state_per_weight):
         assert f"train_batch needs ('{part}',)" in r["errors"][part]["train"]
     assert r["errors"]["optimizer"]["forward"] == r["errors"]["grads"]["forward"] == "no error"
     assert "('weights',)" in r["errors"]["name"] and "'optimizer'" in r["errors"]["name"]
+
+
+class LateLane:
+    """Makes a copy when somebody waits for it, and not before; until then there is NaN."""
+
+    def __init__(self) -> None:
+        self._copies: list[Any] = []
+
+    def begin(self, copy: Any) -> Any:
+        for there, _ in copy.args[0]:
+            there.fill_(255)
+        self._copies.append(copy)
+        number = len(self._copies)
+
+        def wait() -> None:
+            for i in range(number):
+                self._copies[i]()
+                self._copies[i] = int
+
+        return wait
+
+    def close(self) -> None:
+        assert set(self._copies) <= {int}
+
+
+def broken(outputs: Any, b: Any) -> Any:
+    raise ValueError("a loss that fails")
+
+
+def late(path: str, root: str, parallel: dict[str, Any], over: dict[str, Any], lane: Any) -> Any:
+    """Works through most verbs, before each of which all parts were away."""
+    value = over.get("head") == "value"
+    args = (value_loss if value else loss_fn, weight_fn)
+    kw: dict[str, Any] = dict(outputs=("values",)) if value else OUT
+    saved = SaveLoadMeta(path=root, weight_format="dist", with_optim=True)
+    engine = make_engine(path, parallel, **over)
+    train = partial(engine.train_batch, batch(), *args, **kw)
+    verbs: dict[str, Any] = {
+        "first step": train,
+        "pass": partial(engine.forward, batch(), **kw),
+        "failed step": partial(error_of, engine.train_batch, batch(), broken, weight_fn, **kw),
+        "save": partial(engine.save, saved),
+        "load": partial(engine.load, saved),  # what was saved, so it was all there
+        "weights": partial(state, engine),
+        "next step": train,
+    }
+    found = {}
+    with mock.patch.object(arrival, "ThreadLane", lane or arrival.ThreadLane):
+        for name, verb in verbs.items():
+            engine.offload()
+            engine.onload(behind=lane is not None)
+            found[name] = verb()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "over"),
+    [
+        ("qwen2", dict(pp=2, vpp=2), dict(dtype="bfloat16")),
+        ("deepseek_v3", dict(ep=2), dict(moe=MoEConfig(expert_bias_update_rate=0.01))),
+        pytest.param(
+            "qwen2",
+            dict(tp=2, pp=2),
+            dict(lora=LORA, recompute_granularity="full"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "qwen2",
+            dict(pp=2),
+            dict(head="value", value_head_init="random"),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["tied-vpp", "router-bias", "lora", "values"],
+)
+def test_what_a_verb_reads_is_waited_for(world4, models, tmp_path, kind, parallel, over):
+    path = save_model(models, kind, kind == "qwen2")
+    want, got = (
+        world4.run(late, path, str(tmp_path / name), parallel, over, lane)
+        for name, lane in (("here", None), ("late", LateLane))
+    )
+    assert same(got, want)
+    assert all(r["first step"]["loss"] != r["next step"]["loss"] for r in want)
+    assert "a loss that fails" in want[0]["failed step"]
 
 
 def resting(path: str, root: str) -> dict[str, Any]:

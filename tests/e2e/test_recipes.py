@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -27,10 +28,15 @@ from tests.dist.world import free_port  # noqa: E402
 from tests.embedded_server import embedded_server  # noqa: E402
 
 STEPS = 3
+MODES = pytest.mark.parametrize(
+    "mode",
+    ["trainer.mode=spmd", pytest.param("trainer.mode=controller", marks=pytest.mark.full)],
+    ids=lambda mode: mode.removeprefix("trainer.mode="),
+)
 
 
-def launch(config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", "2"]
+def launch(config: str, *overrides: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.launcher.local", "--nproc", str(nproc)]
     command += ["--config", str(ROOT / "configs" / config), *overrides]
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
@@ -114,7 +120,11 @@ CASES = {
         "actor.ppo_n_minibatches=1",
     ],
 }  # fmt: skip
+CASES["controller-pp2-async-workers"] = [
+    *CASES["pp2-async-decoupled"], "trainer.mode=controller", "rollout.workers=2",
+]  # fmt: skip
 TIERS = {
+    "controller-pp2-async-workers": pytest.mark.full,
     "pp2-async-decoupled": pytest.mark.system,
     "dp2-disk-kl": pytest.mark.full,
     "tp2-adapter": pytest.mark.full,
@@ -177,9 +187,43 @@ def replay(run: Path, step: int, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@MODES
+@pytest.mark.system
+def test_servers_and_trainers_in_turn_make_the_run_without_turns(mode, model, tmp_path):
+    """PPO with a reference, on devices that both sides give up to each other; then its end again
+    from the checkpoint in the middle, with servers and trainers that keep their memory."""
+    done = launch(
+        "quickstart_ppo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        "total_train_steps=4", "train_dataset.batch_size=8", "train_dataset.size=40",
+        "train_dataset.options.level=1", "valid_dataset.options.level=1", "valid_dataset.size=5",
+        "evaluator.freq_steps=2", "actor.optimizer.lr=1e-3", "actor.kl_coef=0.01", "ref={}",
+        "actor.parallel.tp=2", "gconfig.seed=7", "server.deterministic=true", "server.threads=1",
+        "weight_sync.type=colocated", "weight_sync.verify=full", "saver.freq_steps=2", mode,
+        "recover.freq_steps=2", "recover.keep_last=9", "record.keep=2", "record.servers=true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "e" / "ppo"
+    check_books(run, done.stdout, prompts=8, samples=4)
+    memory = {name for row in stats(run) for name in row if name.startswith("memory/")}
+    assert len(memory) == 1 + 3 * (1 + 5) and all(map(documented().fullmatch, memory))
+    assert (run / "critic" / "hf" / "step_000002" / "model.safetensors").exists()
+    lines = (run / "timeline" / "rank_0.jsonl").read_text().splitlines()
+    turns = [s for s in map(json.loads, lines) if s["track"] == "memory"]
+    names = ["generate", "train", "sync"]
+    assert [s["name"] for s in turns][:9] == names * 3
+    trainers, servers = ("params", "optimizer", "grads"), ("server_weights", "server_kv_cache")
+    held = {"generate": servers, "train": trainers, "sync": ("params", "server_weights")}
+    for span in turns[3:]:  # in the first turns there is no optimizer state, and no cache
+        assert {part for part, n in span["about"].items() if n} == {*held[span["name"]]}, span
+    status, said = replay(run, 4, "server.release_memory=false")
+    assert status == 0 and "no difference in steps 3-4" in said, said
+    assert "server.release_memory: true | false" in said
+
+
 @pytest.mark.full
 def test_a_step_is_run_again_to_the_bit(model, tmp_path):
-    """From the checkpoint in the middle: its training, its rollouts, and all of it."""
+    """From the checkpoint in the middle: its training, its rollouts, also in processes of their
+    own, and all of it."""
     done = launch(
         "quickstart_grpo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         "total_train_steps=4", "train_dataset.batch_size=8", "train_dataset.size=40",
@@ -190,7 +234,8 @@ def test_a_step_is_run_again_to_the_bit(model, tmp_path):
     assert done.returncode == 0, done.stdout
     run = tmp_path / "e" / "grpo"
     before = sorted(p for p in run.rglob("*") if p.is_file())
-    for mode in (["--train-only"], ["--rollout-only"], []):
+    in_workers = ["--rollout-only", "rollout.workers=2"]
+    for mode in (["--train-only"], ["--rollout-only"], in_workers, []):
         status, said = replay(run, 4, *mode)
         assert status == 0 and "no difference in steps 3-4" in said, said
     status, said = replay(run, 4, "--train-only", "actor.optimizer.lr=2e-3")
@@ -213,12 +258,13 @@ def hurt(path: Path, like: Path) -> Path:
     return path
 
 
-def test_distillation_draws_a_student_to_its_teacher(model, tmp_path):
+@MODES
+def test_distillation_draws_a_student_to_its_teacher(mode, model, tmp_path):
     done = launch(
         "quickstart_distill.yaml", f"actor.path={hurt(tmp_path / 'hurt', model)}",
         f"teacher.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         "total_train_steps=10", "train_dataset.batch_size=32", "train_dataset.size=40",
-        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-4",
+        "train_dataset.options.level=1", "valid_dataset=null", "actor.optimizer.lr=3e-4", mode,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = stats(tmp_path / "e" / "distill")
@@ -229,8 +275,9 @@ def test_distillation_draws_a_student_to_its_teacher(model, tmp_path):
     check_books(tmp_path / "e" / "distill", done.stdout, prompts=32, samples=8)
 
 
+@MODES
 @pytest.mark.system
-def test_distillation_by_policy_gradient_from_a_teacher_that_a_server_holds(model, tmp_path):
+def test_distillation_by_policy_gradient_from_a_teacher_that_a_server_holds(mode, model, tmp_path):
     flags = ("--context-length", "64", "--dtype", "float32")
     with embedded_server(model, *flags, log=tmp_path / "server.log") as server:
         done = launch(
@@ -238,7 +285,7 @@ def test_distillation_by_policy_gradient_from_a_teacher_that_a_server_holds(mode
             "teacher.path=", f"teacher.addresses=[127.0.0.1:{server.port}]",
             f"fileroot={tmp_path}", "experiment_name=e", "total_train_steps=3",
             "train_dataset.batch_size=8", "train_dataset.size=40", "valid_dataset=null",
-            "train_dataset.options.level=1", "actor.loss=policy",
+            "train_dataset.options.level=1", "actor.loss=policy", mode,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout
     rows = stats(tmp_path / "e" / "distill")
@@ -282,15 +329,16 @@ def reward_model(root: Path, like: Path) -> Path:
     return root / "e" / "rm" / "final"
 
 
+@MODES
 @pytest.mark.system
-def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
+def test_ppo_and_on_from_its_checkpoint(mode, model, tmp_path):
     command = [
         "quickstart_ppo.yaml", f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
         "train_dataset.batch_size=8", "train_dataset.size=40", "train_dataset.options.level=1",
         "valid_dataset=null", "critic.optimizer.lr=1e-3", "weight_sync.verify=full",
         f"reward_model.path={reward_model(tmp_path / 'scorer', model)}",
         "reward_model.parallel.pp=2", "profiler.start_step=2", "profiler.ranks=[0,1]",
-        "profiler.peak_tflops=0.001",
+        "profiler.peak_tflops=0.001", mode,
     ]  # fmt: skip
     done = launch(*command, "total_train_steps=2")
     assert done.returncode == 0, done.stdout
@@ -316,6 +364,36 @@ def test_ppo_and_on_from_its_checkpoint(model, tmp_path):
     assert critic.num_labels == 1 and critic.score.weight.any()
     AutoModelForCausalLM.from_pretrained(run / "final")
     check_books(run, done.stdout, prompts=8, samples=4)
+
+
+@pytest.mark.full
+def test_ppo_as_a_graph_gives_the_weights_of_the_recipe(model, tmp_path):
+    """On meshes of its own for each model, with a checkpoint between."""
+    keys = [
+        f"actor.path={model}", f"fileroot={tmp_path}", "experiment_name=e",
+        "train_dataset.batch_size=8", "train_dataset.size=40", "train_dataset.options.level=1",
+        "actor.parallel.sequence_parallel=true", "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-3", "valid_dataset=null", "gconfig.seed=1",
+    ]  # fmt: skip
+    done = launch("quickstart_ppo.yaml", *keys, "total_train_steps=3")
+    assert done.returncode == 0, done.stdout
+    for steps in (2, 3):
+        done = launch("../examples/ppo_graph.yaml", *keys, f"total_train_steps={steps}", nproc=4)
+        assert done.returncode == 0, done.stdout
+    assert "from step 2 of 3 (version 2)" in done.stdout, done.stdout
+    plain, graph = tmp_path / "e" / "ppo", tmp_path / "e" / "ppo_graph"
+    for part in ("final", "critic/final"):
+        one, other = (load_file(run / part / "model.safetensors") for run in (plain, graph))
+        assert one.keys() == other.keys()
+        assert not [name for name in one if not torch.equal(one[name], other[name])], part
+    clocks = re.compile(r"time|elapsed_s|(timing|perf|memory|weight_sync)/|rollout/(lat|loop|wait)")
+    for row, same in zip(stats(plain), stats(graph), strict=True):
+        apart = [n for n in row.keys() | same.keys() if row.get(n) != same.get(n)]
+        assert not [name for name in apart if not clocks.match(name)]
+    picture = (graph / "dataflow.svg").read_text()
+    assert all(f">{said}<" in picture for said in ("servers", "g0-g1", "g2-g3"))
+    assert all(f">{call}: " in picture for call in ("train_actor", "train_critic"))
+    check_books(graph, done.stdout, prompts=8, samples=4)
 
 
 @pytest.mark.system

@@ -1,4 +1,4 @@
-"""What a user writes: the script of examples/gsm8k_grpo.py, and the cells of docs/notebook.md."""
+"""What a user writes: examples/gsm8k_grpo_spmd.py, and the cells of docs/notebook.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dist.world import free_port
 from tests.embedded_server import embedded_server
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT, CONFIG = ROOT / "examples" / "gsm8k_grpo.py", ROOT / "configs" / "script_grpo.yaml"
+SCRIPT, CONFIG = ROOT / "examples" / "gsm8k_grpo_spmd.py", ROOT / "configs" / "script_grpo.yaml"
 STEPS = 2
 
 

@@ -114,7 +114,7 @@ def test_routes_over_turns_and_an_interruption(
                 gconfig=GenerationHyperparameters(max_new_tokens=n, ignore_eos=True),
                 routes_from=talk.head.routed(),
             )
-            answer = client._open()[0].submit(client.agenerate(asked))
+            answer = client.opened().loop.submit(client.agenerate(asked))
             if n == 400:
                 server.wait_running()
                 server.ok("/pause_generation", {"mode": "abort"})

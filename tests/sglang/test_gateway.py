@@ -40,11 +40,11 @@ def test_what_is_recorded_is_what_the_server_sampled(
 ) -> None:
     tokenizer: Any = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     tokenizer.chat_template = TEMPLATE
-    loop, pool, _ = pair.client._open()
+    connection = pair.client.opened()
     engine = Recorded(pair)
 
     async def context() -> int | None:
-        found = await loop.here(context_length(pool))
+        found = await connection.loop.here(context_length(connection.pool))
         assert found == 1024
         return found
 

@@ -23,11 +23,13 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("transport", "kv"), (("distributed", "flush"), ("colocated", "recompute"))
+    ("transport", "kv", "turns"),
+    (("distributed", "flush", "true"), ("colocated", "recompute", "auto")),
 )
-def test_grpo(tmp_path: Path, transport: str, kv: str) -> None:
+def test_grpo(tmp_path: Path, transport: str, kv: str, turns: str) -> None:
     """Two trainers with sharded weights, one server. The server computes the same logprobs as the
     trainers at every step, which it can only with the weights of that step, and with KV of them.
+    turns: both sides use the devices in turn; on a CPU, SGLang keeps its memory all the same.
     """
     make_model(tmp_path / "model", hidden=64, layers=2)
     flags = ",".join(f"'{flag}'" for flag in servers.FLAGS)
@@ -41,6 +43,7 @@ def test_grpo(tmp_path: Path, transport: str, kv: str) -> None:
         "server.type=sglang", f"server.python={servers.config().python}",
         f"server.extra_args=[{flags}]", "server.max_running_requests=64",
         f"weight_sync.type={transport}", f"rollout.kv_after_sync={kv}",
+        f"server.release_memory={turns}",
         f"server.start_timeout={servers.START_TIMEOUT}",
     ]  # fmt: skip
     done = subprocess.run(
@@ -53,6 +56,7 @@ def test_grpo(tmp_path: Path, transport: str, kv: str) -> None:
     rows = [row for row in rows if "weight_sync/bytes" in row]
     assert len(rows) == STEPS
     assert all(row["train_rollout_logprob_abs_diff/max"] < 1e-4 for row in rows)
+    assert done.stdout.count("keep(s) its memory while") == (turns == "true")
     assert "not verified" in done.stdout  # SGLang's checksums are of fused parameters
     first, last = tmp_path / "model", run / "final"
     ids = torch.arange(3, 40)[None]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megarl.api.records import ModelResponse, WeightUpdateMeta
+from megarl.config.rollout import RolloutConfig
 from megarl.rollout.cache_keys import began
 from megarl.rollout.client import RemoteSGLangEngine
 from tests.dist.uploads import Upload, run_uploads
@@ -69,6 +70,33 @@ def test_there_and_back_again(pair: Pair, world: World, tmp_path: Path, way: str
     world.run(run_uploads, parallel, [back])
     assert [s.said() for s in pair.both] == before
     assert [s.checksums() for s in pair.both] == checksums
+
+
+def test_a_staged_wake_brings_weights_before_the_cache(
+    pair: Pair, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a run that takes turns: release all, resume weights, sync, resume the KV cache. On a
+    CPU SGLang takes these calls and keeps its memory, of which the log tells once."""
+    pair.load(pair.m0)
+    config = RolloutConfig(addresses=[*pair.addresses], request_timeout=120, setup_timeout=60)
+    client = RemoteSGLangEngine(config)
+    client.initialize()
+    try:
+        memory = client.pauses.memory
+        for source, saved in ((pair.m1, tmp_path / "m1"), (pair.m0, tmp_path / "m0")):
+            client.pause()
+            memory.release(("weights", "kv_cache"))
+            memory.resume(("weights",))
+            new = Upload(source, saved, meta(pair, type="colocated"))
+            for figures in world.run(run_uploads, TP2, [new]):
+                assert isinstance(figures[0], dict), figures[0]
+            memory.resume(("weights", "kv_cache"))
+            assert memory.usage()["kv_cache"] > 0
+            client.resume()
+            check_holds(pair, saved, new.meta.version)
+    finally:
+        client.destroy()
+    assert caplog.text.count("keep(s) its memory while the trainers work") == 1
 
 
 def test_one_sender_sends_again_and_again(pair: Pair, world: World) -> None:

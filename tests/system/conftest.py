@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megarl.utils.job_token import ENV as JOB_TOKEN
 from tests.system.cluster_run import COMMAND, ClusterRun, local_run
 from tests.tiny import save_tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -19,6 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_as_it_was() -> Iterator[None]:
+    """Takes back the job's token that schedulers of a module's tests put into the environment:
+    servers of the next module would ask for it."""
+    before = os.environ.get(JOB_TOKEN)
+    yield
+    os.environ.pop(JOB_TOKEN, None)
+    if before is not None:
+        os.environ[JOB_TOKEN] = before
 
 
 @pytest.fixture

@@ -27,6 +27,13 @@ def even(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, **r
     return sum(t % 2 == 0 for t in completion_ids) / max(1, len(completion_ids))
 
 
+def broken(config: Any) -> Any:
+    """A loss that cannot be computed."""
+    from megarl.algos.specs import LossSpec
+
+    return LossSpec(fn=lambda outputs, batch: 1 / 0, weight=lambda batch: 1.0)
+
+
 def main() -> int:
     from megarl.run import main as run
 

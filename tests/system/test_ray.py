@@ -15,6 +15,7 @@ from tests.leftovers import Mark
 from tests.system.cluster_run import ON_NODES, ClusterRun, check_same, disturbed
 from tests.system.ray_cluster import LOOPBACK, RayCluster
 from tests.system.test_recover import ROOT
+from tests.system.workers_check import check_abandoned, check_recipe, check_workers, kill_trainer
 
 ON_RAY = [*ON_NODES, "recover.restarts=1", "recover.async_save=false"]
 
@@ -52,6 +53,38 @@ def test_a_lost_node_is_replaced_and_the_weights_are_the_local_launchers(
     assert len(shown) > 20 and not any(token in p.read_text(errors="replace") for p in shown)
     assert token not in output
     assert cluster.listening() and cluster.listening() <= LOOPBACK
+
+
+def test_a_scheduler_starts_watches_and_ends_workers(cluster: RayCluster, tmp_path: Path) -> None:
+    check_workers(["ray"], cluster.env, tmp_path, node="RAY_RAYLET_PID")
+    shown = [p for p in cluster.root.rglob("*") if p.is_file()]  # all that Ray wrote
+    token = json.loads((tmp_path / "group.environment.json").read_text())["MEGARL_JOB_TOKEN"]
+    assert not any(token in p.read_text(errors="replace") for p in shown)
+
+
+@pytest.mark.full
+def test_a_recipe_under_a_controller_outlives_a_trainer(
+    cluster: RayCluster, command: tuple[str, ...], local: ClusterRun, tmp_path: Path
+) -> None:
+    check_recipe(["ray"], cluster.env, ClusterRun(tmp_path, command), local)
+
+
+@pytest.mark.full
+def test_a_controller_with_trainers_on_two_nodes(
+    cluster: RayCluster, command: tuple[str, ...], local: ClusterRun, tmp_path: Path
+) -> None:
+    """A trainer of another node than its own is killed."""
+    run = ClusterRun(tmp_path, command)
+    env = cluster.env | disturbed(tmp_path, "checkpoint:2", kill_trainer(run))
+    status, output = run.launch("ray", env, *ON_RAY, "trainer.mode=controller")
+    assert status == 0 and "trainer 1 exited with status 137" in output, output
+    assert "starting again, 0 restart(s) left" in output and "from step 2 of 5" in output
+    check_same(run, local)
+
+
+@pytest.mark.full
+def test_workers_end_with_a_controller_that_was_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    check_abandoned(["ray"], cluster.env, tmp_path)
 
 
 def submitted(cluster: RayCluster, run: ClusterRun, env: dict[str, str]) -> tuple[int, str]:

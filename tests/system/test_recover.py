@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, LlamaForSequenceClassification
 
+from megarl.cli.diff import diff
 from megarl.observability.episodes import read_bytes, read_index, unpack
 from tests.tiny import save_tiny, tiny_hf
 from tests.tiny_tokenizer import save_tokenizer
@@ -139,7 +140,8 @@ class Run:
     def figures(self) -> list[dict[str, Any]]:
         """stats.jsonl without what depends on the clock."""
         clocks = (
-            r"time|elapsed_s|(timing|weight_sync|perf|memory)/.*|rollout/(wait_time|latency_\w+)"
+            r"time|elapsed_s|(timing|weight_sync|perf|memory)/.*|"
+            r"rollout/(wait_time|latency_\w+|(loop|worker)_lag)"
         )
         return [{k: v for k, v in r.items() if not re.fullmatch(clocks, k)} for r in self.rows()]
 
@@ -345,11 +347,74 @@ def test_signals_end_a_run_with_a_checkpoint(model, uninterrupted, tmp_path):
     check_same(run, whole, model)
 
 
+CONTROLLER = "trainer.mode=controller"
+
+
+def test_under_a_controller(model, uninterrupted, tmp_path):
+    """Killed before the checkpoint of step 4 is renamed and started again, it is to the bit the run
+    of ranks that nobody killed."""
+    whole = uninterrupted(*grpo(model, "tp2", *MIXED, *FOLLOWED))
+    run = Run(tmp_path, grpo(model, "tp2", *MIXED, *FOLLOWED, CONTROLLER, AT_ONCE))
+    status, output = run.start(kill="checkpoint:4")
+    assert status in SIGKILLED and run.leftovers(), output
+    assert re.search(r"continuing \S+ from step 2 of 5 \(version 2\)", run.finish())
+    check_same(run, whole, model)
+    assert run.rows("samples") == whole.rows("samples")
+    seen = json.loads((run.dir / "processes" / "rank_0.json").read_text())
+    assert (seen["name"], seen["state"], seen["total_steps"]) == ("controller", "ended", STEPS)
+    assert diff(run.dir, whole.dir, steps=None, shown=10) == 0
+
+
 @pytest.mark.full
-def test_the_launcher_starts_a_failed_run_again(model, uninterrupted, tmp_path):
-    """One rank is killed; the launcher ends the rest, and its second start goes on from step 2."""
-    run = Run(tmp_path, grpo(model, "tp2", AT_ONCE))
-    output = run.finish("recover.restarts=1", kill="update:4", everything=False)
+@pytest.mark.timeout(900)
+def test_a_controller_and_ranks_continue_each_other(model, uninterrupted, tmp_path):
+    """Two steps under a controller, until a signal; two by ranks, until they are killed; the rest
+    under a controller."""
+    command = grpo(model, "tp2", *MIXED)
+    run = Run(tmp_path, (*command, AT_ONCE))
+    status, output = run.start(CONTROLLER, kill="checkpoint:2", number=signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM and "Traceback" not in output, output
+    assert re.search(r"stopped by a signal after step [23]: the same command", output), output
+    status, output = run.start(kill="update:5")
+    assert status in SIGKILLED and "continuing" in output, output
+    assert "from step 4 of 5" in run.finish(CONTROLLER)
+    check_same(run, uninterrupted(*command), model)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ppo_under_a_controller(model, reward_model, uninterrupted, tmp_path):
+    ppo = [
+        "recipe=ppo", *LAYOUTS["tp2"], "critic.parallel.pp=2", "critic.ppo_n_minibatches=2",
+        *(f"critic.optimizer.{o}" for o in OPTIMIZER), "ref.parallel.pp=2", "kl_ctl=0.01",
+        f"reward_model.path={reward_model}",
+    ]  # fmt: skip
+    command = (*GRPO[1:], *COMMON, *ppo, f"actor.path={model}")
+    run = Run(tmp_path, (*command, CONTROLLER))
+    run.finish()
+    check_same(run, uninterrupted(*command), model)
+
+
+@pytest.mark.full
+def test_the_error_of_a_worker_ends_the_run(model, tmp_path):
+    run = Run(
+        tmp_path, grpo(model, "dp2", CONTROLLER, "actor.loss=tests.system.recover_run:broken")
+    )
+    status, output = run.start()
+    assert status == 1 and "worker trainers/" in output, output
+    assert "ZeroDivisionError" in output and "recover_run.py" in output
+    assert json.loads((run.dir / "summary.json").read_text())["status"].startswith("failed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kill", "mode"), [("update:4", "trainer.mode=spmd"), ("checkpoint:4", CONTROLLER)]
+)
+def test_the_launcher_starts_a_failed_run_again(kill, mode, model, uninterrupted, tmp_path):
+    """One rank, or the controller, is killed; the launcher ends the rest, and its second start goes
+    on from step 2."""
+    run = Run(tmp_path, grpo(model, "tp2", AT_ONCE, mode))
+    output = run.finish("recover.restarts=1", kill=kill, everything=False)
     assert "starting again, 0 restart(s) left" in output and "from step 2 of 5" in output
     check_same(run, uninterrupted(*grpo(model, "tp2")), model)
 

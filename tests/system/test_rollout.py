@@ -119,13 +119,13 @@ def test_samples_aborted_by_a_pause_end_as_if_nothing_had_happened(client, monke
     n, sent = 400, []
     reqs = [request(rid=str(i), seed=i, max_new_tokens=n) for i in range(3)]
     whole = asyncio.run(client.agenerate_many(reqs))
-    generate = client._samples._dispatcher.generate
+    generate = client._connection.samples._dispatcher.generate
 
     def spy(body, *args):
         sent.append([len(ids) for ids in body["input_ids"]])
         return generate(body, *args)
 
-    monkeypatch.setattr(client._samples._dispatcher, "generate", spy)
+    monkeypatch.setattr(client._connection.samples._dispatcher, "generate", spy)
 
     async def interrupted():
         task = asyncio.ensure_future(client.agenerate_many(reqs))

@@ -84,7 +84,7 @@ def test_every_token_keeps_the_routes_it_was_written_with(
     """New weights come in the middle of an answer."""
     load(server, models[0])
     prompt = [2, 40, 50, 60, 9]
-    loop = client._open()[0]
+    loop = client.opened().loop
     answer = loop.submit(client.agenerate(ask(prompt, 200)))
     server.wait_running()
     server.ok("/pause_generation", {"mode": mode})

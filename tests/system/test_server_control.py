@@ -293,6 +293,67 @@ def test_update_from_disk_takes_all_or_nothing(server, dirs, weights, tmp_path):
     assert server.get("/model_info")[1]["model_path"] == str(dirs[0])
 
 
+# ---- memory
+
+
+def memory(server):
+    """(bytes by tag, released tags)."""
+    state = server.state()
+    return state["memory_bytes"], state["released"]
+
+
+@pytest.mark.parametrize("way", ["one-by-one", "flat", "disk"])
+def test_released_memory_is_free_and_weights_come_back_by_an_update(
+    server, sender, dirs, weights, way
+):
+    base, (held, _) = greedy(server), memory(server)
+    assert held["weights"] == sum(t.nbytes for t in weights[0].values()) and held["kv_cache"] > 0
+    server.ok("/pause_generation", {})
+    server.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+    assert memory(server) == ({"weights": 0, "kv_cache": 0}, ["kv_cache", "weights"])
+    for path, body in (
+        ("/weights_checker", {}),
+        ("/update_weights_from_disk", {"model_path": str(dirs[1])}),
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/resume_memory_occupation", {"tags": None}),  # cuda_graph is not away
+        ("/resume_memory_occupation", {"tags": ["wieghts"]}),
+    ):
+        status, answer = server.post(path, body)
+        assert status == 400 and answer["success"] is False, (path, answer)
+    waiting = server.start(PROMPT, temperature=0, max_new_tokens=6, ignore_eos=True)
+    server.wait_waiting()
+    server.ok("/resume_memory_occupation", {"tags": ["weights"]})
+    assert memory(server) == (held | {"kv_cache": 0}, ["kv_cache"])
+    if way == "disk":
+        server.ok("/update_weights_from_disk", {"model_path": str(dirs[0])})
+    else:
+        assert sender.send(weights[0], flat=way == "flat")[0] == 200
+    assert memory(server)[0]["kv_cache"] == 0  # the update needed none
+    assert checksums(server) == sums_of(weights[0])
+    server.ok("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    server.ok("/continue_generation")
+    logprobs = waiting.result(30)["meta_info"]["output_token_logprobs"]
+    assert logprobs == base["meta_info"]["output_token_logprobs"]
+
+
+def test_nothing_is_generated_with_memory_that_is_away(server, dirs):
+    running = server.start(PROMPT, **LONG)
+    server.wait_running()
+    status, answer = server.post("/release_memory_occupation", {})
+    assert status == 400 and "pause with mode 'abort'" in answer["message"]
+    server.ok("/abort_request", {"abort_all": True})
+    running.result(30)
+    server.ok("/release_memory_occupation", {})
+    request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    status, answer = server.post("/generate", request)
+    assert status == 500 and "weights and kv_cache" in answer["error"]["message"]
+    server.ok("/resume_memory_occupation", {})
+    status, answer = server.post("/generate", request)  # the numbers are gone
+    assert status == 500 and "update the weights" in answer["error"]["message"]
+    server.ok("/update_weights_from_disk", {"model_path": str(dirs[0])})
+    assert server.post("/generate", request)[0] == 200
+
+
 def test_versions_and_what_is_not_supported(server):
     answer = server.ok("/update_weight_version", {"new_version": "zz"})
     assert answer["new_version"] == "zz" and answer["success"]

@@ -71,7 +71,7 @@ def connect(servers: list[Server], sync: WeightSyncConfig | None = None, **confi
 def watched(client: RemoteSGLangEngine) -> dict[int, list[str]]:
     """By row, the servers that answered its turns."""
     seen: dict[int, list[str]] = defaultdict(list)
-    dispatcher = client._samples._dispatcher
+    dispatcher = client._connection.samples._dispatcher
     send = dispatcher._asked
 
     async def spy(server: Any, body: dict[str, Any], samples: int) -> Any:

@@ -14,7 +14,9 @@ import pytest
 from tests.system.cluster_run import ON_NODES, ClusterRun, check_same, disturbed
 from tests.system.slurm_cluster import SlurmCluster, missing_tools
 from tests.system.test_recover import ROOT
+from tests.system.workers_check import check_abandoned, check_recipe, check_workers
 
+IN_A_JOB = ["salloc", "--quiet", "-N2", "--ntasks=4", "--time=5"]
 ON_SLURM = [*ON_NODES, "cluster.slurm.poll_seconds=0.5"]
 
 pytestmark = pytest.mark.skipif(
@@ -53,6 +55,37 @@ def test_sigusr1_saves_and_queues_again_and_the_weights_are_the_local_launchers(
     shared = [p for p in (run.dir / "names").rglob("*") if p.is_file()]
     shared += [run.dir / "launch" / name for name in ("job.json", "job.sbatch")]
     assert not any(token in p.read_text() for p in [*shared, *run.dir.glob("launch/*.log")])
+
+
+def test_a_scheduler_starts_watches_and_ends_workers(cluster: SlurmCluster, tmp_path: Path) -> None:
+    check_workers(["slurm", *IN_A_JOB], cluster.env, tmp_path, node="SLURMD_NODENAME")
+
+
+@pytest.mark.full
+def test_a_recipe_under_a_controller_outlives_a_trainer(
+    cluster: SlurmCluster, command: tuple[str, ...], local: ClusterRun, tmp_path: Path
+) -> None:
+    check_recipe(["slurm", *IN_A_JOB], cluster.env, ClusterRun(tmp_path, command), local)
+
+
+@pytest.mark.full
+def test_a_controller_with_trainers_on_two_nodes(
+    cluster: SlurmCluster, command: tuple[str, ...], local: ClusterRun, tmp_path: Path
+) -> None:
+    """It gets SIGUSR1; its trainers leave that to it."""
+    run = ClusterRun(tmp_path, command)
+    told = 'scancel --batch --signal=USR1 "$SLURM_JOB_ID"'
+    env = cluster.env | disturbed(tmp_path, "checkpoint:2", told)
+    status, output = run.launch("slurm", env, *ON_SLURM, "trainer.mode=controller")
+    assert status == 0 and "queueing the job again" in output, output
+    check_same(run, local)
+
+
+@pytest.mark.full
+def test_workers_end_with_a_controller_that_was_killed(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    check_abandoned(["slurm", *IN_A_JOB], cluster.env, tmp_path)
 
 
 @pytest.mark.full

@@ -151,7 +151,7 @@ class BigramEngine(TrainEngine):
     def train(self, mode=True):
         return self
 
-    def onload(self, parts=PARTS):
+    def onload(self, parts=PARTS, *, behind=False):
         self._note("onload")
 
     def offload(self, parts=PARTS):

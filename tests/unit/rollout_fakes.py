@@ -109,6 +109,8 @@ class FakeServer:
         self.delay = 0.0
         self.queue: Callable[[], int] | None = lambda: 0  # requests that wait
         self.hang = False  # no /model_info is answered
+        self.busy = 0  # flushes that it refuses
+        self.info: dict[str, Any] = {}
         self.address = self.loop.run(self._start(), timeout=10)
 
     async def _start(self) -> str:
@@ -118,7 +120,10 @@ class FakeServer:
         app.router.add_get("/model_info", self._info)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/set_version", self._set_version)
-        for name in ("pause_generation", "continue_generation"):
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_post("/flush_cache", self._flush)
+        memory = ("release_memory_occupation", "resume_memory_occupation")
+        for name in ("pause_generation", "continue_generation", *memory):
             app.router.add_post(f"/{name}", self._control)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -149,6 +154,14 @@ class FakeServer:
         while self.hang:
             await asyncio.sleep(0.01)
         return web.json_response({"weight_version": self.weight_version})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(self.info)
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        self.calls.append((request.path, await request.json()))
+        self.busy -= 1
+        return web.Response(text="Cache", status=400 if self.busy >= 0 else 200)
 
     async def _set_version(self, _: web.Request) -> web.Response:
         """For tests in other processes: version 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -426,3 +427,8 @@ def test_sampling_as_a_model_recommends_it(tmp_path):
     assert GenerationHyperparameters.from_pretrained(tmp_path / "none") == (
         GenerationHyperparameters()
     )
+
+
+def test_problems_travel_between_processes() -> None:
+    again = pickle.loads(pickle.dumps(ConfigError(["a.b=1: too small", "c: unknown"])))
+    assert again.problems == ("a.b=1: too small", "c: unknown")

@@ -306,6 +306,9 @@ def test_sound_configs_pass(model: Path) -> None:
         ),
         (["experiment_name=a/b"], ["experiment_name='a/b'"]),
         (["total_train_steps=-1"], ["total_train_steps=-1"]),
+        (["trainer.workers=2"], ["trainer.workers=2", "trainer.mode=controller"]),
+        (["trainer.scheduler=ray"], ["trainer.scheduler=ray", "trainer.mode=controller"]),
+        (["trainer.mode=controller", "replay.run=r"], ["replay", "trainer.mode=spmd"]),
     ],
 )
 def test_problem_is_named(model: Path, overrides: list[str], names: list[str]) -> None:
@@ -529,6 +532,15 @@ def test_ways_to_the_servers_that_do_not_go_together_are_named(model: Path) -> N
     check_config(grpo(model, both[0], "rollout.router=127.0.0.1:30000"), 1)
     (found,) = problems(grpo(model, "rollout.router=here"))
     assert "rollout.router: 'here' is not host:port" in found
+    (found,) = problems(grpo(model, "rollout.gateway.port=65534", "rollout.workers=2"))
+    assert "the rollout.workers=2 workers take the ports behind it" in found
+    (found,) = problems(grpo(model, "rollout.workers=-1"))
+    assert found.startswith("rollout.workers=-1: must be from 0 to 256")
+    many = ("rollout.workers=1000", "rollout.max_concurrent_rollouts=1000")
+    (found,) = problems(grpo(model, *many))
+    assert found.startswith("rollout.workers=1000: must be from 0 to 256")
+    (found,) = problems(grpo(model, "rollout.workers=9", "train_dataset.batch_size=8"))
+    assert found.startswith("rollout.workers=9: at most 8 episodes are in flight")
 
 
 def test_a_recipe_that_does_not_ask_its_teacher_is_refused():

@@ -30,7 +30,7 @@ from megarl.observability.episodes import (
 from megarl.rollout.episode import Episode, batch_parts, without_failed
 from megarl.rollout.rewards.parts import Scored
 from megarl.rollout.trajectory import Trajectory, to_batch
-from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
+from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from megarl.trainer.token_pieces import TokenPieces
 from tests.full_disk import files_below
 from tests.unit.rollout_fakes import Scripted
@@ -186,7 +186,9 @@ def record_batch(run: Path, tokenizer: Any, episodes: list[Episode], **named: An
         recorder.ended(one)
     recorder.handed_out(4)
     batch = trained_batch([e for e in episodes if e.batch is not None])
-    recorder.computed(computed_tokens(batch, named.get("keep")), batch["rewards"], None)
+    recorder.computed(
+        computed_tokens(*computed_part(batch, named.get("keep"))), batch["rewards"], None
+    )
     recorder.close()
     return batch
 

@@ -38,7 +38,6 @@ from megarl.engine.probe import (
 )
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.episodes import GROUP, EpisodeStream, pack
-from megarl.parallel.groups import forget_groups
 from megarl.server import kv_cache
 from megarl.utils.digests import seal
 from tests.tiny import GLM_KINDS, KINDS, MLA_KINDS, MOE_KINDS, VOCAB, save_tiny
@@ -52,7 +51,6 @@ def world_of_one():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_groups()
 
 
 def make_samples() -> list[Sample]:

@@ -10,10 +10,14 @@ import pytest
 
 from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
+from megarl.config.recipes import GRPOConfig
+from megarl.config.turns import takes_turns
 from megarl.launcher import plan
-from megarl.launcher.devices import visible_gpus
+from megarl.launcher.job import SERVER, TRAINER
+from megarl.launcher.make import make_job
 from megarl.launcher.placement import Placement, share_out
-from megarl.launcher.plan import plan_here
+from megarl.launcher.plan import Plan, plan_here
+from megarl.utils.env import visible_gpus
 from tests.hf_stub import write_stub
 
 
@@ -71,19 +75,25 @@ BOUNDED = "server.extra_args=['--mem-fraction-static','0.3']"
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    """The placement of a GRPO job of two trainers on a host of `gpus` GPUs."""
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """The plan of a GRPO job of two trainers on a host of `gpus` GPUs."""
     model = write_stub(tmp_path / "model")
 
-    def make(gpus: int, *args: str) -> Placement:
+    def make(gpus: int, *args: str) -> Plan:
         monkeypatch.setattr(plan, "visible_gpus", lambda env: [*map(str, range(gpus))])
         line = [
             f"actor.path={model}", "actor.optimizer.lr=1e-5", "gconfig.n_samples=2",
             f"fileroot={tmp_path}/runs", "--nproc", "2", *args,
         ]  # fmt: skip
-        return plan_here(parse_command_line(line, options=("nproc",))).placement
+        return plan_here(parse_command_line(line, options=("nproc",)))
 
     return make
+
+
+@pytest.fixture
+def planned(job: Callable[..., Plan]) -> Planner:
+    """The placement of such a job."""
+    return lambda gpus, *args: job(gpus, *args).placement
 
 
 def test_streaming_to_servers_on_the_trainers_gpus_is_refused(planned: Planner) -> None:
@@ -96,13 +106,53 @@ def test_streaming_to_servers_on_the_trainers_gpus_is_refused(planned: Planner) 
 
 @pytest.mark.parametrize("kind", ["colocated", "disk"])
 def test_sglang_beside_trainers_says_how_much_memory_it_takes(planned: Planner, kind: str) -> None:
-    args = (*SGLANG, f"weight_sync.type={kind}")
-    with pytest.raises(ConfigError, match="--mem-fraction-static"):
+    args = (*SGLANG, f"weight_sync.type={kind}", "server.release_memory=false")
+    with pytest.raises(ConfigError, match=r"--mem-fraction-static.*server\.release_memory=true"):
         planned(2, *args)
     assert planned(2, *args, BOUNDED).shared
     assert planned(2, *args, "server.extra_args=['--mem-fraction-static=0.3']").shared
     assert gpus_of(planned(0, *args))[0] == {None}
     assert planned(2, f"weight_sync.type={kind}").shared  # the embedded server
+
+
+@pytest.mark.parametrize(
+    ("gpus", "args", "taken"),
+    [
+        (2, ("weight_sync.type=colocated",), True),
+        (2, ("weight_sync.type=disk",), True),  # too few for both
+        (4, ("weight_sync.type=disk",), False),
+        (0, ("weight_sync.type=colocated",), True),
+        (0, (), False),
+        (2, ("weight_sync.type=colocated", "rollout.max_head_offpolicyness=1", BOUNDED), False),
+        (2, ("weight_sync.type=colocated", "server.release_memory=false", BOUNDED), False),
+        (0, ("server.release_memory=true",), True),
+    ],
+    ids=str,
+)
+def test_servers_on_the_trainers_devices_take_turns_with_them(
+    job: Callable[..., Plan], gpus: int, args: tuple[str, ...], taken: bool
+) -> None:
+    plan = job(gpus, *SGLANG, *args)
+    assert isinstance(plan.cfg, GRPOConfig) and takes_turns(plan.cfg) == taken
+    made = make_job(plan, {})
+    server, trainer = made.of(SERVER)[0], made.of(TRAINER)[0]
+    saver = "--enable-memory-saver" in server.command
+    assert saver == (taken and gpus > 0)  # on a CPU SGLang would not start with it
+    assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in server.env) == saver
+    assert ("server.release_memory=true" in trainer.command) == taken
+
+
+@pytest.mark.parametrize(
+    ("arg", "why"),
+    [
+        ("rollout.max_head_offpolicyness=1", "has the servers generate while the trainers work"),
+        ("rollout.kv_after_sync=recompute", "keeps KV that is released"),
+        ("rollout.router=127.0.0.1:8000", "takes servers that rest for broken ones"),
+    ],
+)
+def test_what_does_not_go_with_turns_is_refused(planned: Planner, arg: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"server.release_memory=true: .*{why}"):
+        planned(2, *SGLANG, "weight_sync.type=colocated", "server.release_memory=true", arg)
 
 
 def interpreter(path: Path, says: str) -> str:

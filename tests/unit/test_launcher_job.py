@@ -17,10 +17,11 @@ from megarl.config.command_line import parse_command_line
 from megarl.config.errors import ConfigError
 from megarl.launcher import local, plan
 from megarl.launcher.job import JUDGE, REWARDS, SERVER, TRAINER, Job, endpoints, fill
-from megarl.launcher.make import forwarded, make_job
+from megarl.launcher.make import make_job
 from megarl.launcher.placement import Placement, Seat, place, set_aside
 from megarl.launcher.plan import plan_cluster
 from megarl.launcher.show import show
+from megarl.rpc.nodes import forwarded
 from tests.hf_stub import write_stub
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -123,7 +124,9 @@ def make(folder: Path, *more: str, on_gpus: bool = True) -> Job:
             f"actor.path={model}", "actor.optimizer.lr=1e-6", "gconfig.n_samples=2",
             f"fileroot={folder}/runs", "actor.attention=sdpa", "cluster.forward_env=[MY_*]", *more,
         ]  # fmt: skip
-        return make_job(plan_cluster(parse_command_line(line)), ENV, cluster=True)
+        return make_job(
+            plan_cluster(parse_command_line(line, options=("nproc",))), ENV, cluster=True
+        )
 
 
 def text(folder: Path, *more: str, format: str = "table", stamp: str = "") -> str:
@@ -139,6 +142,46 @@ def test_70b_on_16_nodes(tmp_path: Path) -> None:
     assert rank.env["LOCAL_WORLD_SIZE"] == "8" and rank.env["WORLD_SIZE"] == "64"
     assert rank.log.endswith("/logs/trainer_42.log") and not job.of(TRAINER)[0].log
     assert Job.from_json(job.to_json()) == job
+
+
+CONTROLLER = ["actor.parallel.tp=4", "server.count=2", "trainer.mode=controller"]
+
+
+def test_a_controller_has_the_gpus_of_its_trainers(tmp_path: Path) -> None:
+    (controller,) = make(tmp_path, *CONTROLLER).of(TRAINER)
+    assert (controller.name, controller.workers, controller.ports) == ("controller", 4, ())
+    assert controller.gpus == controller.env["CUDA_VISIBLE_DEVICES"] == "@{gpus:0,1,2,3}"
+    assert "trainer.workers=4" in controller.command and "WORLD_SIZE" not in controller.env
+    assert "a controller that starts 4 trainer process(es)" in text(tmp_path, *CONTROLLER)
+
+
+def test_a_controller_meets_trainers_of_two_nodes(tmp_path: Path) -> None:
+    ways = ["trainer.mode=controller", "allocation_mode=sglang.d1+megatron.d2t8"]
+    controller, *trainers = make(tmp_path, *ways).of(TRAINER)
+    assert (controller.name, controller.node, controller.ports) == ("controller", 0, ("master",))
+    assert controller.env["MEGARL_MEETING"] == "@{address:master}"
+    assert "trainer.workers=16" in controller.command
+    assert [t.node for t in trainers] == [0] * 8 + [1] * 8
+    last = trainers[15]
+    assert (last.name, last.ports) == ("trainer 15", ())
+    assert last.command[2:] == ("megarl.rpc.worker", "--meet", "@{address:master}", "--index", "15")
+    assert last.log.endswith("/logs/trainers_15.log") and last.gpus == "@{gpus:0,1,2,3,4,5,6,7}"
+    said = text(tmp_path, *ways)
+    assert "controller, trainers 0 to 7" in said and "nodes  8     trainers 8 to 15" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["trainer.scheduler=ray"], "trainer.scheduler=ray: a launcher starts trainers on"),
+        (["trainer.workers=0"], "trainer.workers=0: must be > 0"),
+        (["trainer.workers=3", "actor.parallel.tp=2"], "world size 3.*trainer.workers"),
+        (["trainer.workers=2", "--nproc", "4"], "--nproc 4 with trainer.workers=2: leave one"),
+    ],
+)
+def test_what_a_launched_controller_cannot_start(more: list, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(tmp_path, "trainer.mode=controller", *more)
 
 
 def test_a_server_over_two_nodes(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from megarl.config.errors import ConfigError
 from megarl.launcher import names, node
 from megarl.launcher.job import TRAINER, Job, Task
 from megarl.launcher.names import FileNames, ForgedName, Superseded
-from megarl.launcher.node import node_address, node_number, take_environment
-from megarl.launcher.processes import Signals
+from megarl.launcher.node import node_number
 from megarl.launcher.running import NODE_FAILED, run_node
+from megarl.rpc.nodes import node_address, take_environment
+from megarl.utils.processes import Signals
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from megarl.config.loader import load_config
 from megarl.launcher import command, ray
 from megarl.launcher.job import TRAINER
 from megarl.launcher.names import LocalNames
-from megarl.launcher.processes import Signals
 from megarl.launcher.running import NODE_FAILED, run_node
+from megarl.utils.processes import Signals
 from tests.hf_stub import write_stub
 from tests.unit.test_launcher_job import CASES, make
 
@@ -87,7 +87,7 @@ def test_ray_that_is_not_installed_is_a_clear_error(
 def test_an_address_that_is_no_clusters_is_refused(
     address: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.launcher.ray_cluster import connected
+    from megarl.rpc.ray_nodes import connected
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=says), connected():

@@ -33,6 +33,23 @@ def test_views_survive_and_what_is_not_kept_comes_back_as_zeros():
     assert param[0, 0] == -1.0
 
 
+def test_what_is_away_can_be_read_where_it_rests():
+    buffer = torch.arange(12.0)
+    param, gone = torch.nn.Parameter(buffer[2:8].view(2, 3).t()), torch.ones(3)
+    here = torch.ones(2)
+    parked = ParkedStorages()
+    parked.park("weights", [param])
+    parked.park("grads", [gone], keep=False)
+    with parked.readable([param, buffer, here, gone, param]):
+        assert param.tolist() == [[2, 5], [3, 6], [4, 7]] and buffer.tolist() == list(range(12))
+        assert here.tolist() == [1, 1] and gone.untyped_storage().nbytes() == 0
+    assert param.untyped_storage().nbytes() == buffer.untyped_storage().nbytes() == 0
+    parked.restore("weights")
+    assert param.tolist() == [[2, 5], [3, 6], [4, 7]]
+    buffer[2] = -1.0
+    assert param[0, 0] == -1.0  # the same memory as before
+
+
 def test_what_belongs_to_another_part_stays():
     buffer, moment = torch.arange(6.0), torch.ones(3)
     parked = ParkedStorages()

@@ -17,6 +17,7 @@ from megarl.parallel.layout import Layout
 from megarl.planning import traffic
 from megarl.planning.advice import best, candidates, estimate_step, even_split
 from megarl.planning.memory import (
+    StageMemory,
     Workload,
     chunks_in_flight,
     kv_bytes_per_token,
@@ -26,6 +27,7 @@ from megarl.planning.memory import (
     stage_activations,
     stage_numel,
     training_memory,
+    turn_memory,
 )
 from megarl.planning.traffic import (
     BucketTraffic,
@@ -252,13 +254,25 @@ def test_what_costs_time() -> None:
     assert even_split(61, 16) == (3,) + (4,) * 13 + (3, 3) and even_split(8, 4) is None
 
 
+def test_the_memory_of_turns() -> None:
+    """The reference and activations are not there together, nor servers and optimizer."""
+    sizes = dict(weights=2, grads=4, optimizer=12, activations=5, head=1, reference=2)
+    first = StageMemory(**sizes)
+    second = StageMemory(**(sizes | {"weights": 3, "activations": 0, "head": 0}))
+    found = turn_memory([first, second], weights=8, kv_cache=60, buckets=1)
+    assert found == {"generate": 68, "train": 2 + 4 + 12 + 5 + 1, "sync": 8 + 3 + 1}
+    small = turn_memory([second], weights=8, kv_cache=60, buckets=1)
+    assert small["train"] == 3 + 4 + 12 + 2  # the reference's pass
+
+
 def test_the_tool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = "qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8 --server-tp 8"
+    command = "qwen3-235b-a22b --train 64x8 --tp 4 --pp 4 --ep 8 --serve 32x8 --server-tp 8 --turns"
     tool.main(command.split())
     said = capsys.readouterr().out
     for words in (
         "235.1B parameters, 22.2B of them per token", "dp32 tp4 pp4 ep8", "does NOT fit 80 GiB",
-        "KV cache", "one weight sync: 470.2 GB in 944 buckets", "bound by", "advice: of",
+        "in turn, GiB per GPU: generate 68.0, train", "KV cache",
+        "one weight sync: 470.2 GB in 944 buckets", "bound by", "advice: of",
         "planned in",
     ):  # fmt: skip
         assert words in said

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.config.run import ProfilerConfig
+from megarl.controlled import ProfiledWorkers
 from megarl.models.hf_config import read_hf_config
 from megarl.observability.profiler import Profiler
 from megarl.observability.stats_tracker import StatsTracker
@@ -17,6 +18,7 @@ from megarl.observability.timers import Timers
 from megarl.observability.utilization import peak_tflops, this_device_peak, utilization
 from megarl.trainer import rollout_metrics
 from tests.tiny import save_tiny
+from tests.unit.controlled import workers
 
 
 def traces(tmp_path, config, first, last, rank=0):
@@ -73,6 +75,29 @@ def test_phases_are_traced_by_themselves(tmp_path):
         assert {"train", "aten::mm"} <= names and "rollout" not in names
 
 
+class Work:
+    def multiply(self) -> None:
+        torch.ones(4, 4) @ torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(("phases", "file"), [([], "steps_2-2"), (["train"], "step_2.train")])
+def test_under_a_controller_the_trainers_are_traced(phases, file, tmp_path):
+    """In the steps and phases of the controller's loop, with the calls that it made."""
+    with workers(trainers=1) as (group,):
+        config = ProfilerConfig(start_step=2, phases=phases)
+        ctx = group.put(SimpleNamespace(profiler=Profiler(config, run_dir=tmp_path, rank=0)))
+        profiler = ProfiledWorkers(SimpleNamespace(ctx=ctx, run=group.call), phases)
+        work, tracker = group.put(Work()), StatsTracker()
+        tracker.watch(profiler.phase)
+        for n in range(1, 4):
+            with profiler.step(n), tracker.record_timing("train"):
+                work.multiply()
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == f"{file}.rank0.json.gz"
+    names = {e["name"] for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {"Work.multiply", "aten::mm"} <= names
+
+
 def test_a_step_that_fails_leaves_the_whole_ones_before_it(tmp_path):
     profiler = Profiler(ProfilerConfig(start_step=1, steps=9), run_dir=tmp_path, rank=0)
     with profiler.step(1):
@@ -117,7 +142,10 @@ def test_update_speed_counts_real_tokens_of_all_sequences(tmp_path, monkeypatch)
     engine = SimpleNamespace(model_config=model, dtype=torch.float32)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     got = rollout_metrics.update_speed(
-        engine, {"attention_mask": mask, "input_ids": mask.long()}, seconds=0.5, peak_tflops=1e-6
+        SimpleNamespace(engine=engine),
+        {"attention_mask": mask, "input_ids": mask.long()},
+        seconds=0.5,
+        peak_tflops=1e-6,
     )
     # forward: 2 operations a multiply-add; queries and output 64x64, keys and values 64x32, three
     # matrices 64x96, the vocabulary 64x130; attention meets (n + 1) / 2 keys and as many values

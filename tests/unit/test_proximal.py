@@ -23,6 +23,7 @@ from megarl.trainer import rl
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.rl import RLTrainer
 from megarl.trainer.self_check import SelfCheckError
+from megarl.trainer.workers import Here
 from tests.unit.bigram import BigramEngine, rollout
 from tests.unit.test_self_check import Dropout, a_check
 
@@ -191,6 +192,7 @@ def a_trainer(
     cfg: Any = PPOConfig(self_check=SelfCheckConfig(on_failure=on_failure))
     cfg.actor = PPOActorConfig(**config)
     ctx: Any = SimpleNamespace(tokenizer=None, on_rank_zero=None)
+    ctx.trainers = ctx.rollout = Here(ctx)
     trainer = cls(cfg, ctx)
     trainer.actor = Actor(cfg.actor, engine or Passes(), temperature=1.0)
     trainer.check = a_check(tmp_path, cfg)

@@ -18,6 +18,7 @@ from megarl.cli.rehearse.layout import shrink_layouts, small_split
 from megarl.cli.rehearse.model import VOCAB, write_model
 from megarl.cli.rehearse.plan import make_plan
 from megarl.cli.rehearse.sizes import Degrees, is_mixed, shrink_model
+from megarl.cli.rehearse.table import kept
 from megarl.config.check import check_config, engines
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -179,6 +180,17 @@ def test_every_recipe_shrinks_to_a_sound_one(name: str, tmp_path: Path) -> None:
     if "gconfig.n_samples" in changed:
         assert small.train_dataset.reward.type == REWARD  # type: ignore[attr-defined]
         assert small.gconfig.max_new_tokens <= ANSWER  # type: ignore[attr-defined]
+
+
+def test_a_controller_is_rehearsed_on_this_machine(tmp_path: Path) -> None:
+    said = ["trainer.mode=controller", "trainer.workers=16", "trainer.scheduler=ray"]
+    cfg = load_config(
+        str(ROOT / "configs" / "quickstart_grpo.yaml"), [*_model("quickstart"), *said]
+    )
+    plan = make_plan(cfg, cards=CARDS, ranks=2)
+    small = shrink_config(cfg, plan.layouts, dict.fromkeys(plan.paths, ""), fileroot=str(tmp_path))
+    assert (small.trainer.mode, small.trainer.workers) == ("controller", None)
+    assert small.trainer.scheduler == "local" and "one controller" in list(kept(cfg))
 
 
 def _model(name: str) -> list[str]:

@@ -31,6 +31,7 @@ from megarl.observability.report.svg import (
     smooth,
     thin,
 )
+from megarl.observability.report.turns import memory_by_turn
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -402,6 +403,22 @@ def test_rewards_of_evaluations_are_read_from_the_run_directory(tmp_path):
     lines = [{"step": 0, "rewards": {"a": [0.0, 1.0]}}, {"step": 6, "rewards": {"a": [1.0, 1.0]}}]
     (run / "eval_rewards.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
     assert load_run(run).eval_rewards == {0: {"a": [0.0, 1.0]}, 6: {"a": [1.0, 1.0]}}
+
+
+def test_turns_show_who_holds_the_memory():
+    """Three bars a step, of the latest steps; what a turn lacks has no height."""
+    held = {"generate": ("server_weights", 2.0), "train": ("params", 3.0), "sync": ("params", 1.0)}
+    gib = {f"memory/{turn}/params_gib": 0.0 for turn in held}
+    gib |= {f"memory/{turn}/{part}_gib": n for turn, (part, n) in held.items()}
+    run = Run(label="x", rows=[{"step": 0}, *({"step": s} | gib for s in range(1, 20))])
+    (hover,) = Page(memory_by_turn(run)).hover
+    assert len(hover["x"]) == 3 * 16
+    assert hover["l"][-3:] == ["step 19, generate", "step 19, train", "step 19, sync"]
+    values = {line["n"]: line["v"][-3:] for line in hover["s"]}
+    assert values["trainer weights"] == ["0", "3", "1"]
+    assert values["server weights"] == ["2", "0", "0"]
+    assert values["total"] == ["2", "3", "1"]
+    assert memory_by_turn(Run(label="x", rows=rl_rows(2))) == ""
 
 
 def test_a_phase_has_the_same_colour_in_every_chart(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -450,3 +451,10 @@ def test_a_reward_gets_what_its_parameters_name():
     args, kw = reward_arguments(all_names, own, row)
     assert not args and kw["prompt"] == "1+1=" and kw["completion_ids"] == [3] and "task" in kw
     assert reward_arguments(get_reward_fn("arithmetic"), own, row) == (own, row)
+
+
+def test_a_pool_that_is_sent_elsewhere_is_made_alike_there() -> None:
+    pool = RewardPool(2, timeout=3.0, on_error="reject")
+    with pool, pickle.loads(pickle.dumps(pool)) as other:
+        assert len(other._workers) == 2 and other.on_error == "reject" and other._timeout == 3.0
+        assert not {id(w) for w in other._workers} & {id(w) for w in pool._workers}

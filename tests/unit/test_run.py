@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import megarl.trainer
+from megarl.config.errors import ConfigError
 from megarl.config.recipes import BaseConfig, GRPOConfig, SFTConfig
 from megarl.launcher.make import server_env
 from megarl.run import main
@@ -71,6 +72,28 @@ def test_a_full_disk_anywhere_in_a_run_is_one_line(
     assert line.startswith(f"the run in {tmp_path}") and "No space left on device" in line
 
 
+def test_a_configuration_that_only_the_run_finds_wrong_is_one_line(
+    ran: list,
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As by a controller that is in no allocation of Slurm. Of several ranks each says it."""
+
+    def run(cfg: BaseConfig, trainer: object) -> None:
+        raise ConfigError(["SLURM_JOB_ID is not set"])
+
+    monkeypatch.setattr(megarl.trainer, "offline", SimpleNamespace(run=run), raising=False)
+    model = write_stub(tmp_path / "m")
+    line = ["recipe=sft", f"model.path={model}", "model.optimizer.lr=1", f"fileroot={tmp_path}"]
+    assert main(line) == 2
+    assert capsys.readouterr().err == "config error: SLURM_JOB_ID is not set\n"
+    environ["WORLD_SIZE"] = "2"
+    with pytest.raises(ConfigError):
+        main(line)
+
+
 def test_grpo_needs_servers(
     ran: list, environ: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +136,21 @@ def test_check_runs_nothing(ran: list, tmp_path: Path, capsys: pytest.CaptureFix
         assert main([*args, "model.parallel.tp=2"]) == 2
     assert "world size 1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_controller_is_one_process(
+    ran: list, environ: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [f"actor.path={write_stub(tmp_path / 'm')}", "actor.optimizer.lr=1", "--check"]
+    args += ["gconfig.n_samples=2", "trainer.mode=controller", "actor.parallel.tp=2"]
+    environ["WORLD_SIZE"] = "1"
+    assert main(args) == 0
+    assert "for 2 trainer process(es) under one controller" in capsys.readouterr().out
+    assert main([*args, "trainer.workers=3"]) == 2
+    assert "world size 3" in capsys.readouterr().err
+    environ["WORLD_SIZE"] = "2"
+    assert main(args) == 2 and not ran
+    assert "trainer.mode=controller under torchrun" in capsys.readouterr().err
 
 
 def test_check_of_rl_needs_no_server(ran: list, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from megarl.config.rollout import ServerConfig
 from megarl.rollout import server_process
-from megarl.rollout.server_process import ServerProcess, free_port, server_command, start_server
+from megarl.rollout.server_process import ServerProcess, server_command, start_server
 from megarl.server.args import parse_args
+from megarl.utils.processes import free_port
 
 HEALTHY = """
 import http.server, sys

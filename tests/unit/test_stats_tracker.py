@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megarl.observability.stats_tracker import StatsTracker
+from megarl.observability.stats_tracker import StatsTracker, joined
 
 
 def test_scalars_are_averaged_under_their_scopes() -> None:
@@ -47,6 +47,17 @@ def test_the_largest_of_what_was_recorded() -> None:
     for gib in (1.5, 4.0, 2.0):
         tracker.peak(gib=gib)
     assert tracker.export() == {"gib": 4.0}
+
+
+def test_what_several_processes_took_is_joined() -> None:
+    trackers = [StatsTracker() for _ in range(2)]
+    for tracker, values in zip(trackers, ([1.0, 2.0], [6.0])):
+        for value in values:
+            tracker.scalar(c=value)
+            tracker.peak(gib=value)
+    trackers[1].scalar(d=4.0)
+    assert joined(*(t.take() for t in trackers)) == {"c": 3.0, "d": 4.0, "gib": 6.0}
+    assert joined(*(t.take() for t in trackers)) == {}
 
 
 def test_micro_batches_add_up_to_the_whole_batch() -> None:

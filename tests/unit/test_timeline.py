@@ -249,7 +249,7 @@ def test_events_begin_at_zero_and_name_their_processes(tmp_path: Path) -> None:
         t.record(PHASES, "step", 1e9 + rank, 2.0)
         t.record("episodes", "row 1", 1e9 + 1, 0.5, outcome="accepted")
         t.close()
-    events = list(trace_events(read_timeline(tmp_path), {0: "a", 1: "b"}))
+    events = list(trace_events(read_timeline(tmp_path), {0: "trainer 0 a", 1: "trainer 1 b"}))
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"trainer 0 a", "trainer 1 b"}
     steps = [e for e in events if e["name"] == "step"]

@@ -18,7 +18,7 @@ from megarl.cli.view import main
 from megarl.config.errors import ConfigError
 from megarl.observability.episodes import FOLDER, read_bytes, read_index
 from megarl.observability.viewer import write_viewer
-from megarl.trainer.episode_recorder import EpisodeRecorder, computed_tokens
+from megarl.trainer.episode_recorder import EpisodeRecorder, computed_part, computed_tokens
 from tests.unit.test_episodes import EVIL, episode, record_batch, records, trained_batch
 
 
@@ -146,7 +146,9 @@ def test_a_rollout_that_leaves_the_batch_is_said_to(tmp_path: Path, tokenizer: A
     batch["rewards"] = torch.arange(6.0)
     recorder.dropped(out, "reward")
     batch = batch.keep(~out)
-    recorder.computed(computed_tokens(batch, None), batch["rewards"], torch.arange(4) == 3)
+    recorder.computed(
+        computed_tokens(*computed_part(batch, None)), batch["rewards"], torch.arange(4) == 3
+    )
     recorder.close()
     _, figures = records(tmp_path, "figures")
     assert [(row["row"], row["reward"]) for row in figures.about["rows"]] == [(0, 2.0), (3, 5.0)]

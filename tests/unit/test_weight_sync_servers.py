@@ -15,11 +15,11 @@ import torch
 
 from megarl.parallel.agreement import Agreement
 from megarl.utils.checksum import tensor_checksum
+from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.utils.liveness import Answer, Deadline
 from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
 from megarl.weight_sync.verify import Verifier, sample
-from megarl.wire.process_group import address_towards
 
 SILENCE = "silence"  # an answer that never comes
 

@@ -100,6 +100,7 @@ def _shrink_run(cfg: BaseConfig) -> None:
     """Has a checkpoint made at the end, and no word sent elsewhere."""
     for section in (cfg.saver, cfg.recover, cfg.evaluator):
         _never(section)
+    cfg.trainer.workers, cfg.trainer.scheduler = None, "local"  # those of a controller
     cfg.saver.final, cfg.saver.keep_best = True, 0
     cfg.recover.mode, cfg.recover.restarts = "auto", 0
     cfg.evaluator.at_start = False
@@ -167,6 +168,7 @@ def _shrink_generation(cfg: GRPOConfig, world_size: int) -> None:
     r = cfg.rollout
     r.addresses_file, r.reward_addresses = "", []
     r.addresses, r.max_concurrent_rollouts, r.reward_workers = [], None, min(2, r.reward_workers)
+    r.workers = min(2, r.workers)
     for name in ("request_timeout", "episode_timeout", "setup_timeout"):
         setattr(r, name, min(getattr(r, name), WAIT))
 

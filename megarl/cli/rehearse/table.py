@@ -152,6 +152,8 @@ def kept(cfg: BaseConfig) -> Iterator[str]:
     yield f"recompute {first.recompute_granularity}"
     if first.lora is not None:
         yield "LoRA"
+    if cfg.trainer.mode == "controller":
+        yield "one controller"
     if isinstance(cfg, GRPOConfig):
         a = cfg.actor
         yield f"loss {a.loss.type}"

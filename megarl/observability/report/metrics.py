@@ -16,6 +16,7 @@ from megarl.observability.report.held_out import COLORS
 from megarl.observability.report.phases import step_time
 from megarl.observability.report.runs import Run
 from megarl.observability.report.svg import GREY, Format, Line, LineChart, line_chart
+from megarl.observability.report.turns import memory_by_turn
 
 GAP = "train_rollout_logprob_abs_diff"
 STALE = "staleness/max"  # above 0 in an asynchronous run, and only there
@@ -243,6 +244,7 @@ def all_charts(runs: list[Run], earlier: Sequence[Run] = ()) -> Markup:
     charts += [held_out.by_dataset(runs[0], measure) for measure in measures]
     charts += [_metric(peers, metric, earlier) for metric in METRICS]
     charts += [step_time(run, several=len(runs) > 1) for run in peers]
+    charts.append(memory_by_turn(runs[0]))
     return Markup().join(charts)
 
 

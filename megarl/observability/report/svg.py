@@ -55,12 +55,14 @@ class Line:
 
 @dataclass(kw_only=True)
 class Chart:
-    """Describes what charts of every kind have; `format` writes a value with its unit."""
+    """Describes what charts of every kind have; `format` writes a value with its unit. `places`:
+    what the hover box calls each x, where a number does not say it."""
 
     title: str
     note: str = ""
     x_label: str = "step"
     format: Format = "{:.4g}".format
+    places: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)
@@ -255,8 +257,10 @@ def _figure(
     """Fills the template. `series` is what the hover box shows at each of `xs`, which ascend: for
     every series n(ame), c(lass), v(alues) and, for lines, y (px)."""
     ends = (xs[0], xs[-1])
-    x_ticks = [t for t in nice_ticks(*ends, 6) if ends[0] <= t <= ends[1]]
     step = chart.x_label == "step"
+    x_ticks = [t for t in nice_ticks(*ends, 6) if ends[0] <= t <= ends[1]]
+    if step:  # there is no step 1.5
+        x_ticks = [t for t in x_ticks if round(t, 6).is_integer()]
     places = [f"step {_tick_text(v)}" if step else f"{v:.1f} {chart.x_label}" for v in xs]
     return fill(
         "figure.html.jinja",
@@ -265,7 +269,7 @@ def _figure(
         x_ticks=[(x(t), _tick_text(t)) for t in (x_ticks if xs[1:] else xs)],
         y_ticks=[(y(t), chart.format(t).replace(".0%", "%")) for t in y_ticks],
         marks=marks,
-        hover={"x": [round(x(v), 1) for v in xs], "l": places, "s": series},
+        hover={"x": [round(x(v), 1) for v in xs], "l": chart.places or places, "s": series},
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,

@@ -27,7 +27,6 @@ VARIABLES = (
 )  # fmt: skip
 LIMIT = 1 << 30  # bytes of one line
 STOP_TIMEOUT = 20.0
-CANCEL_TIMEOUT = 5.0
 TAIL = 20  # lines of what it printed last that an error shows
 
 

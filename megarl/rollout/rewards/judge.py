@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from megarl.config.servers import judge_addresses
+from megarl.rollout.pickling import share
 from megarl.rollout.rewards.errors import RewardError, RewardUnavailable
 from megarl.rollout.rewards.parts import Scored
 from megarl.utils.http import decode_answer, error_message, shown
@@ -90,7 +91,8 @@ class JudgeReward:
         further = {"temperature": 0, "max_tokens": 512} | (request or {})
         self._request = {key: value for key, value in further.items() if value is not None}
         self._timeout, self._tries = timeout, tries
-        self._slots = asyncio.Semaphore(max(1, concurrency))
+        self._concurrency = max(1, concurrency)
+        self._slots = asyncio.Semaphore(self._concurrency)
         self._turn = 0
         for url in self._urls:
             if not re.match(r"https?://\S+$", url):
@@ -100,6 +102,14 @@ class JudgeReward:
         for name, value in (("concurrency", concurrency), ("timeout", timeout), ("tries", tries)):
             if value <= 0:
                 raise ValueError(f"{name}={value}: must be > 0")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy in another process has, with its share of the requests at once."""
+        return vars(self) | {"_concurrency": share(self._concurrency), "_slots": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._slots = asyncio.Semaphore(self._concurrency)
 
     def check_row(self, **row: Any) -> None:
         """Raises ValueError where the prompt names a column that the row lacks."""

@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.observability.logging import get_logger
+from megarl.rollout.pickling import share
 from megarl.rollout.rewards.errors import (
     RewardError,
     RewardTimeout,
@@ -228,6 +230,8 @@ class RewardPool:
         if timeout <= 0:
             raise ValueError(f"rollout.reward_timeout={timeout}: use a positive number of seconds")
         self._timeout, self.on_error = timeout, on_error
+        self._made_of = workers, timeout, tuple(addresses), on_error
+        self._name = uuid.uuid4().hex  # the same in all copies
         self._workers: list[_Worker | RemoteWorker] = [
             RemoteWorker(address) for _ in range(workers) for address in addresses
         ] or [_Worker() for _ in range(workers)]
@@ -235,6 +239,11 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="megarl-reward")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Has every process that loads copies of the pool make one, with its share of workers."""
+        workers, *others = self._made_of
+        return _copy, (self._name, share(workers), *others)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -304,3 +313,21 @@ class RewardPool:
             finally:
                 self._idle.put(worker)
             time.sleep(LOST_PAUSE)
+
+
+_copies: dict[str, RewardPool] = {}  # those that were loaded in this process, by name
+
+
+def _copy(
+    name: str, workers: int, timeout: float, addresses: tuple[str, ...], on_error: str
+) -> RewardPool:
+    if name not in _copies:
+        _copies[name] = RewardPool(workers, timeout=timeout, addresses=addresses, on_error=on_error)
+        _copies[name]._name = name
+    return _copies[name]
+
+
+def close_copies() -> None:
+    """Closes the pools that were loaded in this process."""
+    while _copies:
+        _copies.popitem()[1].close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +17,14 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 from megarl.utils import stopping
+from megarl.utils.job_token import ENV, job_token
 from megarl.utils.tether import Tether
 
 POLL_INTERVAL = 0.1  # seconds
 TERM_TIMEOUT = 30.0  # seconds a process may take to end after a signal, as torchrun gives
 ORPHAN_GRACE = 1.0  # for what an ended process left running
 KILL_TIMEOUT = 10.0
+LOG_TAIL = 40  # lines of a log that are shown of a process that died
 
 
 class Child:
@@ -86,6 +90,48 @@ def spelled(status: int) -> str:
         return str(status)
     cause = ": by hand, or by the system for want of memory" if name == "SIGKILL" else ""
     return f"{status} ({name}{cause})"
+
+
+def free_port(host: str = "127.0.0.1", port: int = 0) -> int:
+    """Returns a TCP port that was free a moment ago: `port`, or any for 0. Raises RuntimeError
+    where it is taken: another server at our port would pass for ours."""
+    # a server listens only when it has imported everything; until then the system would give a port
+    # of its own range, which begins here, to any socket
+    candidates = [port] if port else random.SystemRandom().sample(range(20000, 32768), k=20)
+    for candidate in candidates:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                s.bind((host, candidate))
+            except OSError as e:
+                error = e
+                continue
+            return candidate
+    raise RuntimeError(f"port {candidate} of {host} cannot be listened at: {error}") from error
+
+
+def log_tail(path: Path) -> str:
+    """Returns the end of a process's log, without the job's token."""
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    return "\n".join(lines).replace(job_token() or "\0", f"<{ENV}>")
+
+
+class LogEcho:
+    """Writes what is appended to a log from now on to this process's stderr, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def show(self) -> None:
+        """Writes the whole lines that have come since the last call."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as log:
+            log.seek(self._at)
+            new = log.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._at += len(whole)
+            sys.stderr.write(whole.decode(errors="replace"))
+            sys.stderr.flush()
 
 
 def signal_group(pgid: int, number: int) -> bool:

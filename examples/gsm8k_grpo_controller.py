@@ -1,9 +1,11 @@
-"""GRPO as your own script: the whole training loop is in this file.
+r"""GRPO as your own script, run by one process: the loop is that of gsm8k_grpo_spmd.py.
 
-    python -m megarl.launcher.local examples/gsm8k_grpo.py --config configs/script_grpo.yaml
+    python -m megarl.launcher.local examples/gsm8k_grpo_controller.py \
+        --config configs/script_grpo.yaml trainer.mode=controller
 
-The launcher also starts the generation servers; with servers of your own, use torchrun. Every rank
-runs the whole script: rank 0 talks to the servers, and the engine distributes the batches.
+The launcher also starts the generation servers; with servers of your own (rollout.addresses), start
+it by `python`. This process starts the trainers and a driver of rollouts, and calls them: models
+and tokens are there, and here are the algorithm and what is one number a sample.
 """
 
 import sys
@@ -21,13 +23,17 @@ def main(args: list[str]) -> None:
     dataloader = megarl.build_dataloader(rows, data, seed=config.seed)
     ft_spec = FinetuneSpec.for_run(config, dataset_size=len(rows))
 
-    rollout = megarl.RemoteSGLangEngine(config.rollout)
+    scheduler = megarl.make_scheduler(config)
+    engine = megarl.RemoteSGLangEngine(config.rollout)
+    rollout = megarl.RolloutController(engine, config, scheduler)
     rollout.initialize(None, ft_spec)
-    actor = megarl.MegatronActor(config.actor, temperature=gconfig.temperature)
+    role = megarl.MegatronActor(config.actor, temperature=gconfig.temperature)
+    actor = megarl.TrainController(role, config, scheduler)
     actor.initialize(None, ft_spec)
     ref = None
     if config.actor.kl_coef > 0 and config.ref is not None:
-        ref = megarl.MegatronRef(config.ref, temperature=gconfig.temperature)
+        frozen = megarl.MegatronRef(config.ref, temperature=gconfig.temperature)
+        ref = megarl.TrainController(frozen, config, scheduler)
         ref.initialize(None, ft_spec)
     meta = WeightUpdateMeta.from_config(
         config.weight_sync,

@@ -1,0 +1,191 @@
+"""Runs a recipe under a single controller (trainer.mode=controller).
+
+This process has the loop, the metrics, the checkpoints' place and the run's lock. Its workers are
+the trainers, one for each rank of torchrun, and one process that drives rollouts; all end with it.
+What a recipe makes through its context (trainer/workers.py) lives there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from megarl.api.scheduler import Scheduler
+from megarl.ckpt.dist import find_damage
+from megarl.config.check import trainer_processes
+from megarl.config.recipes import BaseConfig
+from megarl.controller import start
+from megarl.controller.group import WorkerGroup
+from megarl.controller.schedulers import make_scheduler
+from megarl.observability import stats_tracker
+from megarl.observability.profiler import Profiler
+from megarl.parallel.rank_zero import RankZero
+from megarl.trainer.context import TRAINER, ProcessContext, RunContext
+from megarl.trainer.rollout_metrics import gathered
+from megarl.utils import stopping
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+CONTROLLER, DRIVER = "controller", "driver"  # kinds of processes, beside trainers
+LEAVE_TIMEOUT = 5.0  # seconds in which workers of a run that failed say so
+LISTEN = 0.5  # seconds between looks for a wish to stop
+
+
+class RemoteWorkers:
+    """Makes the parts of a run on the workers of a group (trainer.workers.Workers)."""
+
+    def __init__(self, group: WorkerGroup, cfg: BaseConfig, model_path: str) -> None:
+        """Has every worker join the group's process group."""
+        self.group = group
+        self.ctx: Any = self.make(ProcessContext, cfg, model_path=model_path)
+        self.tokenizer: Any = self.make(getattr, self.ctx, "tokenizer")
+        self.ctx.join()
+
+    def make(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns a Remote of what `fn(*args, **kw)` makes on every worker."""
+        made: T = self.group.submit(fn, args, kw, keep=True).result()
+        return made
+
+    def leave(self, error: BaseException | None) -> None:
+        """Has the workers end what they have begun; those of a run that failed may not answer."""
+        if error is None:
+            self.ctx.leave(None)
+            return
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            said = RuntimeError(f"the run failed: {type(error).__name__}")
+            self.ctx.later.leave(said).result(LEAVE_TIMEOUT)
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kw: P.kwargs) -> T:
+        """Returns the first worker's `fn(*args, **kw)`; all run it."""
+        found: T = self.group.call(fn, *args, **kw)
+        return found
+
+
+class ControllerContext(RunContext):
+    """Holds what surrounds the loop in the controller, and its workers."""
+
+    trainers: RemoteWorkers
+    rollout: RemoteWorkers
+
+    def __init__(self, cfg: BaseConfig, *, model_path: str) -> None:
+        super().__init__(cfg, model_path=model_path)
+        self._scheduler: Scheduler | None = None
+        self._begun: list[RemoteWorkers] = []
+        self._over = threading.Event()
+
+    def __enter__(self) -> RunContext:
+        try:
+            return super().__enter__()
+        except BaseException as e:
+            self.leave(e)
+            raise
+
+    def join(self) -> None:
+        """Joins no process group: this process computes nothing."""
+        self.on_rank_zero = RankZero(self.cfg.collective_timeout)
+
+    def appear(self, kind: str = CONTROLLER, *, first: int = 0, count: int = 0) -> None:
+        """Starts the workers, and has all processes be seen."""
+        self._scheduler = make_scheduler(self.cfg)
+        self.trainers = self._workers(start.trainers(self.cfg, self._scheduler))
+        self.rollout = self._workers(start.driver(self.cfg, self._scheduler))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they have the GPUs
+        n = self.world_size
+        self.trainers.ctx.appear(TRAINER, first=1, count=n + 2)
+        self.rollout.ctx.appear(DRIVER, first=n + 1, count=n + 2)
+        super().appear(kind, count=n + 2)
+        if self.cfg.profiler.start_step is not None:
+            self.profiler = ProfiledWorkers(self.trainers, self.cfg.profiler.phases)
+            stats_tracker.watch(self.profiler.phase)
+        threading.Thread(target=self._pass_on_signals, name="megarl-signals", daemon=True).start()
+
+    def part(self, ranks: Sequence[int]) -> RemoteWorkers:
+        """Returns those of the trainers, in a world of their own."""
+        return RemoteWorkers(self.trainers.group.on(ranks), self.cfg, self.model_path)
+
+    def _workers(self, group: WorkerGroup) -> RemoteWorkers:
+        workers = RemoteWorkers(group, self.cfg, self.model_path)
+        self._begun.append(workers)
+        return workers
+
+    def _pass_on_signals(self) -> None:
+        """Tells the driver, which may wait for answers, of a signal that came here."""
+        while not self._over.wait(LISTEN):
+            if number := stopping.wish():
+                for client in self.rollout.group.clients:
+                    client.call_async("stop", number)
+                return
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of trainers."""
+        return trainer_processes(self.cfg)
+
+    def find_damage(self, engine: Path) -> str | None:
+        """Returns what is wrong with an engine's checkpoint, which the trainers read."""
+        return self.trainers.run(find_damage, engine)
+
+    def gathered(self) -> dict[str, float]:
+        """Returns what stats_tracker has gathered here and on all workers."""
+        asked = [w.group.submit(gathered, (), {}) for w in (self.trainers, self.rollout)]
+        return stats_tracker.joined(*(a.result() for a in asked), stats_tracker.take())
+
+    def leave(self, error: BaseException | None) -> None:
+        """Ends the workers, and what `appear` began here."""
+        self._over.set()
+        try:
+            for workers in self._begun:
+                workers.leave(error)
+        finally:
+            if self._scheduler is not None:
+                atexit.unregister(self._scheduler.close)  # which start.py has registered
+                self._scheduler.close()
+            super().leave(error)
+
+
+class ProfiledWorkers(Profiler):
+    """Has the trainers' own profilers trace the steps, and the phases of the loop here, that the
+    configuration names."""
+
+    def __init__(self, trainers: RemoteWorkers, phases: Sequence[str]) -> None:
+        self._trainers, self._phases = trainers, phases
+        self._theirs: Any = trainers.ctx.profiler
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """Has the trainers trace step n, if it is wanted."""
+        with self._inside(self._theirs.step(n)):
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Has the trainers trace a phase by itself, where the configuration names it."""
+        if name not in self._phases:
+            yield
+            return
+        with self._inside(self._theirs.phase(name)):
+            yield
+
+    def close(self) -> None:
+        """Does nothing: the trainers close theirs."""
+
+    @contextmanager
+    def _inside(self, of_theirs: AbstractContextManager[None]) -> Iterator[None]:
+        self._trainers.run(_enter, of_theirs)
+        yield
+        self._trainers.run(_leave, of_theirs)
+
+
+def _enter(manager: AbstractContextManager[None]) -> None:
+    manager.__enter__()
+
+
+def _leave(manager: AbstractContextManager[None]) -> None:
+    manager.__exit__(None, None, None)

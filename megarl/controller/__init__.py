@@ -1,0 +1,13 @@
+"""The single controller: one process runs the algorithm, and workers hold models and tokens.
+
+    messages  what travels between the controller and a worker
+    shelf     a worker's batches and tokens, which it also serves to other workers
+    registry  a worker's objects, and how it answers a call
+    group     WorkerGroup: several workers that are called as one
+    remote    Remote: an object that lives on the workers of a group
+    batch     RemoteBatch, RemoteTokens: a batch whose tokens lie on workers
+    train     TrainController; rollout: RolloutController
+    graph_*   runs a dataflow graph: its tasks, their order, the copies of models that they work on
+
+docs/controller.md says what runs where and what it costs.
+"""

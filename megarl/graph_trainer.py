@@ -1,0 +1,214 @@
+"""GraphTrainer runs an RL recipe's step as its dataflow graph, on the meshes that it is given.
+
+trainer:
+  mode: controller
+  workers: 4
+  type: megarl.graph_trainer:GraphTrainer
+  options: {where: {train_actor: g0-g1 dp2, train_critic: g2-g3 tp2}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import networkx as nx
+
+from megarl.algos import Role
+from megarl.config.check import engines, ref_is_below_adapters, saved_engines
+from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.recipes import GRPOConfig, PPOConfig
+from megarl.config.turns import takes_turns
+from megarl.controlled import ControllerContext, RemoteWorkers
+from megarl.controller.graph_execution import GraphExecution, StepState
+from megarl.controller.graph_plan import GraphPlan
+from megarl.controller.graph_runner import CallFailed
+from megarl.controller.registry import RAISED
+from megarl.dataflow.gantt import draw_timeline
+from megarl.dataflow.mesh import Devices
+from megarl.dataflow.recipes import recipe_graph
+from megarl.observability.stats_tracker import record_timing
+from megarl.trainer.context import RunContext
+from megarl.trainer.ppo import gae_settings
+from megarl.trainer.rl import RLTrainer
+from megarl.trainer.roles import (
+    MegatronRewardModel,
+    make_actor,
+    make_critic,
+    make_frozen,
+)
+from megarl.trainer.rollout_metrics import rollout_metrics, trained_metrics, update_speed
+from megarl.trainer.self_check import SelfCheck
+
+PICTURE = "dataflow.svg"  # in the run's directory: the latest steps, as they ran
+
+
+class GraphTrainer(RLTrainer):
+    """Trains by the graph of a GRPO, ReMax or PPO recipe. Its steps give the weights of the
+    recipe's own trainer, to the bit where each model is in the same layout with one data-parallel
+    rank. With more of them rows are on other ranks, so that sums are rounded otherwise.
+
+    What watches the run is on the actor's mesh; a model that is trained on another has a self check
+    of its own there, and no fingerprints.
+    """
+
+    ctx: ControllerContext
+    reads_prox_logp = False
+
+    def __init__(
+        self,
+        cfg: GRPOConfig,
+        ctx: ControllerContext,
+        *,
+        where: Mapping[str, str] | None = None,
+        devices: str | None = None,
+    ) -> None:
+        """Takes where calls run, by call ("g0-g1 dp2"), and the trainers' nodes and devices
+        ("2x8"), by default one node. Raises ConfigError for what has no graph, and meshes that
+        do not fit."""
+        raise_if_any(_problems(cfg, ctx))
+        try:
+            size = Devices.parse(devices) if devices else Devices(1, ctx.world_size)
+            self.graph = self.make_graph(cfg, size, where or {})
+            self.plan = GraphPlan(self.graph)
+        except ConfigError:
+            raise
+        except ValueError as e:
+            raise ConfigError([f"trainer.options: {e}"]) from e
+        for model, home in self.plan.homes.items():  # what logs and checkpoints say
+            engines(cfg)[model].parallel = home.where.parallel
+        self._parts: dict[frozenset[int], RemoteWorkers] = {}
+        super().__init__(cfg, ctx)
+
+    def make_graph(self, cfg: GRPOConfig, devices: Devices, where: Mapping[str, str]) -> nx.DiGraph:
+        """Returns the graph of a step, with the places of its calls."""
+        return recipe_graph(cfg, devices, where)
+
+    @property
+    def trainers(self) -> RemoteWorkers:
+        """Returns the workers of the actor's mesh."""
+        return self._at_home("actor")
+
+    def _at_home(self, model: str) -> RemoteWorkers:
+        ranks = self.plan.homes[model].ranks
+        if ranks not in self._parts:
+            self._parts[ranks] = self.ctx.part(sorted(ranks))
+        return self._parts[ranks]
+
+    def set_up_models(self) -> None:
+        """Makes every model of the graph on its mesh."""
+        cfg, roles = self.cfg, dict[str, Role]()
+        roles["actor"] = make_actor(cfg, self.ctx.tokenizer)
+        if isinstance(cfg, PPOConfig):
+            roles["critic"] = make_critic(cfg)
+        if cfg.ref is not None:
+            roles["ref"] = make_frozen(cfg, cfg.gconfig.temperature)
+        if cfg.reward_model is not None:
+            roles["reward_model"] = MegatronRewardModel(cfg.reward_model, seed=cfg.seed)
+        self.execution = GraphExecution(
+            self.graph,
+            self.ctx.trainers.group,
+            roles,
+            batches=self._batch,
+            publish=self._publish,
+            args=self._args(),
+            spec=self.spec,
+            keep=[key for call in self.plan.calls for key in call.outputs],  # metrics read them
+        )
+        self.actor = self.execution.role("actor")
+        self.ref = self.reward_model = None  # they are the graph's
+
+    def _args(self) -> dict[str, dict[str, Any]]:
+        if isinstance(self.cfg, PPOConfig):
+            return {"gae": gae_settings(self.cfg)}
+        return {"advantages": {"kl_ctl": self.cfg.kl_ctl}}
+
+    def set_up_others(self) -> dict[str, Role]:
+        """Returns the trained models beside the actor, each under a self check on its mesh."""
+        others = {n: self.execution.role(n) for n in self.plan.trained if n != "actor"}
+        self._checks = {self.trainers.group: self.check}
+        for name, role in others.items():
+            there = self._at_home(name)
+            if there.group not in self._checks:
+                self._checks[there.group] = there.make(SelfCheck, self.cfg, there.ctx)
+            self._checks[there.group].watch(role)
+        return others
+
+    def record_updates(self, trained: dict[str, Role]) -> None:
+        """Has the updates of the roles on the actor's mesh recorded."""
+        near = {n: r for n, r in trained.items() if self._at_home(n) is self.trainers}
+        super().record_updates(near)
+
+    # -- steps
+
+    def step(self, step: int) -> dict[str, float]:
+        """Makes step `step` (from 0) of the graph; returns its metrics."""
+        for check in self._checks.values():
+            check.begin_step(step + 1)
+        states: list[StepState] = []
+        try:
+            self.execution.run(step, step + 1, lambda _, state: states.append(state))
+        except CallFailed as e:
+            if isinstance(e.__cause__, RAISED):  # which the loop catches
+                raise e.__cause__ from None
+            raise
+        self._draw()
+        return self._metrics(states[0], step)
+
+    def _batch(self, step: int) -> Any:
+        """Returns the step's batch, which the servers generate."""
+        with record_timing("rollout"):
+            batch = self.session.prepare_batch()
+        self.check.has_trained_tokens(batch)
+        if "logp" not in self.graph:
+            self.actor.place(batch)
+            self.check.look_before_update(batch, self.actor)
+        return batch
+
+    def _publish(self, actor: Any, version: int) -> dict[str, float]:
+        with record_timing("update_weights"):
+            return self.publisher.publish(version)
+
+    def _metrics(self, state: StepState, step: int) -> dict[str, float]:
+        batch, stats = state.batch, rollout_metrics(state.batch, version=step)
+        self.check.rewards_differ(stats)
+        for call in self.plan.calls:
+            found = state.stats.get(call.name, {})
+            prefix = "" if call.model == "actor" else f"{call.model}/"
+            stats |= {f"{prefix}{name}": value for name, value in found.items()}
+        stats |= trained_metrics(batch, version=step)
+        stats |= state.stats[f"{self.plan.trained['actor'].name}: publish"]
+        stats |= self.session.account(batch)
+        for name, (begun, ended) in state.worked.items():
+            stats[f"timing/{name}_s"] = ended - begun
+        return stats | self._speed(state)
+
+    def _speed(self, state: StepState) -> dict[str, float]:
+        begun, ended = state.worked[self.plan.trained["actor"].name]
+        peak = self.cfg.profiler.peak_tflops
+        return self.trainers.run(
+            update_speed, self.actor, state.batch, seconds=ended - begun, peak_tflops=peak
+        )
+
+    def _draw(self) -> None:
+        """Writes the picture of the latest two steps."""
+        picture = draw_timeline(self.execution.timeline, "The latest steps, as they ran")
+        with contextlib.suppress(OSError):  # a full disk costs the picture, not the run
+            (self.ctx.run_dir / PICTURE).write_text(picture, encoding="utf-8")
+
+    def destroy(self) -> None:
+        """Destroys the roles. Collective."""
+        self.execution.destroy()
+
+
+def _problems(cfg: GRPOConfig, ctx: RunContext) -> Iterator[str]:
+    """Yields what a graph's run cannot do."""
+    if not isinstance(ctx, ControllerContext):
+        yield "GraphTrainer needs trainer.mode=controller, which runs calls on a part of the ranks"
+    if ref_is_below_adapters(cfg):
+        yield "GraphTrainer: a reference below the actor's adapters has no mesh; set ref.path"
+    if "ref" in saved_engines(cfg):
+        yield "GraphTrainer: a reference that follows the policy is not one of the graph's models"
+    if takes_turns(cfg):
+        yield "server.release_memory=true: servers take no turns with a graph's calls; set it false"

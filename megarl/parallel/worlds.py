@@ -1,0 +1,221 @@
+"""Makes worlds: process groups of a part of the ranks, which are all that an engine there knows of.
+
+Much code, megatron-core's and torch's own among it, takes torch's default process group for all
+ranks that matter. So a device mesh has a process group of its own, with ranks from 0, and `inside`
+makes it the default group: what is made and called there knows no other ranks. Meshes may be
+disjoint, and then run side by side, or overlap, and then take turns.
+
+The default group is the process's, not a thread's, since backward passes on GPUs run in threads of
+torch's own. A thread that works while the main thread goes on has one for itself: `thread_inside`.
+What is remembered of a group or a rank is kept for each world: `PerWorld`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megarl.wire.process_group import join_group
+
+T = TypeVar("T")
+
+# torch names groups by a count. A name is in use once in a process, so each world counts from its
+# own start.
+_NAMES = 1_000_000
+
+_of_thread = threading.local()
+
+
+class _Groups(c10d._World):
+    """Holds torch's record of all groups; a thread may have a default group for itself."""
+
+    @property
+    def default_pg(self) -> Any:
+        return getattr(_of_thread, "group", None) or self._default_pg
+
+    @default_pg.setter
+    def default_pg(self, group: Any) -> None:
+        self._default_pg = group
+
+
+c10d._world.__class__ = _Groups  # torch's "extension point to override it"; others hold the object
+
+_outer: list[Any] = []  # the default groups around the scopes that are entered
+_worlds: dict[Any, World] = {}  # by process group
+_names_given: dict[Any, int] = {}  # torch's count, of worlds that are not the default now
+_made = 0
+
+
+def everyone() -> Any:
+    """Returns the process group of all ranks, whatever scopes are entered."""
+    return _outer[0] if _outer else c10d._get_default_group()
+
+
+@contextmanager
+def inside(group: Any) -> Iterator[None]:
+    """Makes `group`, that of a world or of all ranks, torch's default group inside the `with`. An
+    error that leaves a mesh says whose ranks it names. Raises RuntimeError for a world that has
+    ended."""
+    if group is dist.group.WORLD:
+        yield
+        return
+    if group not in _names_given:
+        raise RuntimeError("this world has ended: destroy the engines in it before")
+    _outer.append(dist.group.WORLD)
+    _switch(group)
+    try:
+        yield
+    except Exception as error:
+        if group in _worlds:
+            error.add_note(f"(this is rank {this_rank()}, whose ranks the error names)")
+        raise
+    finally:
+        _switch(_outer.pop())
+
+
+def _switch(group: Any) -> None:
+    _names_given[dist.group.WORLD] = c10d._world.group_count
+    c10d._world.default_pg = group  # what C++ logs as this process's rank stays as it is
+    c10d._world.group_count = _names_given.pop(group)
+
+
+@contextmanager
+def thread_inside(group: Any) -> Iterator[None]:
+    """Makes `group` the default group of this thread alone, whatever scope the others enter."""
+    _of_thread.group = group
+    try:
+        yield
+    finally:
+        _of_thread.group = None
+
+
+class PerWorld(Generic[T]):
+    """Keeps one thing for each world, and forgets it after the world has ended."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._kept = make, dict[Any, T]()
+
+    def get(self) -> T:
+        """Returns the thing of the world in scope; the first call makes it."""
+        world = dist.group.WORLD
+        if world not in self._kept:
+            self._kept = {w: x for w, x in self._kept.items() if w in c10d._world.pg_map}
+            self._kept[world] = self._make()
+        return self._kept[world]
+
+
+class World:
+    """Holds the process group of one mesh: its rank i is `ranks[i]` of all. Making one is a
+    collective over all ranks, members or not. It starts torch.distributed where nothing has yet.
+
+    Raises ValueError for ranks that do not exist or do not ascend, and inside another world.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        global _made
+        if _outer:
+            raise ValueError(
+                f"rank {this_rank()}: make worlds outside of every scope, on all ranks"
+            )
+        from megarl.parallel.groups import init_distributed  # which imports this module
+
+        init_distributed()
+        size = dist.get_world_size()
+        wrong = [r for r in ranks if not 0 <= r < size]
+        if wrong or not ranks or list(ranks) != sorted(set(ranks)):
+            fault = f"there is no rank {wrong[0]}" if wrong else "they have to ascend"
+            raise ValueError(
+                f"a world of ranks {list(ranks)}: name some of the ranks 0 to {size - 1}; {fault}"
+            )
+        _made += 1
+        self.ranks, self._number = tuple(ranks), _made
+        self._group: Any = None
+        bound = _timeout(everyone())
+        group = dist.new_group(list(ranks), timeout=bound, group_desc=f"mesh {list(ranks)}")
+        if dist.get_rank() in ranks:
+            c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
+            _worlds[group], _names_given[group] = self, _made * _NAMES
+            self._group = group
+
+    @property
+    def member(self) -> bool:
+        """Returns whether this process is one of the mesh's."""
+        return self._group is not None
+
+    @property
+    def group(self) -> Any:
+        """Returns the mesh's process group. Raises RuntimeError on a rank that is not of it."""
+        if self._group is None:
+            raise RuntimeError(f"rank {this_rank()} is not of {self}: call this there")
+        return self._group
+
+    def __str__(self) -> str:
+        return f"the mesh of ranks {list(self.ranks)}"
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Makes the mesh torch's default group inside the `with`. Raises RuntimeError on a rank
+        that is not of it."""
+        with inside(self.group):
+            yield
+
+    def destroy(self) -> None:
+        """Ends the mesh's process groups, the newest first; engines on it have to be destroyed
+        before. Does nothing on other ranks. Collective over the mesh."""
+        if self._group is None:
+            return
+        with self.scope():
+            everybody_came = [None] * len(self.ranks)
+            dist.all_gather_object(everybody_came, None)
+        group, self._group = self._group, None
+        names = {int(n): g for g, n in c10d._world.pg_names.items() if n.isdigit()}
+        for name in sorted(names, reverse=True):
+            if name // _NAMES == self._number:
+                dist.destroy_process_group(names[name])
+        dist.destroy_process_group(group)
+        del _worlds[group], _names_given[group]
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Returns which of all ranks a world's process group consists of."""
+    return _worlds[group].ranks if group in _worlds else tuple(range(group.size()))
+
+
+def this_rank() -> str:
+    """Returns this rank's number among all, for errors; in a world's scope with that world's."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    if world not in _worlds:
+        return str(rank)
+    ranks = list(ranks_of(world))
+    return f"{ranks[rank]} (rank {rank} of the mesh of ranks {ranks})"
+
+
+_unions = PerWorld(dict[tuple[int, ...], Any])
+
+
+def union_group(ranks: Sequence[int]) -> Any:
+    """Returns a process group of these ranks of all, ascending, to exchange messages over. The
+    first call for some ranks is a collective over those alone."""
+    with inside(everyone()):
+        if len(ranks) == dist.get_world_size():
+            return everyone()
+        groups = _unions.get()
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = join_group(
+                c10d._get_default_store(),
+                rank=list(ranks).index(dist.get_rank()),
+                world_size=len(ranks),
+                group_name="megarl_union_" + "_".join(map(str, ranks)),
+                backend=dist.get_backend(),
+                timeout=_timeout(everyone()).total_seconds(),
+            )
+        return groups[tuple(ranks)]
+
+
+def _timeout(group: Any) -> Any:
+    return group._get_backend(group._device_types[0]).options._timeout

@@ -1,0 +1,198 @@
+"""Runs episodes in a process of its own, for the coordinator in the driver (`workers.py`).
+
+What goes each way is a list, in order: the coordinator *tells* of episodes to run, of the clients'
+state and of pauses; it *hears* of episodes that have ended, and how far the others' answers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from megarl.api.inference import RolloutWorkflow
+from megarl.observability.logging import get_logger
+from megarl.rollout.answers import Answer, AnswerLog
+from megarl.rollout.episode import Episode, run_episode
+from megarl.rollout.frames import packed
+from megarl.rollout.requester import ClientState, Requester
+from megarl.rollout.rewards.pool import close_copies
+
+log = get_logger(__name__)
+
+BEGIN, TELL, HEAR = "begin", "tell", "hear"
+HEAR_TIMEOUT = 10.0  # seconds after which a coordinator hears that there is nothing
+GATHER = 0.005  # seconds in which what ends joins what has ended, so that messages are few
+MOST = 256  # reports of one message
+# of an episode, what its process finds out
+FOUND = ("batch", "failed", "lost", "good", "retried", "notes", "rewards", "latency", "oldest")
+
+
+def serve(index: int, count: int, options: Mapping[str, Any]) -> EpisodeWorker:
+    """Returns what a process of rollout.workers serves."""
+    return EpisodeWorker()
+
+
+class EpisodeWorker:
+    """Serves one coordinator. `handle` may be called from any event loop; all else runs in that of
+    the client, which `begin` brings."""
+
+    def __init__(self) -> None:
+        self._client: Requester | None = None
+        self._workflows: dict[int, RolloutWorkflow | Exception] = {}
+        self._running: dict[int, tuple[asyncio.Task[None], Episode]] = {}  # by ticket
+        self._settling: set[asyncio.Task[None]] = set()
+        self._reports: list[tuple[Any, ...]] = []
+        self._any = asyncio.Event()
+
+    async def handle(self, verb: str, payload: Any) -> Any:
+        """Does what the coordinator asks; calls that arrive in order begin in order. begin: opens
+        the client that came, pickled; tell: takes a list of things to do; hear: returns the frame
+        of {reports, lag, lost_answers}. Raises ValueError for another verb."""
+        if verb == BEGIN:
+            return await asyncio.to_thread(self._begin, payload)
+        if verb not in (TELL, HEAR):
+            raise ValueError(f"a worker that runs episodes does not take {verb!r}")
+        loop = self._opened().opened().loop
+        return await loop.here(self._tell(payload) if verb == TELL else self._hear())
+
+    def read(self, key: str) -> bytes:
+        """Raises KeyError: there are no bytes beside those that a coordinator hears."""
+        raise KeyError(key)
+
+    def close(self) -> None:
+        """Cancels what runs, and ends the client and the reward workers."""
+        if self._client is not None:
+            self._client.disconnect(resume=False)
+        close_copies()
+
+    def _begin(self, pickled: bytes) -> None:
+        self._client = cloudpickle.loads(pickled)  # imports what the client is made of
+        self._client.connect()
+
+    # what the coordinator tells
+
+    async def _tell(self, items: Sequence[tuple[Any, ...]]) -> None:
+        """Takes (name, argument, ...) in order; each name is one of the methods below."""
+        for name, *arguments in items:
+            getattr(self, f"_do_{name}")(*arguments)
+
+    def _do_workflow(self, number: int, pickled: bytes) -> None:
+        """Takes a workflow under a number by which episodes name it."""
+        try:
+            self._workflows[number] = cloudpickle.loads(pickled)
+        except Exception as e:
+            e.add_note("while a worker of rollout.workers loaded the workflow")
+            self._workflows[number] = e
+
+    def _do_forget(self, number: int) -> None:
+        """Drops a workflow that nobody has any more."""
+        self._workflows.pop(number, None)
+
+    def _do_run(
+        self,
+        ticket: int,
+        workflow: int,
+        about: Mapping[str, Any],
+        kept: list[Answer] | None,
+        terms: Mapping[str, Any],
+    ) -> None:
+        """Runs an episode. kept: its answers of before, None where none are kept; terms: arguments
+        of run_episode."""
+        flow = self._workflows[workflow]
+        if isinstance(flow, Exception):
+            self._report("ended", ticket, {}, _portable(flow), None)
+            return
+        answers = None if kept is None else AnswerLog(kept)
+        episode = Episode(workflow=flow, answers=answers, **about)
+        task = asyncio.ensure_future(self._run(ticket, episode, terms))
+        self._running[ticket] = task, episode
+
+    def _do_cancel(self, ticket: int) -> None:
+        """Cancels an episode that the coordinator has no use for any more."""
+        if ticket in self._running:
+            self._running.pop(ticket)[0].cancel()
+
+    def _do_follow(self, state: ClientState) -> None:
+        """Has the client agree with the coordinator's."""
+        self._opened().follow(state)
+
+    def _do_hold(self) -> None:
+        """Sends no more requests."""
+        self._opened().opened().samples.hold()
+
+    def _do_release(self) -> None:
+        """Sends requests again."""
+        self._opened().opened().samples.release()
+
+    def _do_settle(self, number: int, timeout: float) -> None:
+        """Reports the answers so far, once none is on its way."""
+        task = asyncio.ensure_future(self._settle(number, timeout))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    # what it hears
+
+    async def _hear(self) -> bytearray:
+        try:
+            async with asyncio.timeout(HEAR_TIMEOUT):
+                await self._any.wait()
+            await asyncio.sleep(GATHER)
+        except TimeoutError:
+            pass
+        said, self._reports = self._reports[:MOST], self._reports[MOST:]
+        if not self._reports:
+            self._any.clear()
+        client = self._opened()
+        return packed(
+            {
+                "reports": said,
+                "lag": client.opened().loop.take_lag(),
+                "lost_answers": client.lost_answers,
+            }
+        )
+
+    async def _run(self, ticket: int, episode: Episode, terms: Mapping[str, Any]) -> None:
+        try:
+            await run_episode(episode, self._opened(), **terms)
+        except Exception as e:  # a fault of ours
+            episode.error = e
+        if self._running.pop(ticket, None) is None:
+            return  # it was cancelled
+        found = {name: getattr(episode, name) for name in FOUND}
+        news = None if episode.answers is None else episode.answers.news()
+        self._report("ended", ticket, found, _portable(episode.error), news)
+
+    async def _settle(self, number: int, timeout: float) -> None:
+        settled = await self._opened().opened().samples.settled(timeout)
+        logs = [(ticket, e.answers) for ticket, (_, e) in self._running.items()]
+        news = [(ticket, answers.news()) for ticket, answers in logs if answers is not None]
+        self._report("settled", number, settled, news)
+
+    def _report(self, *report: Any) -> None:
+        self._reports.append(report)
+        self._any.set()
+
+    def _opened(self) -> Requester:
+        assert self._client is not None, "no client has come"
+        return self._client
+
+
+def _portable(error: BaseException | None) -> bytes | None:
+    """Returns an error as bytes, with its traceback as a note; one that would not come through is
+    told in words."""
+    if error is None:
+        return None
+    trace = "".join(traceback.format_exception(error))
+    error.add_note(f"in a worker of rollout.workers:\n{trace.rstrip()}")
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        cloudpickle.loads(pickled)
+    except Exception:
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        told.add_note(error.__notes__[-1])
+        pickled = cloudpickle.dumps(told)
+    return pickled

@@ -1,0 +1,279 @@
+"""Has episodes run in worker processes (`rollout.workers`), for the one coordinator: the pipeline.
+
+A worker runs what it is given (`worker.py`) and keeps no order and no books, so which one runs an
+episode changes no number. What a worker has to know goes to it in one list at a time, and what it
+found out comes back in lists, so that the messages are few, however many the episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+
+from megarl.observability.logging import get_logger
+from megarl.rollout.answers import AnswerLog
+from megarl.rollout.episode import Episode, judge, show
+from megarl.rollout.pickling import Workflows
+from megarl.rollout.requester import ClientState, Requester
+from megarl.rollout.sample_loop import SETTLE_TIMEOUT
+from megarl.rollout.worker import BEGIN
+from megarl.rollout.worker_link import Job, Link
+from megarl.rollout.worker_process import Process, RpcProcess
+from megarl.rpc.errors import RemoteError, RpcError
+
+log = get_logger(__name__)
+
+MOST_DEATHS = 3  # of workers of a place, none of which ended an episode, or that ran one episode
+MARGIN = 5.0  # seconds beyond its own time limit in which a worker must say how it went
+
+
+class WorkersLost(RuntimeError):
+    """Says that worker processes died again and again."""
+
+
+class WorkerPool:
+    """Runs episodes in `client.config.workers` processes that `start` starts, by number. All its
+    methods run in the client's loop, but `stop` and `stats`."""
+
+    def __init__(self, client: Requester, start: Callable[[int], Process] = RpcProcess) -> None:
+        self._client, self._start = client, start
+        self._processes: list[Process] = []  # all that were started
+        self._stopped = False
+        self._workers: dict[int, Link] = {}  # those that run, by number
+        self._waiting: list[Job] = []  # for a worker
+        self._flows = Workflows(client.config.workers, self._forget)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._held = False
+        self._state: ClientState | None = None
+        self._ticket = 0
+        self._lost_answers = 0  # of workers that died
+        self._failed: BaseException | None = None
+        self.deaths = 0
+
+    async def open(self) -> None:
+        """Starts the workers. Raises what keeps one from starting."""
+        self._state = self._client.state()
+        places = range(self._client.config.workers)
+        for index, worker in enumerate(await asyncio.gather(*map(self._begin, places))):
+            task = asyncio.ensure_future(self._keep(index, worker))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def stop(self) -> None:
+        """Ends all workers, and starts no others. May be called twice."""
+        self._stopped = True
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda process: process.stop(), self._processes))
+
+    async def run(self, episode: Episode, terms: Mapping[str, Any]) -> None:
+        """Runs an episode as run_episode does. Raises WorkersLost where workers die in a row."""
+        if self._failed is not None:
+            raise self._failed
+        self._ticket += 1
+        job = Job(self._ticket, episode, terms, asyncio.get_running_loop().create_future())
+        self._assign(job)
+        try:
+            await job.done
+        except asyncio.CancelledError:
+            self._cancel(job)
+            raise
+        judge(episode)
+        show(episode, time.time() - episode.latency)
+
+    # the state of all clients, and pauses
+
+    def follow(self) -> None:
+        """Has the workers' clients take over the state of the coordinator's."""
+        if (state := self._client.state()) != self._state:
+            self._state = state
+            for worker in self._workers.values():
+                worker.say("follow", state)
+
+    async def told(self) -> None:
+        """Waits until all workers know what they were told before."""
+        await asyncio.gather(*(worker.told() for worker in self._workers.values()))
+
+    async def hold(self) -> None:
+        """Sends no more requests until `release`."""
+        self._held = True
+        await self._tell_all("hold")
+
+    async def release(self) -> None:
+        """Sends requests again."""
+        self._held = False
+        await self._tell_all("release")
+
+    async def settled(self, timeout: float = SETTLE_TIMEOUT) -> bool:
+        """Waits, while requests are held, for the answers under way, and takes note of how far all
+        of them are; returns whether all came in `timeout` seconds."""
+        self._ticket += 1
+        said = (w.settled(self._ticket, timeout) for w in self._workers.values())
+        try:
+            return all(await asyncio.wait_for(asyncio.gather(*said), timeout + MARGIN))
+        except TimeoutError:  # of a worker that stands still
+            return False
+
+    def stats(self) -> dict[str, float]:
+        """Returns workers (that run), worker_deaths, worker_lag (seconds that an event loop of a
+        worker was late at most since the last call), and lost_answers of their gateways."""
+        workers = list(self._workers.values())
+        lost = [w.lost_answers for w in workers if w.lost_answers is not None]
+        found = {
+            "workers": float(len(workers)),
+            "worker_deaths": float(self.deaths),
+            "worker_lag": max((w.lag for w in workers), default=0.0),
+        }
+        for worker in workers:
+            worker.lag = 0.0
+        return found | ({"lost_answers": float(self._lost_answers + sum(lost))} if lost else {})
+
+    async def _tell_all(self, *item: Any) -> None:
+        for worker in self._workers.values():
+            worker.say(*item)
+        await self.told()
+
+    # episodes
+
+    def _assign(self, job: Job) -> None:
+        """Gives an episode to the worker that runs the fewest."""
+        if not self._workers:
+            self._waiting.append(job)
+            return
+        worker = min(self._workers.values(), key=lambda w: len(w.jobs))
+        episode = job.episode
+        try:
+            flow = self._flows.number(episode.workflow)
+        except TypeError as e:
+            episode.error = e
+            job.done.set_result(None)
+            return
+        if flow not in worker.knows:
+            worker.knows.add(flow)
+            worker.say("workflow", flow, self._flows.pickled[flow])
+        about = {name: getattr(episode, name) for name in ("number", "row", "drawn", "routes")}
+        kept = None if episode.answers is None else episode.answers.kept
+        worker.jobs[job.ticket] = job
+        worker.say("run", job.ticket, flow, about, kept, job.terms)
+
+    def _cancel(self, job: Job) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for worker in self._workers.values():
+            if worker.jobs.pop(job.ticket, None) is not None:
+                worker.say("cancel", job.ticket)
+
+    def _forget(self, flow: int) -> None:
+        for worker in self._workers.values():
+            if flow in worker.knows:
+                worker.knows.discard(flow)
+                worker.say("forget", flow)
+
+    # one worker
+
+    async def _keep(self, index: int, worker: Link | None) -> None:
+        """Talks to the worker of a place as long as it lives, then puts another in its place."""
+        in_a_row = 0
+        try:
+            while not self._stopped:
+                try:
+                    worker = worker or await self._begin(index)
+                    await worker.talk()
+                except RemoteError:
+                    raise  # it is of our own making, and would come again
+                except RpcError as e:
+                    in_a_row = 1 if worker is not None and worker.proved else in_a_row + 1
+                    await self._bury(index, worker, e, in_a_row)
+                    worker = None
+        except Exception as e:
+            self._fail(e)
+            self._workers.pop(index, None)
+
+    async def _begin(self, index: int) -> Link:
+        """Returns a worker that was started, and has what waited for one. Raises RpcError."""
+        try:
+            process = await asyncio.to_thread(self._started, index)
+            try:
+                await process.call(BEGIN, cloudpickle.dumps(self._client.for_worker(index)))
+            except Exception:
+                await self._end(process)
+                raise
+        except RpcError:
+            raise
+        except (RuntimeError, OSError) as e:
+            raise RpcError(f"worker {index} of rollout.workers did not start: {e}") from e
+        worker = self._workers[index] = Link(index, process)
+        worker.say("follow", self._state)
+        if self._held:
+            worker.say("hold")
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self._assign(job)
+        return worker
+
+    def _started(self, index: int) -> Process:
+        process = self._start(index)
+        self._processes.append(process)
+        if self._stopped:
+            process.stop()
+        return process
+
+    async def _end(self, process: Process) -> None:
+        await asyncio.to_thread(process.stop)
+        self._processes.remove(process)
+
+    # deaths
+
+    async def _bury(self, index: int, worker: Link | None, error: RpcError, in_a_row: int) -> None:
+        """Has another worker run the episodes of one that died; None for one that did not begin.
+        Raises WorkersLost where it was the last of too many in a row in its place."""
+        if self._stopped:
+            return
+        self.deaths += 1
+        jobs = [] if worker is None else list(worker.jobs.values())
+        log.warning("%s; its %d episodes run again, and another is started", error, len(jobs))
+        for job in jobs:
+            self._run_again(job, error)
+        if worker is not None:
+            del self._workers[index]
+            self._lost_answers += worker.lost_answers or 0
+            await self._end(worker.process)
+        if in_a_row == MOST_DEATHS:
+            why = (
+                f"{in_a_row} workers of rollout.workers died in a row, and none of them ended an "
+                "episode"
+            )
+            raise _lost(why, error)
+
+    def _run_again(self, job: Job, error: RpcError) -> None:
+        """Has the worker that begins next run an episode from its beginning, with the answers that
+        are known of it: an episode that kills workers takes no others along."""
+        job.deaths += 1
+        if job.done.done():
+            return
+        if job.deaths == MOST_DEATHS:
+            died = f"{MOST_DEATHS} workers of rollout.workers died"
+            job.done.set_exception(_lost(f"{died} while they ran {job.episode.name}", error))
+            return
+        if job.episode.answers is not None:
+            job.episode.answers = AnswerLog(job.episode.answers.state())
+        self._waiting.append(job)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all episodes with an error, and all that are still to come."""
+        self._failed = error
+        jobs = [job for worker in self._workers.values() for job in worker.jobs.values()]
+        for job in (*jobs, *self._waiting):
+            if not job.done.done():
+                job.done.set_exception(error)
+
+
+def _lost(text: str, last: RpcError) -> WorkersLost:
+    """Returns the error that `text` tells, for which the last death is the cause."""
+    lost = WorkersLost(f"{text}; the last: {last}")
+    lost.__cause__ = last
+    return lost

@@ -1,0 +1,1 @@
+"""Calls worker processes: signed messages over HTTP, the process that serves, and who starts it."""

@@ -1,0 +1,195 @@
+"""Holds the workers that a scheduler has started: waits for them, watches them, ends them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megarl.api.scheduler import Ended, GroupSpec, Worker
+from megarl.observability.logging import get_logger
+from megarl.rpc.client import RpcClient
+from megarl.rpc.errors import WorkerDied
+from megarl.rpc.gathering import Gathering
+from megarl.rpc.nodes import forwarded
+from megarl.rpc.worker import WorkerStart
+from megarl.utils.processes import TERM_TIMEOUT, LogEcho, log_tail, spelled, wait_until
+
+log = get_logger(__name__)
+
+LOOK = 0.5  # seconds between looks at the processes
+PING = 5.0  # seconds between pings
+SILENCE = 60.0  # seconds without an answer to a ping after which a worker is lost
+LOST = 255  # exit status of a worker whose machine does not answer
+
+
+class Processes(Protocol):
+    """Is what a scheduler knows of the processes of a group."""
+
+    def poll(self) -> Mapping[int, int]:
+        """Returns the exit statuses, as a shell gives them, of the workers that have ended."""
+        ...
+
+    def close(self) -> None:
+        """Kills what is left of them, and gives back what they had. May be called twice."""
+        ...
+
+
+def worker_log(spec: GroupSpec, index: int) -> str:
+    """Returns the file that a worker's output goes to, "" where it has none."""
+    return str(Path(spec.log_dir, f"{spec.name}_{index}.log")) if spec.log_dir else ""
+
+
+def worker_env(spec: GroupSpec, address: str, index: int = 0) -> dict[str, str]:
+    """Returns the variables of a worker's environment, besides those of whoever starts it: where to
+    register, and what it is. Its command line may name another index."""
+    start = WorkerStart(
+        starter=address,
+        group=spec.name,
+        index=index,
+        count=spec.count,
+        serve=spec.serve,
+        options=spec.options,
+        directory=os.getcwd(),
+        path=tuple(p for p in sys.path if p),
+    )
+    # one without GPUs sees none, whatever the others compute on
+    device = {} if spec.worker.gpus else {"MEGARL_DEVICE": "cpu"}
+    return {**device, **spec.worker.env, **start.to_env()}
+
+
+def node_env(spec: GroupSpec, address: str) -> dict[str, str]:
+    """Returns the variables of workers on the nodes of a cluster: those of this process's that go
+    there, and their own."""
+    cores = {"OMP_NUM_THREADS": str(spec.worker.cpus)} if spec.worker.cpus else {}
+    return {**cores, **forwarded(os.environ), **worker_env(spec, address)}
+
+
+class WatchedGroup:
+    """Holds workers that serve, with a client for each. A thread pings them and looks at their
+    processes: calls to one that has ended raise WorkerDied, with its exit status and the end of its
+    log."""
+
+    def __init__(self, spec: GroupSpec, processes: Processes, gathering: Gathering) -> None:
+        """Waits until all workers serve. Raises WorkerDied where one ends before, TimeoutError
+        after spec.start_timeout; then none is left."""
+        self.spec, self._processes = spec, processes
+        self.workers: Sequence[Worker] = ()
+        self.clients: Sequence[RpcClient] = ()
+        self._ended: dict[int, Ended] = {}
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        log_of_first = worker_log(spec, 0) if spec.echo else ""
+        self._echo = LogEcho(Path(log_of_first)) if log_of_first else None
+        try:
+            self.workers = self._gather(gathering)
+            gathering.close()
+            self.clients = [RpcClient(w.address, str(w), watched=True) for w in self.workers]
+        except BaseException:
+            gathering.close()
+            processes.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="megarl-workers", daemon=True)
+        self._watcher.start()
+
+    def poll(self) -> Sequence[Ended]:
+        """Returns how workers ended, of those that have."""
+        with self._lock:
+            for index, status in self._processes.poll().items():
+                self._bury(index, status)
+            if self._echo is not None:
+                self._echo.show()
+            return list(self._ended.values())
+
+    def stop(self) -> None:
+        """Ends the workers: each may finish the call that runs, within TERM_TIMEOUT seconds. Calls
+        that are made later raise RpcError."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._watcher.join()
+        for client in self.clients:
+            client.end()
+        try:
+            wait_until(lambda: len(self.poll()) == self.spec.count, timeout=TERM_TIMEOUT)
+        finally:
+            self._processes.close()
+            for client in self.clients:
+                client.close()
+
+    def _gather(self, gathering: Gathering) -> Sequence[Worker]:
+        deadline = time.monotonic() + self.spec.start_timeout
+        while (ready := gathering.ready()) is None:
+            for index, status in self._processes.poll().items():
+                raise WorkerDied(
+                    f"worker {self.spec.name}/{index} ended with status {spelled(status)} before "
+                    f"it served{_log_of(self.spec, index)}"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"after {self.spec.start_timeout:g} s these workers of {self.spec.name} do not "
+                    f"serve: {gathering.missing()}{_log_of(self.spec, gathering.missing()[0])}"
+                )
+            time.sleep(LOOK / 5)
+        return [
+            Worker(
+                name=f"{self.spec.name}/{p.index}",
+                index=p.index,
+                address=p.address,
+                host=p.host,
+                pid=p.pid,
+            )
+            for p in ready
+        ]
+
+    def _watch(self) -> None:
+        pulses = [_Pulse(client) for client in self.clients]
+        warned = ""
+        while not self._closed.wait(LOOK):
+            try:
+                self.poll()
+            except Exception as e:  # the pings go on: without them the workers would end
+                if repr(e) != warned:
+                    log.warning("cannot look after the workers of %s: %r", self.spec.name, e)
+                warned = repr(e)
+            for index, pulse in enumerate(pulses):
+                if pulse.silence() > SILENCE:
+                    with self._lock:
+                        self._bury(index, LOST, f"did not answer for {SILENCE:g} s")
+
+    def _bury(self, index: int, status: int, how: str = "") -> None:
+        """Notes that a worker has ended, once."""
+        if index in self._ended:
+            return
+        worker, text = self.workers[index], _log_of(self.spec, index)
+        self._ended[index] = Ended(worker=worker, status=status, log=text)
+        how = how or f"ended with status {spelled(status)}"
+        self.clients[index].fail(WorkerDied(f"worker {worker} {how}{text}"))
+
+
+class _Pulse:
+    """Pings a worker every PING seconds, one ping at a time."""
+
+    def __init__(self, client: RpcClient) -> None:
+        self._client, self._heard = client, time.monotonic()
+        self._ping, self._next = client.ping(), self._heard + PING
+
+    def silence(self) -> float:
+        """Pings where it is time; returns the seconds since the last answer."""
+        now = time.monotonic()
+        if self._ping.done():
+            if self._ping.exception() is None:
+                self._heard = max(self._heard, self._next - PING)
+            if now >= self._next:
+                self._ping, self._next = self._client.ping(), now + PING
+        return now - self._heard
+
+
+def _log_of(spec: GroupSpec, index: int) -> str:
+    """Returns the end of a worker's log, behind a line that names it; "" where it says nothing."""
+    path = Path(worker_log(spec, index))
+    tail = log_tail(path) if path.is_file() else ""
+    return f"\n--- end of {path} ---\n{tail}" if tail else ""

@@ -1,0 +1,215 @@
+"""Gives the devices to the servers and to the trainers in turn, where both are on the same ones.
+
+| turn | servers hold | trained models hold | what is done |
+| --- | --- | --- | --- |
+| generate | weights, KV cache | nothing | rollouts, evaluation |
+| train | nothing | weights, optimizer, gradients | logprobs, values, updates |
+| sync | weights | weights | the sync; models are saved |
+
+A turn begins when the step needs it, and it is made so in one order: the servers are paused, the
+side that gives up goes first, then the other takes. Whatever has failed on the way, the next turn
+is made from what each side really holds. Frozen models rest in host memory but for their passes.
+Checkpoints are written from where their parts are, in any turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.api.engine import PARTS
+from megarl.api.records import SaveLoadMeta
+from megarl.config.check import FROZEN, engines
+from megarl.config.recipes import GRPOConfig
+from megarl.config.turns import takes_turns
+from megarl.observability import stats_tracker
+from megarl.observability.timeline import MEMORY, timeline
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.server_memory import KV_CACHE, WEIGHTS
+from megarl.trainer.saver import Saves
+
+
+class Held(Protocol):
+    """Has parts of its memory moved off the device and back: a role or an engine."""
+
+    def offload(self, parts: Sequence[str] = ...) -> dict[str, int]:
+        """Moves those of `parts` that are on the device to host memory. Collective."""
+
+    def onload(self, parts: Sequence[str] = ..., *, behind: bool = False) -> dict[str, int]:
+        """Brings back those of `parts` that are away, with `behind` while the next pass runs."""
+
+    def occupied(self) -> dict[str, int]:
+        """Returns the bytes of each part on the device."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Names a turn, and says which parts of their memory servers and trained models hold in it."""
+
+    name: str
+    servers: tuple[str, ...]
+    models: tuple[str, ...]
+
+
+GENERATE = Turn("generate", (WEIGHTS, KV_CACHE), ())
+TRAIN = Turn("train", (), PARTS)
+SYNC = Turn("sync", (WEIGHTS,), ("params",))
+
+
+class Turns:
+    """Lets servers and trainers keep their memory: a turn changes nothing but who may generate.
+    `models`: those that are trained. Every method is collective."""
+
+    def __init__(self, client: RemoteSGLangEngine) -> None:
+        self.client = client
+        self.models: list[Held] = []
+
+    def generate(self) -> None:
+        """Has the servers be able to generate."""
+
+    def train(self) -> None:
+        """Has the trained models be able to train."""
+
+    def sync(self) -> None:
+        """Has paused servers be able to receive the trained models' weights."""
+        self.client.on_driver(_pause, self.client)
+
+    def synced(self) -> None:
+        """Notes that the servers hold the models' weights."""
+        self.client.on_driver(_resume, self.client)
+
+    def saving(self, model: Saves) -> Saves:
+        """Returns what saves `model` in a turn that lets it."""
+        return model
+
+
+class AlternateTurns(Turns):
+    """Has servers and trained models give their memory up to each other. It begins with the
+    trainers' turn: the servers sized their KV cache while they had the devices to themselves."""
+
+    def __init__(self, client: RemoteSGLangEngine) -> None:
+        super().__init__(client)
+        self._turn: Turn | None = GENERATE  # None where a change has failed half way
+        self._since = time.time()
+        self._fresh = True  # the servers' weights are whole
+        self._enter(TRAIN)
+
+    def generate(self) -> None:
+        """Begins the servers' turn. Raises RuntimeError where they hold no weights: nothing was
+        published since they gave them up."""
+        if not self._fresh:
+            raise RuntimeError(
+                "the servers gave up their weights for the trainers' turn, and got no others: call "
+                "publisher.publish at the end of a step"
+            )
+        self._enter(GENERATE)
+
+    def train(self) -> None:
+        """Begins the trainers' turn."""
+        self._enter(TRAIN)
+
+    def sync(self) -> None:
+        """Begins the turn of both: weights alone. The servers are paused."""
+        self._enter(SYNC)
+
+    def synced(self) -> None:
+        """Notes that the servers' weights are whole; they wait for the next turn."""
+        self._fresh = True
+        _tell(SYNC.name, self._held())  # of this step: the turn may end in the next one
+
+    def saving(self, model: Saves) -> Saves:
+        """Returns what saves `model` with its weights on the device."""
+        return _SavedInTurn(self, model)
+
+    def _enter(self, turn: Turn) -> None:
+        """Makes `turn` the turn. Where it fails, any turn may be entered next: every call asks for
+        what is not yet so."""
+        if turn == self._turn:
+            return
+        client, begun = self.client, time.monotonic()
+        before, self._turn = self._turn, None
+        if before is not None:
+            self._sample(before.name)
+        if before in (GENERATE, None):
+            client.on_driver(_pause, client)
+        self._fresh &= WEIGHTS in turn.servers
+        for model in self.models:
+            model.offload([p for p in PARTS if p not in turn.models])
+        given_up = [p for p in GENERATE.servers if p not in turn.servers]
+        # each call begins when all ranks are there, so when all have given up their part
+        client.on_driver(_release, client, given_up)
+        client.on_driver(_take, client, turn.servers)
+        for model in self.models:
+            model.onload(turn.models, behind=turn == TRAIN)
+        if turn == GENERATE:
+            client.on_driver(_resume, client)
+        self._turn, self._since = turn, time.time()
+        stats_tracker.peak(**{f"memory/{turn.name}/change_s": time.monotonic() - begun})
+
+    def _sample(self, name: str) -> None:
+        """Notes what each part holds at the end of a turn, as metrics and in the timeline."""
+        found = self._held()
+        if name != SYNC.name:
+            _tell(name, found)
+        timeline.record(MEMORY, name, self._since, time.time() - self._since, **found)
+
+    def _held(self) -> dict[str, int]:
+        """Returns the bytes that each part has on a device now."""
+        servers = self.client.on_driver(_usage, self.client)
+        found = {f"server_{part}": n for part, n in servers.items()}
+        for part in PARTS:
+            found[part] = sum(model.occupied().get(part, 0) for model in self.models)
+        return found
+
+
+def _tell(turn: str, held: dict[str, int]) -> None:
+    """Gives the step its metrics of what each part holds in a turn."""
+    gib = {f"memory/{turn}/{part}_gib": n / 2**30 for part, n in held.items()}
+    stats_tracker.peak(**gib)
+
+
+class _SavedInTurn:
+    """Saves a trained model's weights: in the turn of the sync, where they are on the device."""
+
+    def __init__(self, turns: AlternateTurns, model: Saves) -> None:
+        self._turns, self._model = turns, model
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Writes the weights. Collective."""
+        self._turns.sync()
+        self._model.save(meta)
+
+
+def make_turns(cfg: GRPOConfig, client: RemoteSGLangEngine) -> Turns:
+    """Returns the turns of a run whose servers are there; where they alternate, it begins with the
+    trainers', and frozen models are made to rest in host memory between passes. Collective."""
+    if not takes_turns(cfg):
+        return Turns(client)
+    for name, engine in engines(cfg).items():
+        engine.offload |= name in FROZEN
+    return AlternateTurns(client)
+
+
+# on the driver
+
+
+def _pause(client: RemoteSGLangEngine) -> None:
+    client.pause()
+
+
+def _resume(client: RemoteSGLangEngine) -> None:
+    client.resume()
+
+
+def _release(client: RemoteSGLangEngine, parts: Sequence[str]) -> None:
+    client.pauses.memory.release(parts)
+
+
+def _take(client: RemoteSGLangEngine, parts: Sequence[str]) -> None:
+    client.pauses.memory.resume(parts)
+
+
+def _usage(client: RemoteSGLangEngine) -> dict[str, int]:
+    return client.pauses.memory.usage()

@@ -1,0 +1,94 @@
+"""Workers of the controller as threads of this process, with the messages that processes get."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+import torch
+
+from megarl.api.scheduler import Worker
+from megarl.controller.group import WorkerGroup
+from megarl.controller.messages import Peer
+from megarl.controller.registry import Registry
+from megarl.rpc.errors import RemoteError
+from megarl.rpc.messages import Packed, pack
+
+
+class ThreadComm:
+    """The Comm of a thread that stands for a rank."""
+
+    def __init__(self, rank: int, size: int, meeting: threading.Barrier, said: dict) -> None:
+        self.rank, self.size, self._meeting, self._said = rank, size, meeting, said
+
+    def all_gather(
+        self, data: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        self._said[self.rank] = data.clone()
+        self._meeting.wait()
+        found = [self._said[rank] for rank in range(self.size)]
+        self._meeting.wait()
+        return found
+
+
+class ThreadChannel:
+    """One worker, whose calls run in a thread, one after the other."""
+
+    def __init__(self, name: str, registry: Registry) -> None:
+        self.registry = registry
+        self.worker = Worker(
+            name=name, index=int(name.split("/")[1]), address="", host="here", pid=0
+        )
+        self.reads: list[str] = []
+        self.calls = 0
+        self._thread = ThreadPoolExecutor(1)
+
+    def call_async(self, verb: str, payload: Any = None) -> Future[Any]:
+        self.calls += 1
+        packed = payload if isinstance(payload, Packed) else pack(payload)
+        return self._thread.submit(self._answer, verb, packed.body)
+
+    def _answer(self, verb: str, packed: bytes) -> Any:
+        try:
+            answer = self.registry.handle(verb, pickle.loads(packed))
+        except Exception as e:
+            said = type(e).__name__, str(e), traceback.format_exc()
+            raise RemoteError(str(self.worker), *said) from None
+        return pickle.loads(cloudpickle.dumps(answer))
+
+    def read(self, key: str, timeout: float | None = None) -> bytes:
+        self.reads.append(key)
+        return self.registry.shelf.read(key)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@contextmanager
+def workers(**sizes: int) -> Iterator[list[WorkerGroup]]:
+    """Groups of so many workers, by name; any of them can read from all."""
+    channels: dict[str, ThreadChannel] = {}
+
+    def fetch(peer: Peer, path: str) -> bytes:
+        return channels[peer.name].read(path)
+
+    groups = []
+    for name, size in sizes.items():
+        meeting, said = threading.Barrier(size, timeout=20), {}
+        for rank in range(size):
+            comm = ThreadComm(rank, size, meeting, said) if size > 1 else None
+            registry = Registry(f"{name}/{rank}", fetch, lambda comm=comm: comm)
+            channels[registry.shelf.name] = ThreadChannel(registry.shelf.name, registry)
+        mine = [c for key, c in channels.items() if key.startswith(f"{name}/")]
+        groups.append(WorkerGroup(name, [c.worker for c in mine], mine))
+    try:
+        yield groups
+    finally:
+        for channel in channels.values():
+            channel.close()

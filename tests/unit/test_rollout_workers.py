@@ -1,0 +1,573 @@
+"""rollout.workers: episodes in other processes give the same samples, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from megarl.api.inference import RolloutFailed, RolloutWorkflow
+from megarl.api.records import ModelRequest
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig
+from megarl.rollout import client as client_module
+from megarl.rollout.answers import AnswerLog
+from megarl.rollout.client import RemoteSGLangEngine
+from megarl.rollout.frames import packed, unpacked
+from megarl.rollout.generation import Sample, attempt
+from megarl.rollout.pickling import pickled_workflow, share
+from megarl.rollout.rewards import RewardPool, get_reward_fn
+from megarl.rollout.rewards.judge import JudgeReward
+from megarl.rollout.rewards.pool import close_copies
+from megarl.rollout.worker import HEAR, EpisodeWorker
+from megarl.rollout.workers import MOST_DEATHS, WorkerPool, WorkersLost
+from megarl.rollout.workflows.agent import AgentWorkflow
+from megarl.rollout.workflows.env import EnvWorkflow
+from megarl.rollout.workflows.mixed import MixedWorkflow
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.rollout.workflows.tool import ToolWorkflow
+from megarl.rpc.errors import RpcError
+from megarl.utils.batch import concat_padded
+from tests.unit.rollout_fakes import FakeServer, trajectory
+from tests.unit.scripted import tool_tokenizer
+from tests.unit.test_router import FakeRouter
+
+G = GenerationHyperparameters(max_new_tokens=3, seed=5, n_samples=2)
+
+
+class SeededServer(FakeServer):
+    """Writes tokens and logprobs that tell the request's seed."""
+
+    def _answer(self, rid: str, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(rid, ids, params)
+        seed = params["sampling_seed"]
+        for entry in answer["meta_info"].get("output_token_logprobs", ()):
+            entry[0], entry[1] = -(seed % 9973) / 8.0, entry[1] + seed % 31
+        answer["output_ids"] = [e[1] for e in answer["meta_info"].get("output_token_logprobs", ())]
+        return answer
+
+
+class Varied(RolloutWorkflow):
+    """Asks once or twice, by the row; some rows are rejected, some rollouts fail the first time."""
+
+    gconfig = G
+
+    async def arun_episode(self, engine, data):
+        row, first = data["row_id"], attempt.get() == 0
+        prompts = [[9, row + 1, i] for i in range(data.get("samples_missing", G.n_samples))]
+        for _ in range(1 + row % 2):
+            requests = [ModelRequest(rid="r", input_ids=ids, gconfig=G) for ids in prompts]
+            answers = await engine.agenerate_many(requests)
+            prompts = [p + a.output_tokens for p, a in zip(prompts, answers)]
+        if row % 7 == 3 and first:
+            raise RolloutFailed("environment", "the first time")
+        if row % 11 == 4:
+            return None
+        made = [trajectory(p, version=engine.get_version()) for p in prompts]
+        batch = concat_padded(made) | {
+            "rewards": torch.tensor([float(sum(p) % 3) for p in prompts])
+        }
+        batch["logprobs"][:, 1] = torch.tensor([sum(a.output_logprobs) for a in answers])
+        if row % 5 == 2 and first:
+            batch["valid"] = torch.tensor([False, True])
+        return batch
+
+
+class Loader:
+    """Gives batches of 4 rows, of 32."""
+
+    batch_size = 4
+
+    def __iter__(self):
+        numbers = itertools.cycle(range(32))
+        while True:
+            yield [{"row_id": next(numbers)} for _ in range(4)]
+
+
+class OneProcess:
+    """An EpisodeWorker in this process. What goes in is pickled; `kill` ends it as a death does."""
+
+    def __init__(self, index: int) -> None:
+        self.worker, self.dead = EpisodeWorker(), asyncio.Event()
+        self.verbs: list[str] = []
+        made.append(self)
+
+    async def call(self, verb: str, payload: Any = None) -> Any:
+        self.verbs.append(verb)
+        payload = cloudpickle.loads(cloudpickle.dumps(payload))
+        answer = asyncio.ensure_future(self.worker.handle(verb, payload))
+        death = asyncio.ensure_future(self.dead.wait())
+        await asyncio.wait([answer, death], return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if self.dead.is_set():
+            answer.cancel()
+            raise RpcError("worker of the test: it died")
+        return answer.result()
+
+    def stop(self) -> None:
+        self.worker.close()
+
+
+made: list[OneProcess] = []
+
+
+@pytest.fixture
+def server():
+    it = SeededServer()
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def connect(server, monkeypatch):
+    """Makes open clients; here=True has their workers run in this process."""
+    clients = []
+    made.clear()
+
+    def open_client(workers=0, *, here=True, **config):
+        if here:
+            pool = lambda client: WorkerPool(client, OneProcess)  # noqa: E731
+            monkeypatch.setattr(client_module, "WorkerPool", pool)
+        else:
+            monkeypatch.setattr(client_module, "WorkerPool", WorkerPool)
+        config = {"min_rollouts": 1, "max_failure_rate": 1.0} | config
+        client = RemoteSGLangEngine(
+            RolloutConfig(addresses=[server.address], workers=workers, **config), seed=3
+        )
+        clients.append(client)
+        client.initialize()
+        return client
+
+    yield open_client
+    with ThreadPoolExecutor() as threads:  # their processes end together
+        list(threads.map(lambda client: client.destroy(), clients))
+    close_copies()
+
+
+def train(client, flow, *, steps=3, meanwhile=None, versions=0):
+    """Runs steps with dynamic sampling; returns batches, outcomes, books, and an evaluation."""
+    seen = []
+
+    def wanted(batch):
+        seen.append(batch["rewards"].tolist())
+        return bool(batch["rewards"].min() != batch["rewards"].max())
+
+    loader, found = Loader(), []
+    for step in range(steps):
+        parts = client.executor.prepare_parts(
+            loader, flow, should_accept=wanted, meanwhile=meanwhile
+        )
+        batch = concat_padded(parts)
+        client.executor.received(batch["episode_ids"])
+        client.executor.trained(batch["episode_ids"])
+        told = [(o.row["row_id"], list(o.rewards)) for o in client.executor.outcomes]
+        found.append((batch, told))
+        client.pause()
+        client.set_version(versions + step + 1)
+        client.resume()
+    state = client.executor.state_dict()
+    held_out = client.executor.rollout_batch([{"row_id": i} for i in (0, 1, 4, 8)], flow)
+    return found, state, held_out, sorted(seen)
+
+
+def same(a, b) -> bool:
+    """Compares nested data with tensors, to the bit."""
+    if isinstance(a, torch.Tensor):
+        return (
+            a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        )
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def test_samples_are_the_same_however_many_processes_run_episodes(connect, server, caplog):
+    alone = train(connect(), Varied())
+    with ThreadPoolExecutor() as threads:  # the processes start together
+        one, two = threads.map(lambda k: connect(k, here=False), (1, 2))
+    killed: list[Any] = []
+
+    def kill():  # in the middle of a step
+        if not killed:
+            server.delay = 0.3
+            (worker,) = two._workers._workers[0].process._group.workers
+            killed.append(worker)
+            os.kill(worker.pid, signal.SIGKILL)
+        elif two.stats()["worker_deaths"]:
+            server.delay = 0.0
+
+    server.delay = 0.1
+    with_two = train(two, Varied(), meanwhile=kill)
+    assert alone[0][0][0]["input_ids"].unique().numel() > 10
+    assert alone[1]["failed_samples"]["samples"] and alone[1]["counters"]["rejected"]
+    assert same(train(one, Varied()), alone)
+    assert same(with_two, alone)
+    assert two.stats()["worker_deaths"] == 1
+    assert str(killed[0]) in caplog.text and "run again" in caplog.text
+
+
+def test_a_run_goes_on_in_the_middle_of_an_answer(connect, server, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+
+    def interrupted(workers):
+        client = connect(workers)
+        client.executor.pipeline.keeps_answers = True
+        before = len(server.requests)
+        server.abort_after = [1] * 8  # one token of every sample
+
+        def stop():
+            if len(server.requests) - before >= 4:
+                client.pause()
+                client.resume()
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            client.executor.prepare_parts(Loader(), Varied(), meanwhile=stop)
+        state, answers = client.executor.state_dict(), client.executor.pipeline.answers()
+        client.destroy()
+        return state, answers
+
+    def resumed(state, workers):
+        client = connect(workers)
+        client.executor.pipeline.keeps_answers = True
+        client.executor.load_state_dict(state)
+        return concat_padded(client.executor.prepare_parts(Loader(), Varied()))
+
+    state, answers = interrupted(0)
+    again, told = interrupted(2)
+    assert sum(len(a["tokens"]) for _, kept in answers for a in kept) == 8
+    assert same(again, state) and same(told, answers)
+    asked = len(server.requests)
+    assert same(resumed(again, 2), resumed(state, 0))
+    lengths = [len(ids) for r in server.requests[asked:] for ids in r["input_ids"]]
+    assert lengths.count(4) == 2 * 8  # prompts with the token of before
+
+
+def test_answers_of_workers_that_died_are_gone_on_with(connect, server, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.sample_loop.ABORT_DELAY", 60.0)
+    monkeypatch.setattr("megarl.rollout.pipeline.LOOK_AROUND", 0.05)
+    client = connect(2)
+    client.executor.pipeline.keeps_answers = True
+    server.abort_after = [2] * 8
+    seen = []
+
+    def die():
+        if len(server.requests) == 4 and not seen:
+            client.pause()
+            client.resume()
+            seen.append(client.executor.pipeline.answers())
+            for process in made[:2]:
+                client.opened().loop.call_soon(process.dead.set)
+
+    done = concat_padded(client.executor.prepare_parts(Loader(), Varied(), meanwhile=die))
+    client.destroy()
+    assert sum(len(a["tokens"]) for _, kept in seen[0] for a in kept) == 16
+    alone = connect()
+    server.abort_after = []
+    assert same(done, concat_padded(alone.executor.prepare_parts(Loader(), Varied())))
+
+
+class Deadly(RolloutWorkflow):
+    """Ends the worker that runs it."""
+
+    async def arun_episode(self, engine, data):
+        made[data["row_id"] % len(made)].dead.set()
+        for process in made:
+            process.dead.set()
+        await asyncio.sleep(60)
+
+
+def test_workers_that_die_again_and_again_end_the_run(connect):
+    client = connect(1)
+    client.submit({"row_id": 0}, Deadly())
+    with pytest.raises(WorkersLost, match=f"{MOST_DEATHS} workers of rollout.workers died"):
+        client.wait(1, timeout=30)
+
+
+@pytest.mark.parametrize("error", [RpcError, OSError])
+def test_workers_that_cannot_start_again_end_the_run(connect, monkeypatch, error):
+    client = connect(2)
+    client.submit({"row_id": 0}, Asleep())
+    deadline = time.monotonic() + 20
+    while not any(p.worker._running for p in made) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    async def refuses(self, verb, payload=None):
+        raise error("no memory")
+
+    monkeypatch.setattr(OneProcess, "call", refuses)
+    for process in list(made):
+        client.opened().loop.call_soon(process.dead.set)
+    with pytest.raises(WorkersLost, match=f"{MOST_DEATHS} workers .* in a row.*(no memory|died)"):
+        client.wait(1, timeout=30)
+    with pytest.raises(WorkersLost):
+        client.executor.rollout_batch([{"row_id": 0}], Varied())
+
+
+def test_workers_that_die_at_the_same_time_cost_no_prompt_in_an_asynchronous_run(connect, server):
+    client = connect(3, max_head_offpolicyness=1)
+
+    def die():
+        if len(server.requests) >= 4 and len(made) == 3:
+            for process in made[:3]:
+                client.opened().loop.call_soon(process.dead.set)
+
+    loader, trained, server.delay = Loader(), [], 0.05
+    for version in range(3):
+        batch = concat_padded(client.executor.prepare_parts(loader, Varied(), meanwhile=die))
+        client.executor.received(batch["episode_ids"])
+        client.executor.trained(batch["episode_ids"])
+        trained += batch["input_ids"][:, 2].unique().sub(1).tolist()
+        assert batch["versions"][batch["loss_mask"]].min() >= version - 1
+        client.set_version(version + 1)
+    assert trained == [row for row in range(13) if row % 11 != 4]
+    assert client.stats()["worker_deaths"] == 3 and len(made) == 6
+
+
+def test_a_worker_that_stands_still_is_replaced(connect, monkeypatch, caplog):
+    monkeypatch.setattr("megarl.rollout.worker.HEAR_TIMEOUT", 0.1)
+    monkeypatch.setattr("megarl.rollout.worker_link.HEAR_TIMEOUT", 0.1)
+    monkeypatch.setattr("megarl.rollout.worker_link.STANDSTILL", 0.4)
+    call = OneProcess.call
+
+    async def stuck(self, verb, payload=None):
+        if self is made[0] and verb == HEAR:
+            await asyncio.Event().wait()
+        return await call(self, verb, payload)
+
+    monkeypatch.setattr(OneProcess, "call", stuck)
+    client = connect(1)
+    batch = client.executor.rollout_batch([{"row_id": 1}], Varied())
+    assert len(batch["input_ids"]) == G.n_samples and client.stats()["worker_deaths"] >= 1
+    assert (
+        "worker 0 of rollout.workers stands still: its event loop has not turned for 0.4"
+        in caplog.text
+    )
+
+
+class Asleep(RolloutWorkflow):
+    """Waits for longer than a test."""
+
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(60)
+
+
+def test_what_a_workflow_raises_arrives_with_its_traceback(connect):
+    class Own(Exception):
+        def __init__(self, code, text):
+            super().__init__(text)
+
+    class Fails(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            errors = KeyError("absent"), MemoryError("no room"), Own(7, "no such thing")
+            raise errors[data["row_id"]]
+
+    client = connect(1)
+    for row, expected in ((0, KeyError), (1, MemoryError), (2, RuntimeError)):
+        client.submit({"row_id": row}, Fails())
+        with pytest.raises(expected) as error:
+            client.wait(1, timeout=30)
+        told = "".join(error.value.__notes__)
+        assert f"in the episode of row {row}" in told and "arun_episode" in told
+    assert "Own: no such thing" in str(error.value)
+
+
+def test_an_error_cancels_the_other_episodes_where_they_run(connect, server):
+    class Slow(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            if data["row_id"] == 0:
+                raise ValueError("enough")
+            await asyncio.sleep(60)
+
+    client = connect(2)
+    with pytest.raises(ValueError, match="enough"):
+        client.executor.rollout_batch([{"row_id": i} for i in range(5)], Slow())
+    deadline = time.monotonic() + 20
+    while any(p.worker._running for p in made) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(p.worker._running for p in made)
+    assert not any(w.jobs for w in client._workers._workers.values())
+
+
+def test_workers_hold_their_requests_over_an_update(connect, server):
+    client = connect(2)
+    client.pause()
+    client.submit({"row_id": 0}, Varied())
+    asked = len(server.requests)
+    client.set_version(4)
+    server.weight_version = "4"
+    client.resume()
+    batch = client.wait(1, timeout=30)
+    assert len(server.requests) > asked
+    assert batch["versions"][batch["loss_mask"]].unique().tolist() == [4]
+    assert all(p.worker._client.get_version() == 4 for p in made)
+
+
+def test_workers_go_by_the_servers_that_the_coordinator_knows(connect, server):
+    other = SeededServer()
+    try:
+        client = connect(2)
+        client.opened().pool._servers.append(type(client.opened().pool._servers[0])(other.address))
+        client.opened().loop.call_soon(client.opened().pool.changed)
+        client.executor.rollout_batch([{"row_id": i} for i in range(8)], Varied())
+        assert server.requests and other.requests
+        client.drop_servers({server.address: "gone"})
+        server.requests.clear()
+        client.executor.rollout_batch([{"row_id": i} for i in range(8)], Varied())
+        assert not server.requests
+    finally:
+        other.close()
+
+
+def test_workers_ask_through_the_router_that_the_coordinator_shows_the_servers(connect, server):
+    router = FakeRouter()
+    try:
+        rows = [{"row_id": i} for i in range(4)]
+        batches = [
+            connect(k, router=router.address).executor.rollout_batch(rows, Varied()) for k in (2, 0)
+        ]
+        assert same(*batches)
+        assert list(router.workers.values()) == [f"http://{server.address}"]
+        assert next(router.turn) == len(server.requests) > 0
+    finally:
+        router.close()
+
+
+def test_a_workflow_goes_to_a_worker_once_and_leaves_it_with_the_last_reference(connect):
+    client, flow = connect(1), Varied()
+    for _ in range(3):
+        client.executor.rollout_batch([{"row_id": 0}], flow)
+    assert len(made[0].worker._workflows) == 1
+    del flow
+    client.executor.rollout_batch([{"row_id": 0}], Varied())
+    deadline = time.monotonic() + 20
+    while made[0].worker._workflows and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not made[0].worker._workflows
+
+
+def test_many_episodes_share_a_message(connect, server):
+    client = connect(1, max_concurrent_rollouts=64)
+    before = len(made[0].verbs)
+    client.executor.rollout_batch([{"row_id": 0} for _ in range(64)], Varied())
+    assert len(made[0].verbs) - before < 32
+
+
+def test_what_cannot_be_pickled_is_named(connect):
+    flow = Varied()
+    flow.tools = [SimpleNamespace(lock=threading.Lock())]
+    client = connect(1)
+    with pytest.raises(
+        TypeError, match=r"rollout.workers=1: Varied .*Varied\.tools\[0\]\.lock, a lock"
+    ):
+        client.executor.rollout_batch([{"row_id": 0}], flow)
+
+
+def test_copies_share_the_reward_workers():
+    flow = Varied()
+    with RewardPool(5, timeout=3.0, on_error="reject") as pool:
+        flow.pool = flow.same = pool
+        pickled = [pickled_workflow(flow, 2) for _ in range(2)]
+        first, second = map(cloudpickle.loads, pickled)
+        assert first.pool is first.same is second.pool and first.pool is not pool
+        assert len(first.pool._workers) == 3 and first.pool.on_error == "reject"
+        close_copies()
+    assert share(5) == 5
+
+
+def test_a_judge_asks_no_more_at_once_than_one_would():
+    flow = Varied()
+    flow.reward_fn = JudgeReward(base_url="http://127.0.0.1:1/v1", concurrency=8)
+    copy = cloudpickle.loads(pickled_workflow(flow, 4))
+    assert copy.reward_fn._slots._value == 2 and flow.reward_fn._slots._value == 8
+
+
+def test_workflows_with_tools_partners_and_agents_can_be_sent(tmp_path):
+    tokenizer, reward = tool_tokenizer(tmp_path), get_reward_fn("arithmetic")
+    mcp = {"mcp": {"command": ["true"]}}
+    flows = {
+        "rlvr": RLVRWorkflow(reward, G, tokenizer),
+        "tools": ToolWorkflow(reward, G, tokenizer, tools=["tests.unit.test_tools:add", mcp]),
+        "env": EnvWorkflow(reward, G, tokenizer, env="tests.unit.test_turn_workflows:Countdown"),
+        "agent": AgentWorkflow(reward, G, tokenizer, agent=lambda data, url, key: 1.0),
+    }
+    mixed = cloudpickle.loads(pickled_workflow(MixedWorkflow(flows, G), 2))
+    assert {k: type(v) for k, v in mixed._workflows.items()} == {
+        k: type(v) for k, v in flows.items()
+    }
+    pools = {id(flow.reward_pool) for flow in mixed._workflows.values()}
+    assert len(pools) == 1
+    close_copies()
+
+
+def test_frames_keep_every_bit():
+    whole = torch.arange(24, dtype=torch.float64).reshape(4, 6)
+    data = {
+        "strided": whole.t(),
+        "part": whole[:, 1:3],
+        "scalar": torch.tensor(float("nan")),
+        "none": torch.empty(0, 3, dtype=torch.int16),
+        "mask": torch.tensor([True, False]),
+        "half": torch.tensor([1.5, -0.0]).bfloat16(),
+        "plain": [1, "two", (None, {"k": b"raw"})],
+    }
+    back = unpacked(packed(data))
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            assert back[name].dtype == value.dtype and back[name].shape == value.shape
+            raw = [
+                v.contiguous().reshape(-1).view(torch.uint8).tolist() for v in (back[name], value)
+            ]
+            assert raw[0] == raw[1]
+    assert back["plain"] == data["plain"]
+    back["mask"][0] = False
+
+
+def sample(tokens):
+    return Sample(ModelRequest(rid="r", input_ids=tokens, gconfig=G), seed=None)
+
+
+def grow(one, *tokens, reason=""):
+    one.response.output_tokens += tokens
+    one.response.output_logprobs += [-float(t) for t in tokens]
+    one.response.output_versions += [2] * len(tokens)
+    one.response.stop_reason = reason
+
+
+def test_a_log_in_another_process_is_as_complete():
+    first = AnswerLog()
+    first.begin(one := sample([1]))
+    grow(one, 5, 6)
+    first.cut()
+    kept = [*first.state(), *first.state()]
+
+    there, here = AnswerLog(kept), AnswerLog(kept)
+    here.hear(there.news())
+    there.begin(again := sample([1]))
+    there.begin(other := sample([2]))
+    there.begin(sample([3]))
+    for step in range(3):
+        if step == 1:
+            grow(other, 7)
+        if step == 2:
+            grow(again, 8, reason="stop")
+            there.end()
+        for log in (there, here):
+            if log is here:
+                here.hear(there.news())
+            log.cut()
+        assert same(here.state(), there.state())
+    assert [a["tokens"].tolist() for a in here.state()] == [[5, 6], [5, 6, 8], [7]]
+    assert here.news() == ([1], [])
