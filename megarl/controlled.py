@@ -179,8 +179,10 @@ class ProfiledWorkers(Profiler):
     @contextmanager
     def _inside(self, of_theirs: AbstractContextManager[None]) -> Iterator[None]:
         self._trainers.run(_enter, of_theirs)
-        yield
-        self._trainers.run(_leave, of_theirs)
+        try:
+            yield
+        finally:
+            self._trainers.run(_leave, of_theirs)
 
 
 def _enter(manager: AbstractContextManager[None]) -> None:

@@ -20,7 +20,8 @@ def print_comparison(found: Comparison, runs: Runs, subject: Subject, which: str
     console = Console(highlight=False, markup=False)  # a path may look like either
     other = _NAMES[subject.against]
     of = subject.checkpoint or subject.engine.path
-    console.print(f"{of}: trainer and {other} on {found.tokens} tokens, {which}")
+    head = f"{of}: trainer and {other} on {found.tokens} tokens, {which}"
+    console.print(head, soft_wrap=True)  # a path that is broken in two cannot be copied
     console.print("Gaps as multiples of what rounding does at the same place:")
     console.print(layers_table(found.gaps))
     console.print(_unit(found.gaps))
