@@ -55,8 +55,8 @@ def deliver(plan: SlicePlan, servers: list[list[ServerTable]]) -> dict[Receiver,
     for rank in range(plan.table.layout.world_size):
         for group in plan.sends(rank):
             for m in group:
-                key = rank, m.receiver, m.step
-                assert key not in sent, "one message for a pair and step"
+                key = rank, m.receiver, m.round
+                assert key not in sent, "one message for a pair and round"
                 sent[key] = [
                     params[rank][s.param].as_strided(v.shape, v.strides, v.offset).flatten()
                     for s in m.slices
@@ -67,12 +67,12 @@ def deliver(plan: SlicePlan, servers: list[list[ServerTable]]) -> dict[Receiver,
         table = servers[receiver.server][receiver.rank]
         memory = memories[receiver] = storages(table)
         rounds = json.loads(json.dumps(plan.receives(*receiver)))
-        for step, messages in enumerate(rounds):
+        for number, messages in enumerate(rounds):
             for sender, slices in messages:
-                flat = torch.cat(sent.pop((sender, receiver, step)))
+                flat = torch.cat(sent.pop((sender, receiver, number)))
                 for part in slices:
-                    number, views = part if isinstance(part, list) else (part, None)
-                    e = table.entries[number]
+                    entry, views = part if isinstance(part, list) else (part, None)
+                    e = table.entries[entry]
                     for offset, shape, strides in views or [(e.offset, e.shape, e.strides)]:
                         there = memory[e.param].as_strided(shape, strides, offset)
                         assert (there == -1).all(), f"{e.tensor} is written twice"
