@@ -133,10 +133,11 @@ def report_sharded(
     found = groups(plan)
     yield f"\nshard to shard: {e.total / 1e9:,.1f} GB in {e.rounds} rounds of {round_bytes:,} bytes"
     yield (
-        f"  a server GPU takes     {e.received / 1e9:.1f} GB of {e.senders} training GPUs, "
-        f"{e.messages:,} messages of up to {e.largest / 1e6:.1f} MB"
+        f"  a server GPU takes     {e.received / 1e9:.1f} GB in {e.messages:,} messages (largest "
+        f"{e.largest / 1e6:.1f} MB), senders: {e.senders}"
     )
     yield f"  a training GPU sends   {e.sent / 1e9:.1f} GB"
     yield f"  communicators          {len(found)}"
-    yield f"  busy                   network {e.network_seconds:.2f} s, copies {e.copy_seconds:.2f} s"
+    busy = f"network {e.network_seconds:.2f} s, copies {e.copy_seconds:.2f} s"
+    yield f"  busy                   {busy}"
     yield f"  estimate {e.seconds:.2f} s; tables and plan took {planned:.1f} s here"

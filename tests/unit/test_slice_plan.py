@@ -35,9 +35,7 @@ MOE = "Qwen3MoeForCausalLM"
 
 
 def planned(table: PieceTable, servers: Any, round_bytes: int = 1 << 20, **nodes: Any) -> SlicePlan:
-    return plan_slices(
-        table, servers, itemsizes=itemsizes(table), round_bytes=round_bytes, **nodes
-    )
+    return plan_slices(table, servers, itemsizes=itemsizes(table), round_bytes=round_bytes, **nodes)
 
 
 @settings(max_examples=12, deadline=None)
@@ -200,8 +198,14 @@ def test_what_cannot_be_filled_is_an_error_that_names_it() -> None:
             planned(made, [[ServerTable([entry], "x")]])
 
     norm = next(e for e in theirs.entries if e.tensor == "model.norm.weight")
-    refuse("model.score: .* is made of it, and the trained model has", norm._replace(tensor="model.score"))
-    refuse(r"model.norm.weight: trainers hold 8 of the 9 elements", norm._replace(stop=(9,), shape=(9,)))
+    refuse(
+        "model.score: .* is made of it, and the trained model has",
+        norm._replace(tensor="model.score"),
+    )
+    refuse(
+        r"model.norm.weight: trainers hold 8 of the 9 elements",
+        norm._replace(stop=(9,), shape=(9,)),
+    )
     refuse(r"8 elements .* has a view of \[4\]", norm._replace(shape=(4,)))
     up = "model.layers.0.mlp.up_proj.weight"
     tensor = table.by_name[up]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.models.piece_table import PieceTable
 from megarl.weight_sync.boxes import Box, BoxIndex, cut, extents, numel
 from megarl.weight_sync.reallocation_plan import copies, holders
 from megarl.weight_sync.slices.tables import Entry, ServerTable
@@ -203,5 +203,3 @@ def split(box: Box, most: int) -> Iterator[Box]:
         low, high = list(start), list(stop)
         low[dim], high[dim] = first, min(first + step, stop[dim])
         yield from split((tuple(low), tuple(high)), most)
-
-
