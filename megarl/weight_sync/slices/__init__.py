@@ -1,0 +1,1 @@
+"""Sends each server rank the slices of the weights that it keeps, and no more."""
