@@ -30,7 +30,7 @@ from torch import Tensor
 from megarl.models.attention_batching import SHORT
 from megarl.parallel.trie import Segment
 
-TILE = 128
+TILE = 192
 
 
 @dataclass(frozen=True)
