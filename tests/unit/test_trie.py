@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -59,7 +61,7 @@ def test_segments_are_runs_without_forks_depth_first_and_heaviest_first(rows, un
         if s.start < trie.tokens:
             by_parent.setdefault(s.parent, []).append((s.start, end))
     for children in by_parent.values():
-        assert all(a[1] == b[0] for a, b in zip(children, children[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(children))
         sizes = [end - start for start, end in children]
         assert sizes == sorted(sizes, reverse=True)
 
