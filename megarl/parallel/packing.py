@@ -193,13 +193,13 @@ def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
 class Packed:
     """Holds b sequences one after another in T tokens, T/cp of them on this context-parallel rank.
 
-    `index` and `valid` speak of all T, gathered rank after rank. With a `trie` tokens that sequences
-    share stand once, and the output layer answers N questions, each read off the token `at` and
-    about a label; `index` is where the answer for (row, t) stands among them.
+    `index` and `valid` speak of all T, gathered rank after rank. With a `trie` tokens that
+    sequences share stand once, and the output layer answers N questions, each read off the token
+    `at` and about a label; `index` is where the answer for (row, t) stands among them.
     """
 
     input_ids: torch.Tensor  # [T/cp] int64
-    labels: torch.Tensor  # [T/cp] or [N] int64: the next token of the sequence, 0 where there is none
+    labels: torch.Tensor  # [T/cp] or [N] int64: the next token of the sequence, 0 if there is none
     position_ids: torch.Tensor  # [T/cp] int64, from 0 in every sequence
     token: torch.Tensor  # [T/cp] int64: row * S + t of the token, -1 in filling
     cu_seqlens: torch.Tensor  # [b+1] int32, of the slots (padded, not shared out)
@@ -211,12 +211,15 @@ class Packed:
     trie: Trie | None = None
 
     def to(self, device: torch.device) -> Packed:
-        """Returns the same with its tensors on `device`; copies may still be under way."""
+        """Returns the same with its tensors, and of the trie's its depths, on `device`; copies may
+        still be under way."""
         moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
-            if isinstance(value := getattr(self, f.name), torch.Tensor | Trie)
+            if torch.is_tensor(value := getattr(self, f.name))
         }
+        if self.trie is not None:
+            moved["trie"] = replace(self.trie, depth=moved["position_ids"])
         return replace(self, **moved)
 
 

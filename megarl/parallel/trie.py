@@ -11,7 +11,7 @@ b sequences, S positions (right-padded), T packed tokens (nodes and filling).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,12 +44,6 @@ class Trie:
     segments: tuple[Segment, ...]
     place: Tensor  # [b,S] int64: the packed token of position t of a row, 0 in padding
     tokens: int  # T without the filling
-
-    def to(self, device: torch.device) -> Trie:
-        """Returns the same with its tensors on `device`; copies may still be under way."""
-        names = ("input_ids", "depth", "parent", "place")
-        moved = {n: getattr(self, n).to(device, non_blocking=True) for n in names}
-        return replace(self, **moved)
 
 
 class Sorted(NamedTuple):
