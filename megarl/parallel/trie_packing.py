@@ -44,7 +44,8 @@ def pack_trie(
         index[valid] = torch.arange(len(at))
         given = given[valid]
         if not len(at):  # the output layer wants a question
-            at, labels, given = at.new_zeros(1), at.new_zeros(1), given.new_full((1, given.shape[1]), -1)
+            at, labels = at.new_zeros(1), at.new_zeros(1)
+            given = given.new_full((1, given.shape[1]), -1)
     longest = int(trie.depth.max()) + 1
     return Packed(
         input_ids=trie.input_ids,
@@ -140,7 +141,7 @@ def _cut(
 ) -> list[tuple[int, int]]:
     """Returns ranges of rows whose tries fit `budget`, or that are one unit. `starts`: where units
     begin, and the number of rows. What does not fit is cut where the least is shared, there next to
-    the border of a part of about equal parts that fit."""
+    the end of the first of equal parts that fit."""
     own = np.asarray(lengths) - np.asarray(common)
     until = np.concatenate([[0], np.cumsum(own)])  # tokens of rows before i, less what is shared
     out, stack = [], [(0, len(starts) - 1)]
@@ -156,7 +157,9 @@ def _cut(
         where = np.asarray(starts[i + 1 : j])
         shared = np.asarray(common)[where]
         weakest = where[shared == shared.min()]
-        goal = until[a] - common[a] + size / max(2, -(-size // budget))
+        lost = int(shared.min())  # stands in every part
+        parts = max(2, -(-(size - lost) // max(1, budget - lost)))
+        goal = until[a] - common[a] + lost + (size - lost) / parts
         cut = i + 1 + int(np.searchsorted(where, weakest[np.abs(until[weakest] - goal).argmin()]))
         stack += [(cut, j), (i, cut)]
     return out
