@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
+from megarl.models.trie_params import trie_params
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Alignment, Packed, pack
+from megarl.parallel.trie_packing import pack_trie
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -51,6 +54,8 @@ class MicroBatch:
         this rank's. The longest slot is given as it is: a maximum equal to the total of several
         sequences would make the unfused rotary embedding count positions through all of them.
         """
+        if self.packed.trie is not None:
+            return trie_params(self.packed.trie)
         cu, longest = self.packed.cu_seqlens, self.packed.max_slot
         return PackedSeqParams(
             qkv_format="thd",
@@ -80,24 +85,24 @@ def build(
     cp_rank: int,
     token_unit: int = 1,
     given: bool = False,
+    share_prefixes: bool = False,
 ) -> list[MicroBatch]:
     """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
-    [B,S,n] too. Passes of one step that cut the same rows alike, of whichever model, share what
-    has no such ids."""
+    [B,S,n] too, with `share_prefixes` as tries. Passes of one step that cut the same rows alike, of
+    whichever model, share what has no such ids."""
     align = alignment(layout, token_unit)
     out, names = [], ("input_ids", *(GIVEN_IDS,) * given)
+    pack_rows = pack_trie if share_prefixes else partial(pack, cp=layout.cp, cp_rank=cp_rank)
     for rows in micro_batches:
-        how = (tuple(rows), align, layout.cp, cp_rank)
+        how = (tuple(rows), align, layout.cp, cp_rank, share_prefixes)
         packed = None if given else batch.packed.get(how)
         if packed is None:
             padded = batch.padded(rows, names=names)
             # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-            packed = pack(
+            packed = pack_rows(
                 padded["input_ids"].long(),
                 batch.lengths[rows].tolist(),
                 align=align,
-                cp=layout.cp,
-                cp_rank=cp_rank,
                 given=padded.get(GIVEN_IDS),
             ).to(mcore.device())
         if not given:

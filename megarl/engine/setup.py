@@ -13,6 +13,7 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.peft import load_peft
+from megarl.config.check_engine import sharing_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.engine import optimizer
@@ -104,6 +105,7 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
     )
     check_layout(model, cfg.parallel)
+    _check_sharing(cfg, model)
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
@@ -122,6 +124,15 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
                 "engine.offload() and onload(), or optimizer.cpu_offload"
             )
     return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
+
+
+def _check_sharing(cfg: TrainEngineConfig, model: ModelConfig) -> None:
+    raise_if_any(sharing_problems("", cfg))
+    if cfg.mb_spec.share_prefixes and model.attention.window_layers:
+        raise ValueError(
+            f"mb_spec.share_prefixes=true: {len(model.attention.window_layers)} layers of this "
+            "model attend through a sliding window, which tries do not have; set it to false"
+        )
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -194,6 +205,7 @@ def make_modules(
             attention=cfg.attention,
             seed=seed if cfg.init_from_scratch else None,
             moe=cfg.moe,
+            share_prefixes=cfg.mb_spec.share_prefixes,
             **what.fields,
         )
     for chunk in made.chunks:

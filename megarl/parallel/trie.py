@@ -1,4 +1,4 @@
-"""Finds the prefixes that sequences share, and lays out their tokens so that each stands once. Pure.
+"""Finds the prefixes that sequences share and lays out their tokens, each of them once. Pure.
 
 A trie has one node for every distinct prefix: two tokens are one node where they and all tokens
 before them are equal. Its nodes stand packed, depth-first: a segment is a run of nodes without a
@@ -11,7 +11,8 @@ b sequences, S positions (right-padded), T packed tokens (nodes and filling).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,12 +45,6 @@ class Trie:
     place: Tensor  # [b,S] int64: the packed token of position t of a row, 0 in padding
     tokens: int  # T without the filling
 
-    def to(self, device: torch.device) -> Trie:
-        """Returns the same with its tensors on `device`; copies may still be under way."""
-        names = ("input_ids", "depth", "parent", "place")
-        moved = {n: getattr(self, n).to(device, non_blocking=True) for n in names}
-        return replace(self, **moved)
-
 
 class Sorted(NamedTuple):
     """Holds sequences in lexicographic order: `order` [b] has their rows, `common` [b] how many
@@ -64,13 +59,18 @@ def sort_rows(rows: Sequence[Ints]) -> Sorted:
     ones keep theirs. Neighbours in it share the longest prefixes."""
     keys = [row.astype(">u4").tobytes() for row in rows]  # bytes compare as the numbers do
     order = sorted(range(len(rows)), key=keys.__getitem__)
+    return Sorted(np.array(order, dtype=np.int64), common_prefixes([rows[i] for i in order]))
+
+
+def common_prefixes(rows: Sequence[Ints]) -> Ints:
+    """Returns how many first tokens each of rows [n] shares with the one before it, 0 of the
+    first; [len(rows)]."""
     common = [0] * len(rows)
-    for i in range(1, len(order)):
-        a, b = rows[order[i - 1]], rows[order[i]]
+    for i, (a, b) in enumerate(pairwise(rows), 1):
         n = min(len(a), len(b))
         differs = np.flatnonzero(a[:n] != b[:n])
         common[i] = int(differs[0]) if len(differs) else n
-    return Sorted(np.array(order, dtype=np.int64), np.array(common, dtype=np.int64))
+    return np.array(common, dtype=np.int64)
 
 
 def build_trie(input_ids: Tensor, lengths: Sequence[int], *, multiple_of: int = 1) -> Trie:
@@ -106,7 +106,7 @@ def _segments(place: Ints, n: Ints, common: Ints, first: Ints) -> list[Segment]:
     of_end = {end: i for i, end in enumerate(cuts[1:])}
     begins = set(first[own].tolist())
     out = []
-    for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(cuts)):
         above = i - 1 if start not in begins else None
         if start in parent:
             above = of_end[parent[start] + 1]
