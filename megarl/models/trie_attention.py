@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megarl.models.trie_plan import Seen, Short, TriePlan, make_trie_plan, visible_until
+from megarl.models.trie_plan import Own, Seen, Short, TriePlan, make_trie_plan, visible_until
 from megarl.parallel.trie import Segment
 
 BLOCK = 128  # tokens on a side of FlexAttention's blocks
@@ -80,12 +80,13 @@ def _forward(
     # parts are joined in fp32; alone they are what the kernel returns
     out = q.new_empty(q.shape, dtype=torch.float32 if plan.seen else q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    heads = [_heads(x) for x in (q, k, v)]
-    for a, b in plan.own:
-        part, part_lse = _flash(*(x[:, :, a:b] for x in heads), 0.0, True, scale=scale)
-        out[a:b], lse[a:b] = _tokens(part), part_lse[0].T
+    for o in plan.own:
+        parts = _flash(*(_blocks(x, o) for x in (q, k, v)), 0.0, True, scale=scale)
+        for total, part in zip((out, lse), parts, strict=True):
+            _blocks(total, o).copy_(part)
     if plan.short is not None:
         _short_forward(out, lse, (q, k, v), plan.short, scale)
+    heads = [_heads(x) for x in (q, k, v)]
     for s in plan.seen:
         rows = slice(s.q_start, s.q_end)
         part, part_lse = _flash(*_of(s, *heads), 0.0, False, scale=scale)
@@ -107,18 +108,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     sums = [x.new_empty(x.shape, dtype=torch.float32 if plan.seen else x.dtype) for x in (q, k, v)]
-    g_heads, q_heads, k_heads, v_heads, o_heads = (_heads(x) for x in (grad, q, k, v, out))
-    l_heads = lse.T[None]
-    for a, b in plan.own:
+    for o in plan.own:
         parts = _flash_backward(
-            *(x[:, :, a:b] for x in (g_heads, q_heads, k_heads, v_heads, o_heads, l_heads)),
-            *(0.0, True),
-            scale=scale,
+            *(_blocks(x, o) for x in (grad, q, k, v, out, lse)), 0.0, True, scale=scale
         )
         for total, part in zip(sums, parts, strict=True):
-            total[a:b] = _tokens(part)
+            _blocks(total, o).copy_(part)
     if plan.short is not None:
         _short_backward(sums, (grad, q, k, v, out, lse), plan.short, scale)
+    g_heads, q_heads, k_heads, v_heads, o_heads = (_heads(x) for x in (grad, q, k, v, out))
+    l_heads = lse.T[None]
     for s in plan.seen:
         queries, keys = slice(s.q_start, s.q_end), slice(s.k_start, s.k_end)
         parts = _flash_backward(
@@ -138,9 +137,9 @@ def _short_forward(
     out: Tensor, lse: Tensor, qkv: Sequence[Tensor], short: Short, scale: float
 ) -> None:
     """Writes the answers of the short own blocks."""
-    part, part_lse = _flash(*(_rows(x, short) for x in qkv), 0.0, True, scale=scale)
-    out[short.tokens] = part.transpose(1, 2).flatten(0, 1)[short.rows].to(out.dtype)
-    lse[short.tokens] = part_lse.transpose(1, 2).flatten(0, 1)[short.rows]
+    parts = _flash(*(_rows(x, short) for x in qkv), 0.0, True, scale=scale)
+    for total, part in zip((out, lse), parts, strict=True):
+        _write(total, part, short)
 
 
 def _short_backward(
@@ -148,15 +147,23 @@ def _short_backward(
 ) -> None:
     """Writes the gradients of the short own blocks. That of padding's answers is zero, and no other
     query sees padding, so padding adds nothing to any."""
-    grad, q, k, v, out, lse = tensors
+    grad, *saved = tensors
     padded = grad.new_zeros(len(short.index), *grad.shape[1:])
-    padded[short.rows] = grad[short.tokens]
-    g = padded.unflatten(0, (short.n, -1)).transpose(1, 2)
+    padded.index_copy_(0, short.rows, grad.index_select(0, short.tokens))
     parts = _flash_backward(
-        g, *(_rows(x, short) for x in (q, k, v, out, lse)), 0.0, True, scale=scale
+        padded.unflatten(0, (short.n, -1)).transpose(1, 2),
+        *(_rows(x, short) for x in saved),
+        *(0.0, True),
+        scale=scale,
     )
     for total, part in zip(sums, parts, strict=True):
-        total[short.tokens] = part.transpose(1, 2).flatten(0, 1)[short.rows].to(total.dtype)
+        _write(total, part, short)
+
+
+def _write(total: Tensor, part: Tensor, short: Short) -> None:
+    """Writes the rows [short.n,n,length,...] of the short blocks to their tokens, [T,n,...]."""
+    rows = part.transpose(1, 2).flatten(0, 1).index_select(0, short.rows)
+    total.index_copy_(0, short.tokens, rows.to(total.dtype))
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -167,6 +174,11 @@ def _heads(x: Tensor) -> Tensor:
 def _tokens(x: Tensor) -> Tensor:
     """Returns x [1,n,L,d] as [L,n,d], a view."""
     return x[0].transpose(0, 1)
+
+
+def _blocks(x: Tensor, o: Own) -> Tensor:
+    """Returns x [T,n,...] as these own blocks, [o.n,n,length,...], a view."""
+    return x[o.start : o.end].unflatten(0, (o.n, o.length)).transpose(1, 2)
 
 
 def _rows(x: Tensor, short: Short) -> Tensor:

@@ -34,6 +34,20 @@ TILE = 192
 
 
 @dataclass(frozen=True)
+class Own:
+    """Describes n own blocks of `length` tokens each, one right after another from `start`."""
+
+    start: int
+    length: int
+    n: int
+
+    @property
+    def end(self) -> int:
+        """Returns where the last of the blocks ends."""
+        return self.start + self.n * self.length
+
+
+@dataclass(frozen=True)
 class Seen:
     """Describes queries [q_start, q_end) that attend to all keys [k_start, k_end)."""
 
@@ -60,11 +74,11 @@ class Short:
 
 @dataclass(frozen=True)
 class TriePlan:
-    """Says by which blocks the queries of `tokens` tokens meet their keys: the own blocks, each by
-    itself or in the padded batch `short`, and after them `seen`."""
+    """Says by which blocks the queries of `tokens` tokens meet their keys: the own blocks, which
+    are in `own` or in the padded batch `short`, and after them `seen`."""
 
     tokens: int
-    own: tuple[tuple[int, int], ...]
+    own: tuple[Own, ...]
     short: Short | None
     seen: tuple[Seen, ...]
 
@@ -106,10 +120,11 @@ def make_trie_plan(
         cuts = _tiles(start, end, tile)
         own += pairwise(cuts)
         seen += [Seen(a, b, start, a) for a, b in pairwise(cuts[1:])]
-    few = [(a, b) for a, b in own if b - a <= short]
+    runs = _runs(sorted(own))
+    few = [run for run in runs if run.length <= short]
     if len(few) < 2:
         few = []
-    alone = tuple((a, b) for a, b in own if b - a > short or not few)
+    alone = tuple(run for run in runs if run.length > short or not few)
     tokens = segments[-1].end if segments else 0
     return TriePlan(tokens, alone, _short(few, device) if few else None, tuple(seen))
 
@@ -136,11 +151,24 @@ def _tiles(start: int, end: int, tile: int) -> list[int]:
     return [start + (end - start) * i // n for i in range(n + 1)]
 
 
-def _short(blocks: Sequence[tuple[int, int]], device: torch.device) -> Short:
-    length = max(b - a for a, b in blocks)
-    start, end = torch.tensor(blocks).T[..., None]
-    token = start + torch.arange(length)
-    real = (token < end).flatten()
-    index = torch.minimum(token, end - 1).flatten()
-    rows = real.nonzero()[:, 0]
-    return Short(len(blocks), length, *(x.to(device) for x in (index, rows, index[rows])))
+def _runs(blocks: Sequence[tuple[int, int]]) -> list[Own]:
+    """Returns blocks, which are in order, with those of one length that are neighbours as one."""
+    runs: list[Own] = []
+    for a, b in blocks:
+        last = runs[-1] if runs else None
+        if last is not None and (last.end, last.length) == (a, b - a):
+            runs[-1] = Own(last.start, last.length, last.n + 1)
+        else:
+            runs.append(Own(a, b - a, 1))
+    return runs
+
+
+def _short(runs: Sequence[Own], device: torch.device) -> Short:
+    starts = [r.start + i * r.length for r in runs for i in range(r.n)]
+    lengths = [r.length for r in runs for _ in range(r.n)]
+    start, length = torch.tensor([starts, lengths])[..., None]
+    longest = max(lengths)
+    at = torch.arange(longest)
+    index = (start + torch.minimum(at, length - 1)).flatten()
+    rows = (at < length).flatten().nonzero()[:, 0]
+    return Short(len(starts), longest, *(x.to(device) for x in (index, rows, index[rows])))

@@ -69,7 +69,9 @@ def by_dense_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -
 
 
 def blocks(plan: TriePlan) -> Iterator[tuple[slice, slice, bool]]:
-    yield from ((slice(a, b), slice(a, b), True) for a, b in plan.own)
+    for o in plan.own:
+        for at in range(o.start, o.end, o.length):
+            yield slice(at, at + o.length), slice(at, at + o.length), True
     yield from ((slice(s.q_start, s.q_end), slice(s.k_start, s.k_end), False) for s in plan.seen)
 
 
