@@ -1,5 +1,6 @@
 """Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
-sequences and tries of them, context parallelism, sliding windows. The contract is that of TEDotProductAttention:
+sequences and tries of them, context parallelism, sliding windows. The contract is that of
+TEDotProductAttention:
 
 sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
 thd:  query [T, nq, d], key [T, nk, d], value [T, nk, v]           ->  [T, nq * v]

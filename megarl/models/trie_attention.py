@@ -26,6 +26,7 @@ from megarl.models.trie_plan import Seen, Short, TriePlan, make_trie_plan, visib
 from megarl.parallel.trie import Segment
 
 BLOCK = 128  # tokens on a side of FlexAttention's blocks
+VARIANTS = 64  # of the compiled kernel, at most
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -192,9 +193,13 @@ def attend_by_mask(
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Returns attend_by_mask with the compiled kernel; without the compiler FlexAttention computes
-    all scores."""
-    return functools.partial(attend_by_mask, flex=torch.compile(flex_attention, dynamic=True))
+    """Returns attend_by_mask with the compiled kernel. Without the compiler FlexAttention computes
+    all scores, and so it would after as many variants as the compiler makes of a function by
+    default: several models of a process have several each (some tokens, any number, one block;
+    with and without gradients). `fullgraph` makes that an error."""
+    dynamo: Any = torch._dynamo.config
+    dynamo.cache_size_limit = max(dynamo.cache_size_limit, VARIANTS)
+    return functools.partial(attend_by_mask, flex=torch.compile(flex_attention, fullgraph=True))
 
 
 def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
@@ -213,7 +218,7 @@ def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
     # a block that reaches beyond the last token is left to the mask
     whole = begin + BLOCK <= tokens
     full = before & (ends.min(1).values >= (begin + BLOCK)[:, None]) & whole[:, None]
-    on_device = until.to(device)
+    on_device = ends.flatten().to(device)  # kernels may ask for keys beyond the last token
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < on_device[k])

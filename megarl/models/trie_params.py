@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megarl.config.parallel import ParallelConfig
+from megarl.models.shapes import ModelConfig
 from megarl.parallel import mcore  # noqa: F401  before megatron
 from megarl.parallel.trie import Trie
 
@@ -24,6 +26,21 @@ class TrieParams(PackedSeqParams):
     sequence, whose rotary angles are given for each token; max_seqlen is the longest path."""
 
     trie: Trie | None = None
+
+
+def check_share_prefixes(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ValueError, naming value and fix, where the layers cannot take a trie of sequences."""
+    if parallel.cp > 1:
+        raise ValueError(
+            f"mb_spec.share_prefixes=true: parallel.cp={parallel.cp} cuts sequences in pieces, and "
+            "a trie stays whole; use parallel.cp=1, or mb_spec.share_prefixes=false"
+        )
+    if model.attention.window is not None:
+        raise ValueError(
+            f"mb_spec.share_prefixes=true: {model.family} attends through a sliding window of "
+            f"{model.attention.window} tokens, which attention over a trie does not have; use "
+            "mb_spec.share_prefixes=false"
+        )
 
 
 def trie_params(trie: Trie) -> TrieParams:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch import Tensor
 from megarl.models.attention_batching import SHORT
 from megarl.parallel.trie import Segment
 
-TILE = 128
+TILE = 192
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ def make_trie_plan(
     own: list[tuple[int, int]] = []
     for start, end in chains:
         cuts = _tiles(start, end, tile)
-        own += zip(cuts, cuts[1:], strict=False)
-        seen += [Seen(a, b, start, a) for a, b in zip(cuts[1:], cuts[2:], strict=False)]
+        own += pairwise(cuts)
+        seen += [Seen(a, b, start, a) for a, b in pairwise(cuts[1:])]
     few = [(a, b) for a, b in own if b - a <= short]
     if len(few) < 2:
         few = []
-    alone = tuple(block for block in own if block not in set(few))
+    alone = tuple((a, b) for a, b in own if b - a > short or not few)
     tokens = segments[-1].end if segments else 0
     return TriePlan(tokens, alone, _short(few, device) if few else None, tuple(seen))
 

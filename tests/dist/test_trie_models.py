@@ -8,55 +8,45 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megarl.models.trie_params import trie_params
-from megarl.parallel.trie import Segment, Trie
+from megarl.parallel.trie import build_trie
 from tests.dist.models_util import all_gather_dim, built_model, positions, thd
 from tests.dist.world import World
 from tests.tiny import GLM_KINDS, MLA_KINDS, VOCAB, save_tiny
 
-# two turns of a group, an episode that goes on after one of its branches, and filling; as many
-# tokens as two ranks can share, also flat
-SHAPE = ((0, 20, None), (20, 31, 0), (31, 41, 0), (41, 43, 2), (43, 62, 2), (62, 78, None),
-         (78, 82, 5), (82, 84, None))  # fmt: skip
-SEGMENTS = [Segment(*s) for s in SHAPE]
-TOKENS = SEGMENTS[-1].end
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16, rope_theta=500.0,
 )  # fmt: skip
 
 
-def paths() -> list[list[int]]:
-    """The tokens of every path from a root to a leaf."""
-    out: list[list[int]] = []
-    for i, s in enumerate(SEGMENTS):
-        above = [] if s.parent is None else out[s.parent]
-        out.append([*above, *range(s.start, s.end)])
-    parents = {s.parent for s in SEGMENTS}
-    return [p for i, p in enumerate(out) if i not in parents]
+def rows() -> list[Tensor]:
+    """A group of two, an episode with a turn that branches off, and a sequence of its own."""
+    g = torch.Generator().manual_seed(0)
 
+    def draw(n: int) -> Tensor:
+        return torch.randint(3, VOCAB, (n,), generator=g)
 
-def trie() -> Trie:
-    depth = torch.empty(TOKENS, dtype=torch.long)
-    for path in paths():
-        depth[path] = torch.arange(len(path))
-    return Trie(SEGMENTS, depth)
+    prompt, turn = draw(20), draw(10)
+    answers = [torch.cat([prompt, draw(11)]), torch.cat([prompt, turn, draw(2)])]
+    return [*answers, torch.cat([prompt, turn, draw(19)]), torch.cat([prompt, turn]), draw(16)]
 
 
 def run(path: Path, parallel: dict[str, Any], **over: Any) -> list[dict[str, Tensor]]:
     """Returns, of a flat pass and of one over the trie, the logits of the flat tokens [T,V] and
     every gradient of one sum over them."""
-    flat = [t for p in paths() for t in p]
-    ids = torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    lengths = [len(r) for r in rows()]
+    trie = build_trie(pad_sequence(rows(), batch_first=True), lengths, multiple_of=4)
+    assert (sum(lengths), trie.tokens, len(trie.input_ids)) == (158, 78, 80)
+    flat = torch.cat([trie.place[i, :n] for i, n in enumerate(lengths)])
     weight = torch.randn(len(flat), VOCAB, generator=torch.Generator().manual_seed(1))
+    passes = ((torch.cat(rows()), thd(lengths)), (trie.input_ids, trie_params(trie)))
     out = []
     with built_model(path, parallel, share_prefixes=True, **over) as (model, groups):
         chunk = model.chunks[0].train()
-        for tokens, params in (
-            (ids[flat], thd([len(p) for p in paths()])),
-            (ids, trie_params(trie())),
-        ):
+        for tokens, params in passes:
             chunk.zero_grad()
             mine = chunk(tokens[None], positions(tokens[None]), None, packed_seq_params=params)[0]
             mine = mine if len(mine) == len(flat) else mine[flat]

@@ -89,6 +89,7 @@ def test_the_trie_of_a_group_holds_its_prompt_once():
     assert trie.depth.tolist() == [0, 1, 2, 3, 4, 4, 3, 0, 1, 2, 0, 1]
     assert trie.place[3, :3].tolist() == [0, 1, 2] and trie.place[4, :3].tolist() == [7, 8, 9]
 
+
 @given(ROWS, st.sampled_from([1, 5, 12, 100]), st.integers(0, 3), st.data())
 def test_planned_micro_batches_hold_whole_units_within_the_budget(rows, budget, more, data):
     ids = [np.array(r, dtype=np.int64) for r in rows]
