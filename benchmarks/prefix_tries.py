@@ -138,7 +138,7 @@ def measure(path: Path, name: str, vocab: int, unit: int, rounds: int) -> Found:
         if number:
             found.flat.append(spent[False])
             found.tries.append(spent[True])
-            found.ratio.append(stats[True]["tokens_shared"])
+            found.ratio.append(stats[True]["prefix_ratio"])
             found.micro_batches.append((len(calls[False]), len(calls[True])))
     for engine in engines.values():
         engine.destroy()

@@ -21,7 +21,7 @@ from megarl.parallel import mcore
 from megarl.parallel.placement import units_of
 from megarl.parallel.trie_packing import plan_tries
 
-SHARED = "tokens_shared"  # metric: tokens of the batch for each that a pass computes
+SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass computes
 
 
 def check_forward(outputs: Sequence[str], *, probed: bool) -> None:
