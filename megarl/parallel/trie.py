@@ -118,7 +118,7 @@ def _heaviest_first(segments: list[Segment]) -> tuple[Ints, list[Segment]]:
     """Returns the segments with the heaviest child of each first, and where each token went [T]."""
     weight = [s.end - s.start for s in segments]
     children: list[list[int]] = [[] for _ in segments]
-    roots = []
+    roots: list[int] = []
     for i in reversed(range(len(segments))):
         above = segments[i].parent
         (roots if above is None else children[above]).append(i)

@@ -194,10 +194,6 @@ def test_sound_configs_pass(model: Path) -> None:
             ["actor.mb_spec.share_prefixes=true", "actor.moe.router_replay=trainer"],
             ["actor.mb_spec.share_prefixes=true", "set actor.moe.router_replay=off"],
         ),
-        (
-            ["actor.mb_spec.share_prefixes=true", "actor.parallel.cp=2"],
-            ["actor.mb_spec.share_prefixes=true", "set actor.parallel.cp=1"],
-        ),
         (["actor.moe.token_dispatcher=flex"], ["token_dispatcher=flex", "take alltoall"]),
         (["actor.offload=true"], ["actor.offload=true", "ref, reward_model", "cpu_offload"]),
         (["actor.path="], ["actor.path is empty"]),
