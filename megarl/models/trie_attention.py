@@ -69,7 +69,8 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None)
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*_backward(grad, q, k, v, out, lse, ctx.plan, ctx.scale), None, None)
 
 
 def _forward(
@@ -223,9 +224,17 @@ def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < on_device[k])
 
-    lists = (x.to(device) for x in (*_listed(some & ~full), *_listed(full)))
+    number, where, full_number, full_where = (
+        x.to(device) for x in (*_listed(some & ~full), *_listed(full))
+    )
     mask: BlockMask = BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(tokens, tokens)
+        number,
+        where,
+        full_number,
+        full_where,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
     )
     return mask
 
