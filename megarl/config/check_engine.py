@@ -33,11 +33,6 @@ def sharing_problems(prefix: str, cfg: TrainEngineConfig) -> Iterator[str]:
         yield f"{share}: not under context parallelism; set {prefix}parallel.cp=1"
     if cfg.fp8 != "none":
         yield f"{share}: not with FP8; set {prefix}fp8=none"
-    if cfg.moe.replays:
-        yield (
-            f"{share}: sequences that share a token may have been routed apart; set "
-            f"{prefix}moe.router_replay=off"
-        )
 
 
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:

@@ -105,8 +105,6 @@ def forward_pass(
     """Returns {name: Tokens of the rows that this rank holds} for each of `outputs`; of a plain
     dict, {name: [B,S,...]} on every rank. A `probe` collects what it heard."""
     check_input(state, "forward", given, outputs, backward=False, temperature=temperature)
-    if state.config.mb_spec.share_prefixes:
-        sharing.check_forward(outputs, probed=probe is not None)
     needed = [name for name in ("input_ids", ROUTED) if name in given]
     if isinstance(given, Batch):
         intake.place(state, given)
@@ -200,6 +198,7 @@ def _micro_batches(
         token_unit=token_unit(state.config.fp8),
         given=not set(GIVEN).isdisjoint(outputs),
         share_prefixes=share,
+        beside=sharing.beside(state, batch),
     )
 
 

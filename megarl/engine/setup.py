@@ -28,6 +28,7 @@ from megarl.models.lora import lora_fields
 from megarl.models.names import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.models.recompute import recompute_fields
+from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
@@ -105,7 +106,9 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
     )
     check_layout(model, cfg.parallel)
-    _check_sharing(cfg, model)
+    if cfg.mb_spec.share_prefixes:
+        check_share_prefixes(model, cfg.parallel)
+        raise_if_any(sharing_problems("", cfg))
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
@@ -124,15 +127,6 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
                 "engine.offload() and onload(), or optimizer.cpu_offload"
             )
     return Resolved(model=model, layout=layout, dtype=dtype, fields=fields)
-
-
-def _check_sharing(cfg: TrainEngineConfig, model: ModelConfig) -> None:
-    raise_if_any(sharing_problems("", cfg))
-    if cfg.mb_spec.share_prefixes and model.attention.window_layers:
-        raise ValueError(
-            f"mb_spec.share_prefixes=true: {len(model.attention.window_layers)} layers of this "
-            "model attend through a sliding window, which tries do not have; set it to false"
-        )
 
 
 def _dtype(name: str) -> torch.dtype:

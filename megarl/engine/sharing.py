@@ -6,7 +6,7 @@ hold: each index plans by itself, and they agree on the number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,10 @@ from megarl.engine.setup import EngineState
 from megarl.models.flops import sequence_cost
 from megarl.parallel import mcore
 from megarl.parallel.placement import units_of
+from megarl.parallel.trie import Bytes, token_bytes
 from megarl.parallel.trie_packing import plan_tries
 
-SHARED = "tokens_shared"  # metric: tokens of the batch for each that a pass computes
-
-
-def check_forward(outputs: Sequence[str], *, probed: bool) -> None:
-    """Raises ValueError for outputs that a pass with shared prefixes does not have, and for one
-    that is `probed`."""
-    if ROUTED in outputs or probed:
-        what = "a probe" if probed else f"outputs={tuple(outputs)}: {ROUTED!r}"
-        raise ValueError(
-            f"{what} needs every token of every sequence; set mb_spec.share_prefixes=false"
-        )
+SHARED = "prefix_ratio"  # metric: tokens of the batch for each that a pass computes
 
 
 def plan(
@@ -43,9 +34,8 @@ def plan(
     larger = None if backward else spec.forward_max_tokens_per_mb
     held = batch.rows
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
-    tokens = batch["input_ids"]
     needs = plan_tries(
-        [row.numpy() for row in tokens.values.split(tokens.lengths.tolist())],
+        _rows(batch, beside(state, batch)),
         max_tokens=larger or spec.max_tokens_per_mb,
         align=alignment(layout),
         cost=sequence_cost(state.model),
@@ -58,6 +48,21 @@ def plan(
     rows = held.tolist()
     filled = needs.micro_batches(-(-int(count) // multiple) * multiple)
     return [sorted(rows[i] for i in mb) for mb in filled]
+
+
+def beside(state: EngineState, batch: Batch) -> str | None:
+    """Returns the field that tokens must have equal to be one beside their ids: the routes that a
+    pass over the batch replays."""
+    replays = state.config.mb_spec.share_prefixes and state.config.moe.replays
+    return ROUTED if replays and ROUTED in batch else None
+
+
+def _rows(batch: Batch, beside: str | None) -> list[Bytes]:
+    """Returns token_bytes [n,w] of each row that this rank holds."""
+    ids = batch["input_ids"]
+    whole = token_bytes(ids.values, None if beside is None else batch[beside].values)
+    ends = ids.lengths.cumsum(0)
+    return [whole[e - n : e] for n, e in zip(ids.lengths.tolist(), ends.tolist(), strict=True)]
 
 
 def measured(micro_batches: Iterable[MicroBatch]) -> Iterator[dict[str, tuple[float, float]]]:

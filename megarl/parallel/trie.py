@@ -1,7 +1,8 @@
 """Finds the prefixes that sequences share and lays out their tokens, each of them once. Pure.
 
 A trie has one node for every distinct prefix: two tokens are one node where they and all tokens
-before them are equal. Its nodes stand packed, depth-first: a segment is a run of nodes without a
+before them are equal, with what stands beside them (the experts that a router is told to choose).
+Its nodes stand packed, depth-first: a segment is a run of nodes without a
 fork, its children follow it, and a subtree is one range of tokens. Of several children the one with
 the most tokens below it comes first, which leaves attention the fewest and largest blocks.
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 
 class Segment(NamedTuple):
@@ -54,32 +56,48 @@ class Sorted(NamedTuple):
     common: Ints
 
 
-def sort_rows(rows: Sequence[Ints]) -> Sorted:
-    """Returns the order of sequences of ids, each a row [n] of numbers from 0 to 2^32 - 1; equal
-    ones keep theirs. Neighbours in it share the longest prefixes."""
-    keys = [row.astype(">u4").tobytes() for row in rows]  # bytes compare as the numbers do
+def token_bytes(input_ids: Tensor, beside: Tensor | None = None) -> Bytes:
+    """Returns what has to be equal for two tokens to be one, as bytes that sort as the ids do: ids
+    from 0 to 2^32 - 1, [...], and integers `beside` them, [...,n,m], make [...,w]."""
+    parts = [input_ids.numpy().astype(">u4")[..., None].view(np.uint8)]
+    if beside is not None:
+        parts.append(beside.flatten(input_ids.ndim).contiguous().numpy().view(np.uint8))
+    return np.concatenate(parts, axis=-1)
+
+
+def sort_rows(rows: Sequence[Bytes]) -> Sorted:
+    """Returns the order of sequences, each the bytes of its tokens [n,w]; equal ones keep theirs.
+    Neighbours in it share the longest prefixes."""
+    keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     return Sorted(np.array(order, dtype=np.int64), common_prefixes([rows[i] for i in order]))
 
 
-def common_prefixes(rows: Sequence[Ints]) -> Ints:
-    """Returns how many first tokens each of rows [n] shares with the one before it, 0 of the
+def common_prefixes(rows: Sequence[Bytes]) -> Ints:
+    """Returns how many first tokens each of rows [n,w] shares with the one before it, 0 of the
     first; [len(rows)]."""
     common = [0] * len(rows)
     for i, (a, b) in enumerate(pairwise(rows), 1):
         n = min(len(a), len(b))
-        differs = np.flatnonzero(a[:n] != b[:n])
+        differs = np.flatnonzero((a[:n] != b[:n]).any(1))
         common[i] = int(differs[0]) if len(differs) else n
     return np.array(common, dtype=np.int64)
 
 
-def build_trie(input_ids: Tensor, lengths: Sequence[int], *, multiple_of: int = 1) -> Trie:
+def build_trie(
+    input_ids: Tensor,
+    lengths: Sequence[int],
+    *,
+    beside: Tensor | None = None,
+    multiple_of: int = 1,
+) -> Trie:
     """Returns the trie of right-padded rows [b,S] on the host, filled up to a multiple of
-    `multiple_of` tokens; of no tokens at all it is one such filling."""
-    ids = input_ids.numpy()
+    `multiple_of` tokens; of no tokens at all it is one such filling. Tokens with other integers
+    `beside` them, [b,S,n,m], are not one."""
+    tokens = token_bytes(input_ids, beside)
     lens = np.asarray(lengths, dtype=np.int64)
-    order, common = sort_rows([row[:n] for row, n in zip(ids, lens.tolist(), strict=True)])
-    n, width = lens[order], ids.shape[1]
+    order, common = sort_rows([row[:n] for row, n in zip(tokens, lens.tolist(), strict=True)])
+    n, width = lens[order], input_ids.shape[1]
     first = np.cumsum(n - common) - (n - common)  # where each row's own tokens begin
     t = np.arange(width)[None]
     # a position belongs to the last row up to here that does not share it with the row before
@@ -118,7 +136,7 @@ def _heaviest_first(segments: list[Segment]) -> tuple[Ints, list[Segment]]:
     """Returns the segments with the heaviest child of each first, and where each token went [T]."""
     weight = [s.end - s.start for s in segments]
     children: list[list[int]] = [[] for _ in segments]
-    roots = []
+    roots: list[int] = []
     for i in reversed(range(len(segments))):
         above = segments[i].parent
         (roots if above is None else children[above]).append(i)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megarl.parallel.packing import TOKENS, UNALIGNED, Alignment, Cost, Packed, fill, first_fit
-from megarl.parallel.trie import Ints, build_trie, common_prefixes, sort_rows
+from megarl.parallel.trie import Bytes, build_trie, common_prefixes, sort_rows
 
 
 def pack_trie(
@@ -22,15 +22,16 @@ def pack_trie(
     *,
     align: Alignment = UNALIGNED,
     given: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
 ) -> Packed:
     """Packs right-padded rows [b,S] on the host as their trie, filled up to a multiple of
     `align.row` tokens.
 
     The output layer is asked once for every node, about the node's token at the token before it.
     With `given` [b,S,n], ids that rows may have each for itself, it is asked for every token of
-    every row.
+    every row. `beside`: see build_trie.
     """
-    trie = build_trie(input_ids, lengths, multiple_of=align.row)
+    trie = build_trie(input_ids, lengths, beside=beside, multiple_of=align.row)
     lens = torch.as_tensor(list(lengths), dtype=torch.long)[:, None]
     t = torch.arange(input_ids.shape[1])[None]
     real = t < lens
@@ -94,14 +95,15 @@ class Needs:
 
 
 def plan_tries(
-    rows: Sequence[Ints],
+    rows: Sequence[Bytes],
     *,
     max_tokens: int,
     align: Alignment = UNALIGNED,
     cost: Cost = TOKENS,
     units: Sequence[Sequence[int]] | None = None,
 ) -> Needs:
-    """Finds which of `rows` (ids [n] each) share a micro-batch of at most `max_tokens` tokens.
+    """Finds which of `rows` (token_bytes [n,w] of each) share a micro-batch of at most `max_tokens`
+    tokens.
 
     Units (a partition of the rows; None takes every row by itself) are sorted, so that what shares
     prefixes stands together, and cut where least is shared, until every part's trie fits. A token

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel.packing import Alignment, Cost, unpack
-from megarl.parallel.trie import build_trie, sort_rows
+from megarl.parallel.trie import build_trie, sort_rows, token_bytes
 from megarl.parallel.trie_packing import pack_trie, plan_tries
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
@@ -21,6 +20,10 @@ settings.load_profile("repeatable")
 IDS = st.integers(0, 2) | st.sampled_from([255, 256, 2**31 + 1])  # few, so that prefixes are shared
 COST = Cost(3, 2)
 ROWS = st.lists(st.lists(IDS, max_size=12), max_size=12)
+
+
+def as_bytes(row):
+    return token_bytes(torch.tensor(row, dtype=torch.long))
 
 
 def padded(rows):
@@ -43,6 +46,16 @@ def test_every_distinct_prefix_stands_once(rows, unit):
             assert (trie.input_ids[node], trie.depth[node]) == (x, t)
             assert trie.parent[node] == (trie.place[i, t - 1] if t else node)
     assert sorted(found.values()) == list(range(trie.tokens))
+
+
+def test_tokens_with_other_numbers_beside_them_are_apart():
+    """Of three equal rows one has another number beside its second token."""
+    ids, beside = torch.full((3, 3), 5), torch.zeros(3, 3, 2, 2, dtype=torch.int16)
+    beside[1, 1, 1, 0] = -1
+    trie = build_trie(ids, [3] * 3, beside=beside)
+    assert trie.tokens == 5
+    assert torch.equal(trie.place[0], trie.place[2]) and trie.place[1, 0] == trie.place[0, 0]
+    assert set(trie.place[1, 1:].tolist()).isdisjoint(trie.place[0].tolist())
 
 
 @given(ROWS, st.sampled_from([1, 4]))
@@ -72,8 +85,8 @@ def test_segments_are_runs_without_forks_depth_first_and_heaviest_first(rows, un
 
 
 def test_rows_are_sorted_by_their_numbers_and_equal_ones_keep_their_order():
-    rows = [np.array(r, dtype=np.int64) for r in ([256], [3, 1], [3], [3, 1], [], [255, 9])]
-    order, common = sort_rows(rows)
+    rows = ([256], [3, 1], [3], [3, 1], [], [255, 9])
+    order, common = sort_rows([as_bytes(r) for r in rows])
     assert order.tolist() == [4, 2, 1, 3, 5, 0]
     assert common.tolist() == [0, 0, 1, 2, 0, 0]
 
@@ -92,7 +105,7 @@ def test_the_trie_of_a_group_holds_its_prompt_once():
 
 @given(ROWS, st.sampled_from([1, 5, 12, 100]), st.integers(0, 3), st.data())
 def test_planned_micro_batches_hold_whole_units_within_the_budget(rows, budget, more, data):
-    ids = [np.array(r, dtype=np.int64) for r in rows]
+    ids = [as_bytes(r) for r in rows]
     names = [data.draw(st.integers(0, 2 * len(rows))) for _ in rows]
     units = [[i for i, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
     for groups in (None, units):
@@ -117,7 +130,7 @@ def trie_work(rows):
 
 def test_the_work_of_an_item_counts_what_is_shared_once():
     rows = [[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5]]
-    (item,) = plan_tries([np.array(r) for r in rows], max_tokens=100, cost=COST).items
+    (item,) = plan_tries([as_bytes(r) for r in rows], max_tokens=100, cost=COST).items
     assert (item.size, item.work) == (5, trie_work(rows))
 
 
@@ -125,7 +138,7 @@ def test_what_does_not_fit_is_cut_between_prompts_and_in_even_parts():
     """Two groups of 4 with prompts of 10 tokens and answers of 5; then the longer group alone."""
     prompts = [[7] * 10, [8] * 10]
     rows = [[*prompts[i % 2], 9, i, i, i, i] for i in range(8)]
-    ids = [np.array(r) for r in rows]
+    ids = [as_bytes(r) for r in rows]
     plan = plan_tries(ids, max_tokens=35).micro_batches(2)
     assert sorted(plan) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     halves = plan_tries(ids[::2], max_tokens=25).micro_batches(2)
