@@ -200,6 +200,8 @@ def attend_by_mask(
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        # the kernel for few queries does not take every number of heads
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return _tokens(out).contiguous()
 
