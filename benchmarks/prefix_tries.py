@@ -4,11 +4,12 @@
 
 Two engines start from the same weights and train on the same batches, one on whole sequences, one
 on their tries, in turns within one process, with one token budget for micro-batches. Every round
-compares losses and gradient norms, so that the work is the same. Three sets of sequences:
+compares losses and gradient norms, so that the work is the same. Four sets of sequences:
 
 grpo      groups of 16 samples with a prompt as long as an answer
 agent     episodes of 10 turns, each of which goes on where the one before ended
 thinking  the same, but what a turn thought is left out of the history of the next: a fork a turn
+apart     sequences that share nothing: what looking for prefixes costs
 
 Prints Markdown: tokens of the sequences for each that a step computes, the steps' speed against the
 flat ones, the share of the ratio that becomes speed, and how many micro-batches each needs.
@@ -71,7 +72,12 @@ def thinking(new: Any, unit: int) -> list[list[int]]:
     return rows
 
 
-SETS = {"grpo": (grpo, 2), "agent": (agent, 3), "thinking": (thinking, 3)}  # groups or episodes
+def apart(new: Any, unit: int) -> list[list[int]]:
+    return [new(8 * unit) for _ in range(SAMPLES)]
+
+
+# name -> how a group or an episode is made, and how many there are
+SETS = {"grpo": (grpo, 2), "agent": (agent, 3), "thinking": (thinking, 3), "apart": (apart, 1)}
 
 
 def batch_of(name: str, vocab: int, unit: int, seed: int) -> Batch:
