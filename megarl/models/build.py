@@ -65,8 +65,8 @@ def build_model(
     are random by `seed` (the same model for every layout), or, when it is None, uninitialised until
     load_hf fills them. `share_prefixes`: the model takes TrieParams too, for which it has this
     project's attention also beside Transformer Engine's layers. `overrides` go to the
-    TransformerConfig. Raises ValueError where `attention`
-    or the experts' token dispatcher is not available here.
+    TransformerConfig. Raises ValueError where `attention` or the experts' token dispatcher is not
+    available here.
     """
     device = torch.device(device) if device is not None else mcore.device()
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
