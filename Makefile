@@ -28,7 +28,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
-	bench-controller
+	bench-controller bench-tries
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -151,6 +151,9 @@ bench-layouts: install  ## every parallel layout of up to 4 processes beside tra
 
 bench-recompute: install  ## steps with and without the pass for prox_logp, in turns
 	$(CPU) $(BIN)/python benchmarks/recompute.py
+
+bench-tries: install  ## steps that compute shared prefixes once beside flat ones, in turns
+	$(CPU) $(BIN)/python benchmarks/prefix_tries.py
 
 bench-onload: install  ## weights that come back to the device before a pass, and behind it
 	$(CPU) $(BIN)/python benchmarks/onload.py

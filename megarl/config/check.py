@@ -22,7 +22,12 @@ from megarl.config.check_data import (
     reward_problems,
     tokenizer_problems,
 )
-from megarl.config.check_engine import lora_problems, optimizer_problems, precision_problems
+from megarl.config.check_engine import (
+    lora_problems,
+    optimizer_problems,
+    precision_problems,
+    sharing_problems,
+)
 from megarl.config.check_parallel import parallel_problems
 from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
@@ -90,6 +95,7 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:
     yield from parallel_problems(cfg.parallel, world_size, f"{name}.parallel")
     yield from precision_problems(name, cfg)
+    yield from sharing_problems(f"{name}.", cfg)
     if cfg.moe.token_dispatcher == "flex" and cfg.parallel.ep * cfg.parallel.etp == 1:
         yield (
             f"{name}.moe.token_dispatcher=flex: sends tokens between the ranks of experts, and "

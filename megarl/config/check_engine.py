@@ -24,6 +24,17 @@ def precision_problems(key: str, cfg: TrainEngineConfig) -> Iterator[str]:
         yield f"{key}.optimizer.cpu_offload=true: needs {key}.dtype=bfloat16 (it is {cfg.dtype})"
 
 
+def sharing_problems(prefix: str, cfg: TrainEngineConfig) -> Iterator[str]:
+    """Yields settings that mb_spec.share_prefixes does not go with, each named after `prefix`."""
+    if not cfg.mb_spec.share_prefixes:
+        return
+    share = f"{prefix}mb_spec.share_prefixes=true"
+    if cfg.parallel.cp > 1:
+        yield f"{share}: not under context parallelism; set {prefix}parallel.cp=1"
+    if cfg.fp8 != "none":
+        yield f"{share}: not with FP8; set {prefix}fp8=none"
+
+
 def lora_problems(key: str, cfg: LoRAConfig) -> Iterator[str]:
     """Yields problems of an engine's adapters, but for the module names: models.lora checks
     these."""

@@ -117,6 +117,11 @@ class MicroBatchSpec:
         help="the same for passes without backward, which keep no activations and may take more; "
         "null is max_tokens_per_mb",
     )
+    share_prefixes: bool = arg(
+        False,
+        help="compute a prefix that sequences of a micro-batch share once: the prompt of a group, "
+        "the history of an episode's turns; its tokens then count once in the budget",
+    )
 
 
 @dataclass(kw_only=True)

@@ -45,7 +45,8 @@ def group_ids(batch: Batch, *, whole_groups: bool) -> Tensor | None:
 
 def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> Home:
     """Returns the batch's own home if this engine can work on it there, else the home that this
-    engine would give it. Raises ValueError for a batch of other ranks than the engine's."""
+    engine would give it; where prefixes are shared, rows of a group stay together in it as far as
+    the work stays even. Raises ValueError for a batch of other ranks than the engine's."""
     _check_ranks(batch)
     of_rank = tuple(c.dp for c in state.layout.all_coords)
     units = group_ids(batch, whole_groups=whole_groups)
@@ -58,6 +59,7 @@ def home_of(state: EngineState, batch: Batch, *, whole_groups: bool = False) -> 
         dp=state.layout.dp,
         cost=sequence_cost(state.model),
         slot=alignment(state.layout).slot,
+        together=batch.get("group_ids") if state.config.mb_spec.share_prefixes else None,
     )
     return engine_home(state.layout, of_row)
 

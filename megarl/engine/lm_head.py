@@ -40,12 +40,14 @@ SUPPORTED = {"lm": (*TOKEN_OUTPUTS, "logits"), "value": ("values",)}  # by Train
 @dataclass(frozen=True, kw_only=True)
 class HeadJob:
     """Says what one forward pass computes: `outputs` about `labels` [T] at `temperature`, and those
-    of GIVEN about `given` [T,n]."""
+    of GIVEN about `given` [T,n]. With `at` [N] there are N labels and given ids instead, each after
+    the token at that place, and N answers."""
 
     labels: torch.Tensor
     outputs: tuple[str, ...]
     temperature: float
     given: torch.Tensor | None = None
+    at: torch.Tensor | None = None
 
 
 class LMHead(torch.nn.Module):
@@ -84,7 +86,8 @@ class LMHead(torch.nn.Module):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Returns ([T,1,K], None) for the job of `prepare`, from hidden states [T,1,H], or
-        [T/tp,1,H] under sequence parallelism. `weight` [V/tp,H]: that of a tied embedding."""
+        [T/tp,1,H] under sequence parallelism; of a job with places, [N,1,K]. `weight` [V/tp,H]:
+        that of a tied embedding."""
         job, self._job = self._job, None
         assert job is not None, "prepare() comes before every forward pass"
         weight = self.weight if weight is None else weight
@@ -93,6 +96,8 @@ class LMHead(torch.nn.Module):
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:  # backward sums the shards' parts
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        if job.at is not None:
+            hidden = hidden.index_select(0, job.at)
         rows = weight.shape[0]
         shard = VocabShard(
             start=self.tp_group.rank() * rows,

@@ -6,16 +6,20 @@ B sequences of the batch, b of a micro-batch, S positions (right-padded), T pack
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megarl.api.batch import Batch, Padded, Tokens
+from megarl.models.trie_params import trie_params
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import Alignment, Packed, pack
+from megarl.parallel.trie import Trie
+from megarl.parallel.trie_packing import pack_trie
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -51,6 +55,8 @@ class MicroBatch:
         this rank's. The longest slot is given as it is: a maximum equal to the total of several
         sequences would make the unfused rotary embedding count positions through all of them.
         """
+        if self.packed.trie is not None:
+            return trie_params(self.packed.trie)
         cu, longest = self.packed.cu_seqlens, self.packed.max_slot
         return PackedSeqParams(
             qkv_format="thd",
@@ -80,27 +86,32 @@ def build(
     cp_rank: int,
     token_unit: int = 1,
     given: bool = False,
+    share_prefixes: bool = False,
+    beside: str | None = None,
 ) -> list[MicroBatch]:
     """Packs this rank's micro-batches, in the order of the plan; with `given` batch["given_ids"]
-    [B,S,n] too. Passes of one step that cut the same rows alike, of whichever model, share what
-    has no such ids."""
+    [B,S,n] too, with `share_prefixes` as tries, whose tokens are also equal in the field `beside`.
+    Passes of one step that cut the same rows alike, of whichever model, share what is made of the
+    token ids alone."""
     align = alignment(layout, token_unit)
-    out, names = [], ("input_ids", *(GIVEN_IDS,) * given)
+    out, alike = [], not given and beside is None
+    names = ["input_ids", *(GIVEN_IDS,) * given, *([beside] if beside else [])]
     for rows in micro_batches:
-        how = (tuple(rows), align, layout.cp, cp_rank)
-        packed = None if given else batch.packed.get(how)
+        how = (tuple(rows), align, layout.cp, cp_rank, share_prefixes)
+        packed = batch.packed.get(how) if alike else None
         if packed is None:
             padded = batch.padded(rows, names=names)
             # packed on the host: the index arithmetic would stall a GPU at every boolean mask
-            packed = pack(
+            pack_rows: Callable[..., Packed] = partial(pack, cp=layout.cp, cp_rank=cp_rank)
+            if share_prefixes:
+                pack_rows = partial(pack_trie, beside=padded.get(beside) if beside else None)
+            packed = pack_rows(
                 padded["input_ids"].long(),
                 batch.lengths[rows].tolist(),
                 align=align,
-                cp=layout.cp,
-                cp_rank=cp_rank,
-                given=padded.get(GIVEN_IDS),
+                given=padded.get(GIVEN_IDS) if given else None,
             ).to(mcore.device())
-        if not given:
+        if alike:
             batch.packed[how] = packed
         out.append(MicroBatch(rows, batch, packed))
     return out
@@ -142,13 +153,31 @@ class Frame:
         into, of = places.to(full.device, non_blocking=True)
         full[into] = values.flatten(0, 1)[of].to(full.dtype)
 
-    def places(self, mb: MicroBatch, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which of `token` (see MicroBatch.tokens) are real [len(token)], and where these
-        are among the T tokens."""
+    def places(self, mb: MicroBatch, layout: Layout, tp_rank: int) -> tuple[Tensor, Tensor]:
+        """Returns which of the tokens between the layers of a tensor-parallel rank (see
+        MicroBatch.tokens) are real, as a mask or as their numbers, and where these are among the T
+        tokens. A token of a trie has a place in each of its rows."""
+        token = mb.tokens(layout, tp_rank)
+        if mb.packed.trie is not None:
+            return self._places_of_nodes(mb, mb.packed.trie, len(token), tp_rank)
         real = token >= 0
         width = max(1, mb.packed.index.shape[1])
         starts = torch.tensor([*self.starts(mb.rows).tolist(), 0], device=token.device)
         return real, (starts[token // width] + token % width)[real]
+
+    def _places_of_nodes(
+        self, mb: MicroBatch, trie: Trie, share: int, tp_rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `places` does; the rank has `share` nodes of the trie, or all."""
+        lengths = mb.source.lengths[mb.rows]
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        t = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        node = trie.place[row, t]
+        if share < len(trie.input_ids):
+            node -= share * tp_rank
+        mine = (node >= 0) & (node < share)
+        both = torch.stack([node, self.starts(mb.rows)[row] + t])[:, mine].to(mcore.device())
+        return both[0], both[1]
 
     def tokens(self, full: Tensor) -> Tokens:
         """Returns the result `full` [T,...] as Tokens on the host."""

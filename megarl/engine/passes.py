@@ -14,7 +14,7 @@ import torch
 
 from megarl.api.batch import Batch, Padded
 from megarl.api.engine import LossFn, LossWeightFn, Metrics
-from megarl.engine import intake, micro_batch, schedule
+from megarl.engine import intake, micro_batch, schedule, sharing
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
 from megarl.engine.micro_batch import Frame, MicroBatch
@@ -74,6 +74,7 @@ def loss_pass(
     )
     with _taped(state), stats_tracker.muted(not schedule.speaks(state.groups)):
         schedule.run(state.chunks, mine, job, backward=backward)
+    job.sums.extend(sharing.measured(mine))
     sums = schedule.reduce_sums(job, state.groups)
     kept = _collected(state, given, batch, mine, job) if keep else {}
     routing = state.routing.metrics(len(mine)) if state.routing else {}
@@ -156,8 +157,8 @@ def _collected(
 def plan(
     state: EngineState, given: Batch | Padded, *, whole_groups: bool = False, backward: bool
 ) -> MicroBatchPlan:
-    """Returns the rows of every micro-batch, [dp rank][micro-batch]. Under the interleaved schedule
-    the micro-batches are a multiple of pp."""
+    """Returns the rows of every micro-batch, [dp rank][micro-batch], of passes that share no
+    prefixes. Under the interleaved schedule the micro-batches are a multiple of pp."""
     batch, layout, spec = intake.as_batch(given), state.layout, state.config.mb_spec
     larger = None if backward else spec.forward_max_tokens_per_mb
     groups = intake.group_ids(batch, whole_groups=True) if whole_groups else None
@@ -182,9 +183,13 @@ def _micro_batches(
     whole_groups: bool = False,
     backward: bool,
 ) -> list[MicroBatch]:
-    """Returns this rank's micro-batches, with the given ids where `outputs` are about them."""
-    c = state.groups.coords
-    mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
+    """Returns this rank's micro-batches, with the given ids where `outputs` are about them. The
+    batch has been placed. Collective."""
+    c, share = state.groups.coords, state.config.mb_spec.share_prefixes
+    if share:
+        mine = sharing.plan(state, batch, whole_groups=whole_groups, backward=backward)
+    else:
+        mine = plan(state, batch, whole_groups=whole_groups, backward=backward)[c.dp]
     return micro_batch.build(
         batch,
         mine,
@@ -192,6 +197,8 @@ def _micro_batches(
         cp_rank=c.cp,
         token_unit=token_unit(state.config.fp8),
         given=not set(GIVEN).isdisjoint(outputs),
+        share_prefixes=share,
+        beside=sharing.beside(state, batch),
     )
 
 

@@ -133,7 +133,7 @@ class Probe:
             full = frame.zeros((width,), torch.float32)
             mine = self._seen.get(part, []) if speaks else []
             for mb, values in zip(micro_batches, mine, strict=bool(mine)):
-                real, places = frame.places(mb, mb.tokens(layout, coords.tp))
+                real, places = frame.places(mb, layout, coords.tp)
                 full[places] = values[real].float()
             if layout.world_size > 1:
                 dist.all_reduce(full)

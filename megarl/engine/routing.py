@@ -191,8 +191,7 @@ class Routing:
         smallest integers that hold an expert's number. Inside a recording pass. Collective."""
         full = frame.zeros((self.model.num_layers, self.shape.top_k), self.dtype)
         for i, mb in enumerate(micro_batches):
-            token = mb.tokens(self.groups.layout, self.groups.coords.tp)
-            real, places = frame.places(mb, token)
+            real, places = frame.places(mb, self.groups.layout, self.groups.coords.tp)
             for tape in self.tapes:
                 assert tape.recorded is not None
                 full[places, tape.layer] = tape.recorded[i][real].to(full.dtype)

@@ -94,6 +94,7 @@ def _forward_step(job: Pass, micro_batches: Iterator[MicroBatch], chunk: Any) ->
                 outputs=job.outputs,
                 temperature=job.temperature,
                 given=mb.packed.given,
+                at=mb.packed.at,
             )
         )
     ids, positions = mb.packed.input_ids[None], mb.packed.position_ids[None]

@@ -13,6 +13,7 @@ import torch
 from megarl.api.records import FinetuneSpec
 from megarl.ckpt.hf import load_hf
 from megarl.ckpt.peft import load_peft
+from megarl.config.check_engine import sharing_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.engine import optimizer
@@ -27,6 +28,7 @@ from megarl.models.lora import lora_fields
 from megarl.models.names import named_params
 from megarl.models.piece_table import PieceTable
 from megarl.models.recompute import recompute_fields
+from megarl.models.trie_params import check_share_prefixes
 from megarl.parallel import mcore
 from megarl.parallel.groups import ProcessGroups
 from megarl.parallel.layout import Layout
@@ -104,6 +106,9 @@ def resolve(cfg: TrainEngineConfig, world_size: int) -> Resolved:
         cfg.path, head=cfg.head, override=cfg.override_config, new_bias=cfg.value_head_bias
     )
     check_layout(model, cfg.parallel)
+    if cfg.mb_spec.share_prefixes:
+        check_share_prefixes(model, cfg.parallel)
+        raise_if_any(sharing_problems("", cfg))
     output_widths(model.vocab_size, cfg.lm_head_topk)
     layout = Layout.from_config(cfg.parallel, world_size)
     attention = resolve_attention(cfg.attention, mcore.device())
@@ -194,6 +199,7 @@ def make_modules(
             attention=cfg.attention,
             seed=seed if cfg.init_from_scratch else None,
             moe=cfg.moe,
+            share_prefixes=cfg.mb_spec.share_prefixes,
             **what.fields,
         )
     for chunk in made.chunks:

@@ -1,5 +1,6 @@
 """Core attention on torch SDPA for megatron-core's local layer spec: causal, grouped-query, packed
-sequences, context parallelism, sliding windows. The contract is that of TEDotProductAttention:
+sequences and tries of them, context parallelism, sliding windows. The contract is that of
+TEDotProductAttention:
 
 sbhd: query [s, b, nq, d], key [s, b, nk, d], value [s, b, nk, v]  ->  [s, b, nq * v]
 thd:  query [T, nq, d], key [T, nk, d], value [T, nk, v]           ->  [T, nq * v]
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.attention_batching import AttentionPlan, make_plan
+from megarl.models.trie_attention import prepare
+from megarl.models.trie_params import TrieParams
 from megarl.parallel import mcore  # noqa: F401  before megatron
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -69,8 +72,9 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Returns the attention's output: [T, nq*v] for packed sequences ("thd"), else [s, b,
-        nq*v]. Masks and mask types are ignored. Raises AssertionError for an attention bias, and
-        for cu_seqlens that do not span all tokens."""
+        nq*v]. Masks and mask types are ignored. Raises AssertionError for an attention bias, for
+        cu_seqlens that do not span all tokens, and for a trie under context parallelism or with a
+        path longer than a sliding window."""
         assert attention_bias is None
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, packed_seq_params)
@@ -88,11 +92,23 @@ class SDPACoreAttention(MegatronModule):
         # every layer of a micro-batch sees the same PackedSeqParams: plans are made once and kept
         # on it, which on a GPU also saves a device synchronisation per layer
         plans = packed.__dict__.setdefault("_megarl_plans", {})
+        if isinstance(packed, TrieParams):
+            return self._trie(q, k, v, packed, plans)
         if self.window not in plans:
             cu = packed.cu_seqlens_q_padded
             cu = packed.cu_seqlens_q if cu is None else cu
             plans[self.window] = self._plan((cu[1:] - cu[:-1]).tolist(), q.device)
         return self._grouped(q, k, v, plans[self.window])
+
+    def _trie(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: TrieParams, plans: dict[Any, Any]
+    ) -> Tensor:
+        assert packed.trie is not None and self.cp_group.size() == 1
+        assert self.window is None or packed.max_seqlen_q <= self.window
+        if "trie" not in plans:
+            plans["trie"] = prepare(packed.trie.segments, q.device)
+        out: Tensor = plans["trie"](q, k, v, self.scale)
+        return out.flatten(1)
 
     def _plan(self, lengths: list[int], device: torch.device) -> AttentionPlan:
         cp = self.cp_group

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megarl.models.names import named_params
 from megarl.models.param_loading import init_params
 from megarl.models.piece_table import VOCAB_DIVISIBLE_BY, PieceTable, build_piece_table
 from megarl.models.shapes import ModelConfig
+from megarl.models.trie_params import rotate_by_depth
 from megarl.models.value_head import ValueHead
 from megarl.parallel import mcore
 from megarl.parallel.layout import Layout
@@ -54,14 +56,17 @@ def build_model(
     seed: int | None = None,
     vocab_divisible_by: int = VOCAB_DIVISIBLE_BY,
     moe: MoEConfig | None = None,
+    share_prefixes: bool = False,
     **overrides: Any,
 ) -> BuiltModel:
     """Builds this rank's chunks of `model`. Collective over the layout's ranks.
 
     megatron-core's parallel_state must hold the groups of `layout`. Parameters have `dtype`; they
     are random by `seed` (the same model for every layout), or, when it is None, uninitialised until
-    load_hf fills them. `overrides` go to the TransformerConfig. Raises ValueError where `attention`
-    or the experts' token dispatcher is not available here.
+    load_hf fills them. `share_prefixes`: the model takes TrieParams too, for which it has this
+    project's attention also beside Transformer Engine's layers. `overrides` go to the
+    TransformerConfig. Raises ValueError where `attention` or the experts' token dispatcher is not
+    available here.
     """
     device = torch.device(device) if device is not None else mcore.device()
     table = build_piece_table(model, layout, vocab_divisible_by=vocab_divisible_by)
@@ -69,12 +74,12 @@ def build_model(
     config = transformer_config(
         model, layout, dtype=dtype, device=device, use_te=use_te, moe=moe, **overrides
     )
-    chunks = [
-        _chunk(model, config, table.padded_vocab_size, i if layout.vpp > 1 else None, use_te)
-        for i in range(layout.vpp)
-    ]
+    make = partial(_chunk, model, config, table.padded_vocab_size, use_te, share_prefixes)
+    chunks = [make(i if layout.vpp > 1 else None) for i in range(layout.vpp)]
     for chunk in chunks:
         _settle_routers(chunk, model, device)
+        if share_prefixes:
+            rotate_by_depth(chunk)
     coords, params = layout.coords(torch.distributed.get_rank()), named_params(chunks)
     mark_params(table, coords, params)
     if seed is not None:
@@ -233,13 +238,14 @@ def _chunk(
     model: ModelConfig,
     config: TransformerConfig,
     vocab_rows: int,
-    vp_stage: int | None,
     use_te: bool,
+    share_prefixes: bool,
+    vp_stage: int | None,
 ) -> GPTModel:
     ignore_virtual = vp_stage is None
     chunk = GPTModel(
         config,
-        _block_spec(model, config, vp_stage, use_te),
+        _block_spec(model, config, vp_stage, use_te, share_prefixes),
         vocab_size=vocab_rows,
         max_sequence_length=model.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
@@ -267,9 +273,14 @@ def _settle_routers(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 
 
 def _block_spec(
-    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, use_te: bool
+    model: ModelConfig,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    use_te: bool,
+    share_prefixes: bool,
 ) -> Any:
-    """Returns megatron-core's spec; the local one gets our norm and attention."""
+    """Returns megatron-core's spec; the local one gets our norm and attention, Transformer Engine's
+    our attention where prefixes are shared."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,
@@ -277,17 +288,19 @@ def _block_spec(
         vp_stage=vp_stage,
     )
     if not use_te:
-        _use_own_parts(spec)
+        _use_own_norm(spec)
+    if not use_te or share_prefixes:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
     family_of(model).patch_spec(spec)
     return spec
 
 
-def _use_own_parts(spec: Any) -> None:
+def _use_own_norm(spec: Any) -> None:
     norm: Callable[..., Any] = RMSNorm
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = SDPACoreAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention, name, IdentityOp) is not IdentityOp:
                 setattr(attention, name, norm)

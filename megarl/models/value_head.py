@@ -40,9 +40,12 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, **kw)) if bias else None
         for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._at: torch.Tensor | None = None
 
     def prepare(self, job: Any) -> None:
-        """Ignores the job, which the LM head needs: values need no labels and no temperature."""
+        """Takes from the job of the next forward pass which tokens are asked about, `at` [N] or
+        None for all: values need no labels and no temperature."""
+        self._at = job.at
 
     def forward(
         self,
@@ -51,14 +54,17 @@ class ValueHead(torch.nn.Module):
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Returns (values [T,1,1] in fp32, no bias) of hidden states [T,1,H]; under sequence
-        parallelism `hidden` has this rank's tokens, the values those of all. The other arguments
-        are ignored."""
+        parallelism `hidden` has this rank's tokens, the values those of all. Of a job with places
+        there are [N,1,1]. The other arguments are ignored."""
+        at, self._at = self._at, None
         bias = None if self.bias is None else self.bias.float()
         values = F.linear(hidden.float(), self.weight.float(), bias)
         if self.sequence_parallel:  # backward hands every rank its own tokens' part
             values = mappings.gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
+        if at is not None:
+            values = values.index_select(0, at)
         return values, None
 
     def split(

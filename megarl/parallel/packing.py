@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megarl.parallel.trie import Trie
+
 MicroBatchPlan = list[list[list[int]]]  # [dp rank][micro-batch] -> rows of the batch
 
 
@@ -92,7 +94,7 @@ def _spread_within(
     return bins
 
 
-def _first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
+def first_fit(items: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Puts items into bins, longest first, into the first with room; above the budget, alone."""
     out: list[list[int]] = []
     load: list[int] = []
@@ -140,17 +142,30 @@ def plan_micro_batches(
     sizes = [sum(slots[i] for i in unit) for unit in units]
     costs = [sum(cost(slots[i]) for i in unit) for unit in units]
     ranks = spread(costs, dp) if index is None else _placed(units, index, dp)
-    fitted = [_first_fit(items, sizes, budget) for items in ranks]
+    fitted = [first_fit(items, sizes, budget) for items in ranks]
     count = max(1, *(len(f) for f in fitted))
     count = -(-count // multiple_of) * multiple_of
     plan: MicroBatchPlan = []
     for items, fallback in zip(ranks, fitted, strict=True):
-        mbs = _spread_within(items, costs, sizes, budget, count)
-        if mbs is None:
-            mbs = fallback + [[] for _ in range(count - len(fallback))]
-        mbs.sort(key=lambda mb: (-sum(costs[i] for i in mb), sorted(mb)))
+        mbs = fill(items, costs, sizes, budget, count, fallback)
         plan.append([sorted(i for unit in mb for i in units[unit]) for mb in mbs])
     return plan
+
+
+def fill(
+    items: Sequence[int],
+    costs: Sequence[int],
+    sizes: Sequence[int],
+    room: int,
+    count: int,
+    fallback: list[list[int]],
+) -> list[list[int]]:
+    """Puts items into `count` bins of `room` tokens, balanced by cost, from heavy to light; into
+    those of `fallback`, at most `count`, where that does not succeed."""
+    bins = _spread_within(items, costs, sizes, room, count)
+    if bins is None:
+        bins = fallback + [[] for _ in range(count - len(fallback))]
+    return sorted(bins, key=lambda bin: (-sum(costs[i] for i in bin), sorted(bin)))
 
 
 def _placed(units: Sequence[Sequence[int]], index: Sequence[int], dp: int) -> list[list[int]]:
@@ -178,26 +193,33 @@ def zigzag_index(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
 class Packed:
     """Holds b sequences one after another in T tokens, T/cp of them on this context-parallel rank.
 
-    `index` and `valid` speak of all T, gathered rank after rank.
+    `index` and `valid` speak of all T, gathered rank after rank. With a `trie` tokens that
+    sequences share stand once, and the output layer answers N questions, each read off the token
+    `at` and about a label; `index` is where the answer for (row, t) stands among them.
     """
 
     input_ids: torch.Tensor  # [T/cp] int64
-    labels: torch.Tensor  # [T/cp] int64: the next token of the same sequence, 0 where there is none
+    labels: torch.Tensor  # [T/cp] or [N] int64: the next token of the sequence, 0 if there is none
     position_ids: torch.Tensor  # [T/cp] int64, from 0 in every sequence
     token: torch.Tensor  # [T/cp] int64: row * S + t of the token, -1 in filling
     cu_seqlens: torch.Tensor  # [b+1] int32, of the slots (padded, not shared out)
     index: torch.Tensor  # [b,S] int64: where the output for (row, position t) stands, for t >= 1
     valid: torch.Tensor  # [b,S] bool: t >= 1 and real
     max_slot: int
-    given: torch.Tensor | None = None  # [T/cp,n]: `given` of the next token, beside its label
+    given: torch.Tensor | None = None  # [T/cp,n] or [N,n]: `given` of the next token, as labels
+    at: torch.Tensor | None = None  # [N] int64: the token that each label comes after
+    trie: Trie | None = None
 
     def to(self, device: torch.device) -> Packed:
-        """Returns the same with its tensors on `device`; copies may still be under way."""
+        """Returns the same with its tensors, and of the trie's its depths, on `device`; copies may
+        still be under way."""
         moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
             if torch.is_tensor(value := getattr(self, f.name))
         }
+        if self.trie is not None:
+            moved["trie"] = replace(self.trie, depth=moved["position_ids"])
         return replace(self, **moved)
 
 

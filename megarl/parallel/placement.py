@@ -15,6 +15,8 @@ from megarl.api.batch import Home
 from megarl.parallel.layout import Layout
 from megarl.parallel.packing import TOKENS, Cost, padded_length, spread
 
+UNEVEN = 1.1  # what a data-parallel index may have of the mean work, so that bunches stay whole
+
 
 def units_of(ids: Tensor) -> list[list[int]]:
     """Returns the rows of every unit, in the order of their first rows. `ids` [B]: rows' units."""
@@ -53,11 +55,13 @@ def place_rows(
     dp: int,
     cost: Cost = TOKENS,
     slot: int = 1,
+    together: Tensor | None = None,
 ) -> Tensor:
     """Returns the data-parallel index of every row, [B] int64.
 
     Within each mini-batch (None: one of all rows; rows of none make another) no index has more work
     than the mean plus one unit. `slot`: lengths count as multiples of it, as they are packed.
+    together [B]: rows of equal numbers go to one index as far as the work stays within UNEVEN.
     """
     out = torch.zeros(len(lengths), dtype=torch.long)
     parts = [list(part) for part in minibatches or ()]
@@ -66,10 +70,31 @@ def place_rows(
     for part in parts:
         units = [[part[i] for i in unit] for unit in units_of(unit_ids[part])]
         costs = [sum(cost(padded_length(lengths[r], slot)) for r in unit) for unit in units]
-        for index, items in enumerate(spread(costs, dp)):
+        if together is None:
+            ranks = spread(costs, dp)
+        else:
+            ranks = _bunched(costs, units_of(together[[unit[0] for unit in units]]), dp)
+        for index, items in enumerate(ranks):
             rows = [row for i in items for row in units[i]]
             out[rows] = index
     return out
+
+
+def _bunched(costs: Sequence[int], bunches: Sequence[Sequence[int]], dp: int) -> list[list[int]]:
+    """Returns the units on each dp index. Bunches stay whole where no index then has more than
+    UNEVEN times the mean work; else they stand in a line, which is cut into equal parts: all but
+    dp - 1 of them stay whole."""
+    ranks = spread([sum(costs[i] for i in bunch) for bunch in bunches], dp)
+    whole = [[i for bunch in rank for i in bunches[bunch]] for rank in ranks]
+    total = sum(costs)
+    if max(sum(costs[i] for i in rank) for rank in whole) * dp <= UNEVEN * total:
+        return whole
+    cut: list[list[int]] = [[] for _ in range(dp)]
+    before = 0
+    for i in (i for bunch in bunches for i in bunch):  # goes where its middle lies
+        cut[min((2 * before + costs[i]) * dp // (2 * total), dp - 1)].append(i)
+        before += costs[i]
+    return cut
 
 
 def engine_home(layout: Layout, of_row: Tensor) -> Home:

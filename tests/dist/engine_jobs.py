@@ -55,6 +55,7 @@ def make_engine(
         mb_spec=MicroBatchSpec(
             max_tokens_per_mb=over.pop("max_tokens", 40),
             forward_max_tokens_per_mb=over.pop("forward_max_tokens", None),
+            share_prefixes=over.pop("share_prefixes", False),
         ),
         **{"lm_head_chunk_tokens": 16, **over},
     )  # fmt: skip

@@ -113,7 +113,7 @@ CASES = {
         "actor.parallel.tp=1", "weight_sync.type=disk", "actor.kl_coef=0.01",
         "train_dataset.reward=megarl.rollout.rewards.arithmetic:arithmetic_reward",
         "actor.loss_agg=sequence-mean", "actor.ppo_n_minibatches=2",
-        "gconfig.temperature=0.7",
+        "gconfig.temperature=0.7", "actor.mb_spec.share_prefixes=true",
     ],
     "tp2-adapter": [
         "actor.parallel.tp=2", "actor.lora.r=4", "weight_sync.type=adapter",

@@ -65,6 +65,18 @@ def test_the_gradient_norm_counts_what_ranks_do_not_share(
                 assert (param["allreduce"] is False) is local["expert"], name
 
 
+@pytest.mark.parametrize("case", LORA_CASES)
+@each_version
+def test_a_model_that_takes_tries_has_its_own_attention_beside_the_others_layers(
+    facts: Facts, version: str, case: str
+) -> None:
+    assert facts(version, "contract")["tries"][case] == {
+        "core_attention": ["SDPACoreAttention"],
+        "linear_proj": ["TERowParallelLinear"],
+        "rotary_pos_emb": ["RotaryByDepth"],
+    }
+
+
 @each_case
 @each_version
 def test_marks_of_sequence_parallelism_and_of_shared_weights_are_the_local_layers(

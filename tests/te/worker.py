@@ -43,7 +43,10 @@ def contract() -> Facts:
     pretend_gpu()
     builds = {case: {s: facts_of(case, s) for s in ("te", "sdpa")} for case in CASES}
     adapters = {case: lora_facts(case) for case in LORA_CASES}
-    return dict(builds=builds, adapters=adapters, calls=call_all(), adam=adam_signatures())
+    tries = {case: trie_facts(case) for case in LORA_CASES}
+    return dict(
+        builds=builds, adapters=adapters, tries=tries, calls=call_all(), adam=adam_signatures()
+    )
 
 
 def facts_of(case: str, spec: str) -> Facts:
@@ -67,6 +70,17 @@ def lora_facts(case: str) -> Facts:
             params={n: list(p.shape) for n, p in adapters.params.items()},
             table={n: list(p.shape) for n, p in table.items()},
         )
+
+
+def trie_facts(case: str) -> Facts:
+    """Returns the classes of attention, of a projection beside it and of rotary embedding, in a
+    model that takes tries."""
+    kind, layout, rank, head = CASES[case]
+    with built_model(tiny(kind, head), layout, rank, "te", share_prefixes=True) as (made, _):
+        kinds: dict[str, set[str]] = {}
+        for name, module in made.chunks[0].named_modules():
+            kinds.setdefault(name.rpartition(".")[2], set()).add(type(module).__name__)
+        return {n: sorted(kinds[n]) for n in ("core_attention", "linear_proj", "rotary_pos_emb")}
 
 
 def adam_signatures() -> Facts:

@@ -240,7 +240,7 @@ def test_section_given_a_value_lists_its_keys() -> None:
     (problem,) = problems("actor.mb_spec=3")
     assert problem == (
         "actor.mb_spec=3: a section, not a value; it has actor.mb_spec.max_tokens_per_mb, "
-        "actor.mb_spec.forward_max_tokens_per_mb"
+        "actor.mb_spec.forward_max_tokens_per_mb, actor.mb_spec.share_prefixes"
     )
 
 

@@ -189,6 +189,7 @@ def test_sound_configs_pass(model: Path) -> None:
         (["actor.optimizer.loss_scale_window=0"], ["loss_scale_window=0"]),
         (["actor.fp8=delayed", "actor.dtype=float16"], ["actor.fp8=delayed", "dtype=bfloat16"]),
         (["ref.fp8=mxfp8", "ref.attention=sdpa"], ["ref.fp8=mxfp8", "ref.attention=te"]),
+        (["ref.mb_spec.share_prefixes=true", "ref.fp8=mxfp8"], ["set ref.fp8=none"]),
         (["actor.moe.token_dispatcher=flex"], ["token_dispatcher=flex", "take alltoall"]),
         (["actor.offload=true"], ["actor.offload=true", "ref, reward_model", "cpu_offload"]),
         (["actor.path="], ["actor.path is empty"]),

@@ -51,6 +51,21 @@ def test_mini_batches_of_single_rows_are_a_permutation_cut_evenly():
         split_minibatches(torch.tensor([0, 0, 1]), 3, seed=0)
 
 
+def test_rows_that_had_better_stay_together_do_so_while_work_is_even():
+    """Four groups of 4 rows go whole to two indices; of three, one is halved; a single one is
+    shared out."""
+
+    def split(groups, dp):
+        index = place_rows([9] * 4 * groups, rows, None, dp=dp, together=rows[: 4 * groups] // 4)
+        return [len(set(index[4 * i : 4 * i + 4].tolist())) for i in range(groups)], index
+
+    rows = torch.arange(16)
+    assert split(4, 2)[0] == [1] * 4
+    pieces, index = split(3, 2)
+    assert sorted(pieces) == [1, 1, 2] and index.sum() == 6
+    assert split(1, 4)[0] == [4]
+
+
 def test_rows_outside_of_all_mini_batches_have_a_place():
     index = place_rows([5, 5, 5, 5], torch.arange(4), [[0, 1]], dp=2)
     assert sorted(index[:2].tolist()) == sorted(index[2:].tolist()) == [0, 1]

@@ -1,0 +1,260 @@
+"""Computes attention over a packed trie: a query attends to its ancestors' tokens and to its own
+segment's up to itself. No mask of [T,T] exists.
+
+T packed tokens, nq query and nk key heads of this rank, d the size of a head.
+
+On CPUs the blocks of a TriePlan go one by one through torch's flash kernel, which also returns the
+log-sum-exp of the scores, and partial answers are joined by them (Dao et al., 2022, arXiv
+2205.14135, section 3.1). The backward kernel computes a block's part of the gradients from the
+joined answer and its log-sum-exp, so parts need only be added. On GPUs FlexAttention (Dong et al.,
+2024, arXiv 2412.05496) does the same in one kernel, by a mask of blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megarl.models.trie_plan import Own, Seen, Short, TriePlan, make_trie_plan, visible_until
+from megarl.parallel.trie import Segment
+
+BLOCK = 128  # tokens on a side of FlexAttention's blocks
+VARIANTS = 64  # of the compiled kernel, at most
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def prepare(segments: Sequence[Segment], device: torch.device) -> Attend:
+    """Returns attention over a trie of `segments`, as a function of q [T,nq,d], k [T,nk,d], v
+    [T,nk,v] and the scale of the scores that returns [T,nq,v]; every layer can use it. Raises
+    AssertionError for segments that do not stand depth-first."""
+    if device.type == "cpu":
+        return functools.partial(attend_by_blocks, make_trie_plan(segments, device))
+    return functools.partial(_compiled_flex(), block_mask(segments, device))
+
+
+def attend_by_blocks(plan: TriePlan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Returns attention [T,nq,v] by the plan's blocks, on a CPU; see `prepare`. Equal to attention
+    under a dense mask but for rounding; in bf16 parts are rounded before they are joined."""
+    assert plan.tokens == len(q), f"a trie of {plan.tokens} tokens for {len(q)} queries"
+    width = v.shape[-1]
+    if width < k.shape[-1]:  # the kernel takes values of the keys' size
+        v = F.pad(v, (0, k.shape[-1] - width))
+    out: Tensor = _Blocks.apply(q, k, v, plan, scale)
+    return out[..., :width]
+
+
+class _Blocks(torch.autograd.Function):
+    """Attends by the blocks of a plan: q [T,nq,d], k [T,nk,d], v [T,nk,d] -> [T,nq,d]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TriePlan, scale: float
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, plan, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*_backward(grad, q, k, v, out, lse, ctx.plan, ctx.scale), None, None)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: TriePlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the answers [T,nq,d] and their log-sum-exps [T,nq], float32."""
+    # parts are joined in fp32; alone they are what the kernel returns
+    out = q.new_empty(q.shape, dtype=torch.float32 if plan.seen else q.dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    for o in plan.own:
+        parts = _flash(*(_blocks(x, o) for x in (q, k, v)), 0.0, True, scale=scale)
+        for total, part in zip((out, lse), parts, strict=True):
+            _blocks(total, o).copy_(part)
+    if plan.short is not None:
+        _short_forward(out, lse, (q, k, v), plan.short, scale)
+    heads = [_heads(x) for x in (q, k, v)]
+    for s in plan.seen:
+        rows = slice(s.q_start, s.q_end)
+        part, part_lse = _flash(*_of(s, *heads), 0.0, False, scale=scale)
+        mine, other = lse[rows], part_lse[0].T
+        out[rows].lerp_(_tokens(part).to(out.dtype), torch.sigmoid(other - mine)[..., None])
+        lse[rows] = torch.logaddexp(mine, other)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: TriePlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v."""
+    sums = [x.new_empty(x.shape, dtype=torch.float32 if plan.seen else x.dtype) for x in (q, k, v)]
+    for o in plan.own:
+        parts = _flash_backward(
+            *(_blocks(x, o) for x in (grad, q, k, v, out, lse)), 0.0, True, scale=scale
+        )
+        for total, part in zip(sums, parts, strict=True):
+            _blocks(total, o).copy_(part)
+    if plan.short is not None:
+        _short_backward(sums, (grad, q, k, v, out, lse), plan.short, scale)
+    g_heads, q_heads, k_heads, v_heads, o_heads = (_heads(x) for x in (grad, q, k, v, out))
+    l_heads = lse.T[None]
+    for s in plan.seen:
+        queries, keys = slice(s.q_start, s.q_end), slice(s.k_start, s.k_end)
+        parts = _flash_backward(
+            g_heads[:, :, queries],
+            *_of(s, q_heads, k_heads, v_heads),
+            *(o_heads[:, :, queries], l_heads[:, :, queries]),
+            *(0.0, False),
+            scale=scale,
+        )
+        for total, rows, part in zip(sums, (queries, keys, keys), parts, strict=True):
+            total[rows] += _tokens(part)
+    d_q, d_k, d_v = (total.to(q.dtype) for total in sums)
+    return d_q, d_k, d_v
+
+
+def _short_forward(
+    out: Tensor, lse: Tensor, qkv: Sequence[Tensor], short: Short, scale: float
+) -> None:
+    """Writes the answers of the short own blocks."""
+    parts = _flash(*(_rows(x, short) for x in qkv), 0.0, True, scale=scale)
+    for total, part in zip((out, lse), parts, strict=True):
+        _write(total, part, short)
+
+
+def _short_backward(
+    sums: Sequence[Tensor], tensors: Sequence[Tensor], short: Short, scale: float
+) -> None:
+    """Writes the gradients of the short own blocks. That of padding's answers is zero, and no other
+    query sees padding, so padding adds nothing to any."""
+    grad, *saved = tensors
+    padded = grad.new_zeros(len(short.index), *grad.shape[1:])
+    padded.index_copy_(0, short.rows, grad.index_select(0, short.tokens))
+    parts = _flash_backward(
+        padded.unflatten(0, (short.n, -1)).transpose(1, 2),
+        *(_rows(x, short) for x in saved),
+        *(0.0, True),
+        scale=scale,
+    )
+    for total, part in zip(sums, parts, strict=True):
+        _write(total, part, short)
+
+
+def _write(total: Tensor, part: Tensor, short: Short) -> None:
+    """Writes the rows [short.n,n,length,...] of the short blocks to their tokens, [T,n,...]."""
+    rows = part.transpose(1, 2).flatten(0, 1).index_select(0, short.rows)
+    total.index_copy_(0, short.tokens, rows.to(total.dtype))
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Returns x [T,n,d] as [1,n,T,d], a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Returns x [1,n,L,d] as [L,n,d], a view."""
+    return x[0].transpose(0, 1)
+
+
+def _blocks(x: Tensor, o: Own) -> Tensor:
+    """Returns x [T,n,...] as these own blocks, [o.n,n,length,...], a view."""
+    return x[o.start : o.end].unflatten(0, (o.n, o.length)).transpose(1, 2)
+
+
+def _rows(x: Tensor, short: Short) -> Tensor:
+    """Returns x [T,n,...] as the rows of the short blocks, [short.n,n,length,...]."""
+    return x.index_select(0, short.index).unflatten(0, (short.n, -1)).transpose(1, 2)
+
+
+def _of(s: Seen, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys = slice(s.k_start, s.k_end)
+    return q[:, :, s.q_start : s.q_end], k[:, :, keys], v[:, :, keys]
+
+
+def attend_by_mask(
+    mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, scale: float, flex: Any = flex_attention
+) -> Tensor:
+    """Returns attention [T,nq,v] by FlexAttention under `mask`; see `prepare`."""
+    out = flex(
+        *(_heads(x) for x in (q, k, v)),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        # the kernel for few queries does not take every number of heads
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+    )
+    return _tokens(out).contiguous()
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Returns attend_by_mask with the compiled kernel. Without the compiler FlexAttention computes
+    all scores, and so it would after as many variants as the compiler makes of a function by
+    default: several models of a process have several each (some tokens, any number, one block;
+    with and without gradients). `fullgraph` makes that an error."""
+    dynamo: Any = torch._dynamo.config
+    dynamo.cache_size_limit = max(dynamo.cache_size_limit, VARIANTS)
+    return functools.partial(attend_by_mask, flex=torch.compile(flex_attention, fullgraph=True))
+
+
+def block_mask(segments: Sequence[Segment], device: torch.device) -> BlockMask:
+    """Returns FlexAttention's mask of a trie: key k is seen by the queries q with k <= q <
+    visible_until[k]. Which blocks are empty or full is found from the ends of subtrees, block by
+    block: no mask of [T,T] exists. Raises AssertionError for segments that do not stand
+    depth-first."""
+    until = visible_until(segments)
+    tokens = len(until)
+    n = -(-tokens // BLOCK)
+    ends = F.pad(until, (0, n * BLOCK - tokens), value=-1).view(n, BLOCK)
+    begin = torch.arange(n) * BLOCK
+    before = begin[None] < begin[:, None]  # [query block, key block]
+    diagonal = torch.eye(n, dtype=torch.bool)
+    some = (before & (ends.max(1).values > begin[:, None])) | diagonal
+    # a block that reaches beyond the last token is left to the mask
+    whole = begin + BLOCK <= tokens
+    full = before & (ends.min(1).values >= (begin + BLOCK)[:, None]) & whole[:, None]
+    on_device = ends.flatten().to(device)  # kernels may ask for keys beyond the last token
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < on_device[k])
+
+    number, where, full_number, full_where = (
+        x.to(device) for x in (*_listed(some & ~full), *_listed(full))
+    )
+    mask: BlockMask = BlockMask.from_kv_blocks(
+        number,
+        where,
+        full_number,
+        full_where,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+    return mask
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns of each row of `chosen` [n,n] how many are true, [1,1,n], and where these are, before
+    the others, [1,1,n,n]; int32."""
+    order = torch.argsort(chosen.int(), dim=1, descending=True, stable=True)
+    return chosen.sum(1).int()[None, None], order.int()[None, None]
