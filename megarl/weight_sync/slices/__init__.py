@@ -1,1 +1,1 @@
-"""Sends weights slice by slice: each trainer rank what it holds, to the server ranks that keep it."""
+"""Sends to each rank of a server the slices of the weights that it keeps, and no more."""

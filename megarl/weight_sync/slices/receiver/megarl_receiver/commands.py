@@ -28,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Held:
     table: Table | None = None
     group: dist.ProcessGroup | None = None
     plans: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtypes of the HF tensors, as they are sent."""
+        return {name: getattr(torch, dtype) for name, _, dtype in self.spec}
 
 
 held = Held()
@@ -125,7 +131,8 @@ def _record(order: Order) -> dict[str, Any]:
     if table is None or held.spec != spec or table.digest != digest_of(order.model):
         held.table = None
         table = record(order.model, spec)
-        held.table, held.spec = table, spec
+        held.table, held.spec, held.plans = table, spec, {}
+        vars(held).pop("dtypes", None)
     order.box.put(order.place("table"), zlib.compress(json.dumps(vars(table)).encode()))
     return {"entries": len(table.entries)}
 
@@ -156,10 +163,12 @@ def _join(order: Order) -> dict[str, Any]:
 
 def _receive(order: Order) -> dict[str, Any]:
     """Takes the rounds of a plan; the messages of one are on their way while those of the one
-    before are copied. A round: [[sender, bytes, [[parameter, dtype, offset, shape, strides], ...]],
-    ...]; the parts of a message follow each other, each aligned to its items.
+    before are copied.
 
-    The plan can write into parameters alone: as_strided checks the bounds of their storages.
+    A round: [[sender, slices], ...]. A slice: the number of an entry of the table, or where it is a
+    part of one, [number, [[offset, shape, strides], ...]]. The slices of a message follow each
+    other, each aligned to its items. A plan can write into parameters alone: as_strided checks the
+    bounds of their storages.
     """
     plan, until = _plan(order), time.monotonic() + order.command["timeout"]
     if plan["digest"] != digest_of(order.model):
@@ -170,12 +179,13 @@ def _receive(order: Order) -> dict[str, Any]:
         with torch.no_grad():
             for number, messages in enumerate(plan["rounds"]):
                 under_way.append(_post(order, messages, number))
+                size = sum(b.numel() for b in under_way[-1][1])
                 now = sum(b.numel() for _, buffers, _ in under_way for b in buffers)
-                received, peak = received + sum(m[1] for m in messages), max(peak, now)
+                received, peak = received + size, max(peak, now)
                 if len(under_way) > 1:
-                    _land(order, params, under_way.popleft(), until)
+                    _land(params, under_way.popleft(), order, until)
             while under_way:
-                _land(order, params, under_way.popleft(), until)
+                _land(params, under_way.popleft(), order, until)
             _finish(order.model)
     except BaseException:
         _leave(order, abort=True)
@@ -198,26 +208,39 @@ def _post(order: Order, messages: Sequence[Any], number: int) -> Any:
     """Starts to receive a round's messages, all at once."""
     if held.group is None:
         raise RuntimeError("this server is in no group: connect again")
-    buffers = [torch.empty(n, dtype=torch.uint8, device=order.device) for _, n, _ in messages]
+    parts = [_laid_out(slices) for _, slices in messages]
+    buffers = [torch.empty(n, dtype=torch.uint8, device=order.device) for n, _ in parts]
     ops = [
         dist.P2POp(dist.irecv, b, group=held.group, tag=number, group_peer=sender)
-        for b, (sender, _, _) in zip(buffers, messages, strict=True)
+        for b, (sender, _) in zip(buffers, messages, strict=True)
     ]
-    return messages, buffers, dist.batch_isend_irecv(ops) if ops else []
+    return parts, buffers, dist.batch_isend_irecv(ops) if ops else []
 
 
-def _land(order: Order, params: Mapping[str, Any], posted: Any, until: float) -> None:
+def _laid_out(slices: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Returns a message's bytes, and where each view is in it: (first byte, last, dtype, parameter,
+    offset, shape, strides)."""
+    assert held.table is not None, "record first"
+    found, end = [], 0
+    for part in slices:
+        e = held.table.entries[part if isinstance(part, int) else part[0]]
+        views = [[e.offset, e.shape, e.strides]] if isinstance(part, int) else part[1]
+        dtype = held.dtypes[e.tensor]
+        end = -(-end // dtype.itemsize) * dtype.itemsize
+        for offset, shape, strides in views:
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            found.append((start, end, dtype, e.param, offset, shape, strides))
+    return end, found
+
+
+def _land(params: Mapping[str, Any], posted: Any, order: Order, until: float) -> None:
     """Copies a round's messages into parameters when they are there."""
-    messages, buffers, works = posted
+    parts, buffers, works = posted
     _wait(order, works, until)
-    for buffer, (_, _, parts) in zip(buffers, messages, strict=True):
-        end = 0
-        for name, dtype, offset, shape, strides in parts:
-            wire = getattr(torch, dtype)
-            start = -(-end // wire.itemsize) * wire.itemsize
-            end = start + math.prod(shape) * wire.itemsize
-            view = params[name].as_strided(shape, strides, offset)
-            view.copy_(buffer[start:end].view(wire).view(shape))
+    for buffer, (_, views) in zip(buffers, parts, strict=True):
+        for start, end, dtype, name, offset, shape, strides in views:
+            target = params[name].as_strided(shape, strides, offset)
+            target.copy_(buffer[start:end].view(dtype).view(shape))
 
 
 def _wait(order: Order, works: Sequence[Any], until: float) -> None:

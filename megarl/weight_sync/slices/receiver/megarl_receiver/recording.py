@@ -25,11 +25,14 @@ from .strides import Ints, affine, boxes, grid
 aten = torch.ops.aten
 GAP = 1 << 20  # between the numbers of two tensors' elements: no run of numbers crosses it
 COPIES = (aten._to_copy.default, aten.clone.default)
-MOVES = (  # put elements elsewhere and leave their values alone
-    *(aten.cat.default, aten.stack.default, aten.index_select.default, aten.index.Tensor),
-    *(aten.gather.default, aten.flip.default, aten.roll.default, aten.repeat.default),
-    aten._unsafe_view.default,
+# what puts elements elsewhere and leaves their values alone: joins, and what an index may say
+JOINS = (aten.cat.default, aten.stack.default)
+MOVES = (
+    *JOINS,
+    *(aten.index_select.default, aten.index.Tensor, aten.gather.default),
+    *(aten.flip.default, aten.roll.default, aten.repeat.default, aten._unsafe_view.default),
 )
+INDEX = (torch.int64, torch.int32, torch.bool)
 
 
 class Entry(NamedTuple):
@@ -82,7 +85,7 @@ def digest_of(model: torch.nn.Module) -> str:
 
 
 def _experts() -> Any:
-    """Returns SGLang's map of experts, which its load balancer changes; None where there is none."""
+    """Returns SGLang's map of experts, which its load balancer changes, None without one."""
     module = sys.modules.get("sglang.srt.eplb.expert_location")
     known = module and module.get_global_expert_location_metadata()
     return known and known.physical_to_logical_map_cpu.tolist()
@@ -186,21 +189,21 @@ class Recorder(TorchDispatchMode):
         tainted = frozenset().union(*(p.tainted for p in probes))
         # a view of the bits as another dtype has other values
         is_view = func is not aten.view.dtype and any(r.alias_info for r in schema.returns)
-        moves = func in MOVES and not tainted and len({p.casts for p in probes}) == 1
+        moves = func in MOVES and not tainted and _only_moves(func, args, kwargs, probes)
         if not is_view and not moves:  # the shape of the result, and from what it is computed
             tainted = tainted.union(*(self.sources(p) for p in probes))
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
 
         def inside(x: Any) -> Any:
-            if isinstance(x, Probe):
-                if is_view:
-                    return x.ids
-                return (
-                    self.numbers(x)
-                    if moves
-                    else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-                )
-            return x.to("meta") if not is_view and not moves and isinstance(x, torch.Tensor) else x
+            if not isinstance(x, torch.Tensor):
+                return x
+            if not isinstance(x, Probe):
+                return x if is_view else x.to("cpu" if moves else "meta")
+            if is_view:
+                return x.ids
+            if moves:
+                return self.numbers(x)
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
         def outside(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
@@ -318,6 +321,15 @@ def _table(model: torch.nn.Module, found: Recorder) -> Table:
             table.unfilled[param] = n
     table.unused = [t[0] for i, t in enumerate(found.tensors) if i not in used]
     return table
+
+
+def _only_moves(func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> bool:
+    """Returns whether a call has probes of one dtype and, unless it joins them, indices alone."""
+    others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    others = [x for x in others if not isinstance(x, Probe)]
+    if any(x.dtype not in INDEX for x in others) or (others and func in JOINS):
+        return False
+    return len({p.casts for p in probes}) == 1
 
 
 def _exact(casts: tuple[torch.dtype, ...]) -> bool:
