@@ -7,18 +7,13 @@ order of the HF tensor, so that each side finds its numbers by itself.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, groupby
 
-from megarl.models.ops import Shape
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View
 from megarl.parallel.layout import Layout
-
-Box = tuple[Shape, Shape]  # [start, stop)
+from megarl.weight_sync.boxes import Box, BoxIndex, cut, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +52,28 @@ def plan_transfers(
     models.
 
     One step per transfer and piece: the pieces that a box meets are found by bisection (see
-    _Pieces).
+    BoxIndex).
     """
     assert [t.name for t in source.tensors] == [t.name for t in target.tensors], "other models"
-    choose = _chooser(_holders(source.layout, source_ranks), node_size)
-    receivers = _holders(target.layout, target_ranks)
+    choose = _chooser(holders(source.layout, source_ranks), node_size)
+    receivers = holders(target.layout, target_ranks)
     for theirs, ours in zip(source.tensors, target.tensors, strict=True):
-        pieces = _Pieces(theirs)
+        copies_of = copies(theirs)
+        index, held_by = BoxIndex(list(copies_of)), list(copies_of.values())
         for piece in (*ours.pieces, *ours.replicas):
             overlaps = [
-                (pieces.copies[i], overlap, _cut(piece, overlap))
-                for i, overlap in pieces.meeting(piece)
+                (held_by[i], overlap, _part(piece, overlap))
+                for i, overlap in index.meeting((piece.start, piece.stop))
             ]
-            found = sum(_numel(overlap) for _, overlap, _ in overlaps)
+            found = sum(numel(overlap) for _, overlap, _ in overlaps)
             assert found == piece.numel, f"{ours.name}: {found} elements found of those of {piece}"
             for rank in receivers(piece.place):
-                for copies, overlap, views in overlaps:
-                    held, sender = choose(copies, rank)
+                for alike, overlap, views in overlaps:
+                    held, sender = choose(alike, rank)
                     yield Transfer(
                         ours.name,
-                        _numel(overlap),
-                        Side(sender, held.param, _cut(held, overlap)),
+                        numel(overlap),
+                        Side(sender, held.param, _part(held, overlap)),
                         Side(rank, piece.param, views),
                     )
 
@@ -101,98 +97,23 @@ def plan_rounds(transfers: Sequence[Transfer], itemsizes: Sequence[int], limit: 
     return rounds
 
 
-class _Pieces:
-    """Finds the owners of a tensor that a box overlaps, each with its copies elsewhere.
-
-    Owners that span the same rows are a band, in the order of their columns. Layouts cut a tensor
-    into bands or a band into columns, so one bisection over bands and one in each band that is met
-    find all of them.
-    """
-
-    def __init__(self, tensor: HfTensor) -> None:
-        self.owners = sorted(tensor.pieces, key=lambda p: (p.start[0], p.stop[0], p.start))
-        self._columns = [_columns(p)[0] for p in self.owners]
-        copies: dict[Box, list[Piece]] = {(p.start, p.stop): [p] for p in self.owners}
-        for p in tensor.replicas:
-            copies[p.start, p.stop].append(p)
-        self.copies = list(copies.values())
-        rows = groupby(range(len(self.owners)), key=lambda i: _rows(self.owners[i]))
-        bands = [(start, stop, list(members)) for (start, stop), members in rows]
-        self._bands = [(members[0], members[-1] + 1) for _, _, members in bands]
-        self._first_rows = [start for start, _, _ in bands]
-        self._reach = list(accumulate((stop for _, stop, _ in bands), max))
-
-    def meeting(self, piece: Piece) -> Iterator[tuple[int, Box]]:
-        """Yields numbers of the owners whose boxes overlap that of `piece`, and the overlaps."""
-        (top, bottom), (left, right) = _rows(piece), _columns(piece)
-        first = bisect_right(self._reach, top)
-        for start, stop in self._bands[first : bisect_left(self._first_rows, bottom)]:
-            i = max(start, bisect_right(self._columns, left, start, stop) - 1)
-            while i < stop and self._columns[i] < right:
-                if box := intersection(self.owners[i], piece):
-                    yield i, box
-                i += 1
+def copies(tensor: HfTensor) -> dict[Box, list[Piece]]:
+    """Returns the owners' boxes of a tensor, and the pieces that hold what is there: the owner,
+    then its replicas."""
+    found: dict[Box, list[Piece]] = {(p.start, p.stop): [p] for p in tensor.pieces}
+    for p in tensor.replicas:
+        found[p.start, p.stop].append(p)
+    return found
 
 
-def _rows(piece: Piece) -> tuple[int, int]:
-    return piece.start[0], piece.stop[0]
-
-
-def _columns(piece: Piece) -> tuple[int, int]:
-    """Returns the columns of a box; a vector has one."""
-    return (piece.start[1], piece.stop[1]) if len(piece.start) > 1 else (0, 1)
-
-
-def intersection(a: Piece, b: Piece) -> Box | None:
-    """Returns the box in which two pieces of one HF tensor overlap, None where they do not."""
-    start = tuple(map(max, a.start, b.start))
-    stop = tuple(map(min, a.stop, b.stop))
-    return (start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
-
-
-def _numel(box: Box) -> int:
-    return math.prod(b - a for a, b in zip(*box, strict=True))
-
-
-def _cut(piece: Piece, box: Box) -> tuple[View, ...]:
-    """Returns the part of `piece` inside `box`, row by row: at most a part of the view's first
-    group of rows, its whole groups, and a part of its last."""
-    first, last = box[0][0] - piece.start[0], box[1][0] - piece.start[0]
-    view = piece.view
-    vector = len(box[0]) == 1
-    shape, strides = view.shape, view.strides
-    if vector:  # a matrix of one column
-        shape, strides = (*shape, 1), (*strides, 1)
-    if len(shape) == 2:  # one group
-        shape, strides = (1, *shape), (0, *strides)
-    _, rows, cols = shape
-    left, width = (0, cols) if vector else (box[0][1] - piece.start[1], box[1][1] - box[0][1])
-
-    def part(group: int, groups: int, row: int, n: int) -> View:
-        offset = view.offset + group * strides[0] + row * strides[1] + left * strides[2]
-        return View(offset, (groups, n, width), strides)
-
-    return tuple(part(*p) for p in _groups(first, last, rows))
-
-
-def _groups(first: int, last: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields [first, last) by groups of `rows`: (first group, groups, first row, rows of each)."""
-    while first < last:
-        group, row = divmod(first, rows)
-        if row or last - first < rows:
-            n = min(rows - row, last - first)
-            yield group, 1, row, n
-        else:
-            groups = (last - first) // rows
-            yield group, groups, 0, rows
-            n = groups * rows
-        first += n
+def _part(piece: Piece, box: Box) -> tuple[View, ...]:
+    return cut(piece.view, (piece.start, piece.stop), box)
 
 
 Holders = Callable[[Place], tuple[int, ...]]
 
 
-def _holders(layout: Layout, ranks: Sequence[int] | None) -> Holders:
+def holders(layout: Layout, ranks: Sequence[int] | None) -> Holders:
     """Returns a function from a place to the ranks that hold what is there, in order of the
     data-parallel replicas."""
     names = range(layout.world_size) if ranks is None else ranks
@@ -210,22 +131,22 @@ def _holders(layout: Layout, ranks: Sequence[int] | None) -> Holders:
 
 
 def _chooser(
-    holders: Holders, node_size: int
+    held_at: Holders, node_size: int
 ) -> Callable[[Sequence[Piece], int], tuple[Piece, int]]:
     """Returns a function that chooses, from pieces that are copies of each other, the copy and the
     rank that a receiver takes it from."""
 
     @cache
     def nearest(places: tuple[Place, ...], rank: int) -> tuple[int, int]:
-        found = [(i, r) for i, place in enumerate(places) for r in holders(place)]
+        found = [(i, r) for i, place in enumerate(places) for r in held_at(place)]
         if own := [x for x in found if x[1] == rank]:
             return own[0]
         near = [x for x in found if x[1] // node_size == rank // node_size]
         found = near or found
         return found[rank % len(found)]
 
-    def choose(copies: Sequence[Piece], rank: int) -> tuple[Piece, int]:
-        i, sender = nearest(tuple(p.place for p in copies), rank)
-        return copies[i], sender
+    def choose(alike: Sequence[Piece], rank: int) -> tuple[Piece, int]:
+        i, sender = nearest(tuple(p.place for p in alike), rank)
+        return alike[i], sender
 
     return choose

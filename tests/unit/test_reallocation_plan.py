@@ -26,7 +26,8 @@ from megarl.models.piece_table import (
     check_coverage,
 )
 from megarl.parallel.layout import Layout
-from megarl.weight_sync import reallocation_plan
+from megarl.weight_sync import boxes as box_module
+from megarl.weight_sync.boxes import Box
 from megarl.weight_sync.reallocate import copy_views
 from megarl.weight_sync.reallocation_plan import Transfer, plan_rounds, plan_transfers
 from tests.unit.family_configs import FAMILIES, config
@@ -124,7 +125,7 @@ def mixed_cuts(draw: Any) -> tuple[PieceTable, PieceTable]:
     again. Every box is a parameter of its own."""
     shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
 
-    def boxes(box: reallocation_plan.Box, depth: int) -> list[reallocation_plan.Box]:
+    def boxes(box: Box, depth: int) -> list[Box]:
         (start, stop), axis = box, draw(st.sampled_from((0, 1, None)))
         if depth == 0 or axis is None or stop[axis] - start[axis] < 2:
             return [box]
@@ -136,7 +137,7 @@ def mixed_cuts(draw: Any) -> tuple[PieceTable, PieceTable]:
     return matrix(shape, boxes(((0, 0), shape), 3)), matrix(shape, boxes(((0, 0), shape), 3))
 
 
-def matrix(shape: tuple[int, int], boxes: list[reallocation_plan.Box]) -> PieceTable:
+def matrix(shape: tuple[int, int], boxes: list[Box]) -> PieceTable:
     """A table of one matrix whose boxes lie on two tensor-parallel ranks in turn."""
     layout, pieces, params = Layout(tp=2), [], []
     for i, (start, stop) in enumerate(boxes):
@@ -229,7 +230,7 @@ def test_the_work_is_linear_in_transfers_and_pieces() -> None:
         a, b = (build_piece_table(m, Layout(tp=n)) for n in (tp, 2 * tp))
         pieces = sum(len(t.pieces) + len(t.replicas) for x in (a, b) for t in x.tensors)
         with mock.patch.object(
-            reallocation_plan, "intersection", wraps=reallocation_plan.intersection
+            box_module, "intersection", wraps=box_module.intersection
         ) as spy:
             list(plan_transfers(a, b))
         return spy.call_count, pieces

@@ -1,1 +1,1 @@
-"""Sends to each rank of a server the slices of the weights that it keeps, and no more."""
+"""Sends each server rank the slices of the weights that it keeps, and no more."""
