@@ -12,7 +12,7 @@ from megarl.config.gateway import MATCHES
 from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
-from megarl.config.transports import Requirements, built_in_transport
+from megarl.config.transports import Requirements, built_in_transport, transport_name
 from megarl.config.turns import turn_problems
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
@@ -203,6 +203,16 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
         yield (
             "weight_sync.delta=true: a stock SGLang server cannot apply changes; use "
             "server.type=embedded or weight_sync.delta=false"
+        )
+    if sync.sharded == "on" and (sync.delta or fp8):
+        key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
+        yield f"weight_sync.sharded=on: does not go with weight_sync.{key}; use sharded=auto"
+    if sync.sharded == "on" and transport_name(sync.type) != "distributed":
+        yield f"weight_sync.sharded=on: goes with weight_sync.type=distributed, not {sync.type}"
+    if sync.sharded == "on" and cfg.server.type != "sglang" and cfg.server.count > 0:
+        yield (
+            f"weight_sync.sharded=on: server.type={cfg.server.type} takes whole tensors; use "
+            "server.type=sglang or weight_sync.sharded=auto"
         )
     if fp8 and sglang and not cfg.server.path:
         yield (

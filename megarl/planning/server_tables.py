@@ -8,6 +8,7 @@ all experts of a layer a third and a fourth, cut over ranks by `tp` or dealt out
 from __future__ import annotations
 
 import math
+
 from megarl.models.families import family_of
 from megarl.models.hf_config import ModelConfig
 from megarl.models.ops import FusedQKV, Op

@@ -188,5 +188,3 @@ def split(box: Box, most: int) -> Iterator[Box]:
         low, high = list(start), list(stop)
         low[dim], high[dim] = first, min(first + step, stop[dim])
         yield from split((tuple(low), tuple(high)), most)
-
-

@@ -140,22 +140,22 @@ def _record(order: Order) -> dict[str, Any]:
 def _join(order: Order) -> dict[str, Any]:
     """Leaves the group of before and enters a new one, with one exchange among all ranks: NCCL
     wants the first use of a communicator to be everybody's."""
-    _leave(order)
+    _leave(order, abort=True)
     c = order.command
-    wait = timedelta(seconds=c["timeout"])
     with _loopback_gloo(c["host"]), _independent_of_default_group(c["backend"]):
         group, _ = c10d._new_process_group_helper(
             c["world"],
             c["first"] + order.rank,
             [],
             dist.Backend(c["backend"]),
-            order.box.within("group"),
+            order.box.within("group", c["timeout"]),
             group_name=order.box.name("group"),
-            timeout=wait,
+            timeout=timedelta(seconds=c["group_timeout"]),
         )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
-    held.group = group
-    dist.all_reduce(torch.zeros(1, device=order.device), group=group)
+    held.group, held.plans = group, {}
+    work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
+    _wait(order, [work], time.monotonic() + c["timeout"])
     if order.device.type == "cuda":
         torch.cuda.synchronize(order.device)
     return {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -43,8 +44,9 @@ class Mailbox:
         """Returns whether there is a value."""
         return bool(self._store.check([self.name(what)]))
 
-    def within(self, what: str) -> dist.Store:
-        """Returns the part of the store that a group can meet at."""
+    def within(self, what: str, timeout: float) -> dist.Store:
+        """Returns the part of the store that a group can meet at, waiting `timeout` s."""
+        self._store.set_timeout(timedelta(seconds=timeout))
         return dist.PrefixStore(self.name(what), self._store)
 
     def _code(self, what: str, value: bytes) -> bytes:
