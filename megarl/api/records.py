@@ -83,8 +83,8 @@ class WeightUpdateMeta:
     comm_backend: "nccl" | "gloo"; None picks by device.
     delta: sends only what changed since the last update that the servers hold (distributed).
     delta_on_host: keeps the copy that `delta` needs in host memory, not beside the parameters.
-    sharded: "auto" | "on" | "off": sends to each server rank the slices that it keeps (distributed);
-        auto: where the servers can take them, whole tensors otherwise.
+    sharded: "auto" | "on" | "off": sends each server rank the slices that it keeps (distributed);
+        auto: where all servers can take them, whole tensors otherwise.
     quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".

@@ -98,11 +98,18 @@ class Link:
         self.members, self.rank, self.meeting = members, rank, meeting
         self.device = torch.device("cpu") if members.backend == "gloo" else device
         self.group: dist.ProcessGroup | None = None
-        wait = timedelta(seconds=timeout)
-        self._store = store or dist.TCPStore(
-            meeting.host, meeting.port, is_master=False, timeout=wait
-        )
+        self._store = store or self._reach(timeout)
         self.box = Mailbox(self._store, meeting.session, job_token() or "")
+
+    def _reach(self, timeout: float) -> dist.TCPStore:
+        """Returns a connection to the store. One that waits for a value is of no other use."""
+        return dist.TCPStore(
+            self.meeting.host,
+            self.meeting.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
 
     # ---- commands, on the rank that speaks
 
@@ -191,7 +198,7 @@ class Link:
             group_name=self.box.name("group"),
             backend=self.members.backend,
             timeout=group_timeout,
-            store=self._store,
+            store=self._reach(deadline.left),
         )
         self._use_device()
         work = dist.all_reduce(torch.zeros(1, device=self.device), group=self.group, async_op=True)

@@ -12,6 +12,7 @@ same on each server rank.
 
 from __future__ import annotations
 
+import concurrent.futures as cf
 import hashlib
 import json
 import logging
@@ -28,12 +29,12 @@ from megarl.models.gather import export_dtype
 from megarl.utils.env import is_here, is_loopback
 from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
-from megarl.weight_sync.channel import address_for
+from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.reallocate import copy_views
 from megarl.weight_sync.reallocation_plan import Side
-from megarl.weight_sync.servers import GRACE, ServerInfo, Servers, failures
+from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
 from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
@@ -95,22 +96,25 @@ class SliceSync:
         return True
 
     def close(self, *, abort: bool = False) -> None:
-        """Leaves the group, and ends an open session. abort: of something that failed."""
-        self._target, self._groups = None, []
-        if self._link is not None:
-            link, self._link = self._link, None
+        """Leaves the group, and ends an open session. abort: of something that failed. Servers may
+        object, which is logged."""
+        link, servers = self._link, self._servers
+        self._target, self._link, self._servers, self._groups = None, None, None, []
+        if link is None:
+            return
+        try:
             if abort:
                 link.stop()
-            if self._servers is not None:
-                calls = self._servers.abandon_update(GRACE)
-                if not abort:
-                    calls |= link.start("leave", Deadline(GRACE))
-                for f in calls.values():
-                    f.exception(GRACE * 2)
-                for objection in failures(calls):
-                    log.warning("leaving the group of slices: %s", objection)
-            link.leave(abort=abort)
-        self._servers = None
+                calls = servers.abandon_update(GRACE) if servers is not None else {}
+                cf.wait(calls.values(), GRACE)
+            elif servers is not None:
+                deadline = Deadline(CLOSE_TIMEOUT)
+                servers.begin_update(deadline)
+                link.call("leave", deadline)
+                servers.end_update(deadline)
+        except RuntimeError as e:
+            log.warning("leaving the group of slices: %s", e)
+        link.leave(abort=abort)
 
     # ---- once
 
@@ -183,6 +187,7 @@ class SliceSync:
             for group in plan.sends(s.rank)
         ]
         agreement.together(self._join, deadline, meta.timeout)
+        agreement.together(self._end_session, deadline)
         return ""
 
     def _from_speaker(self, fn: Any, *args: Any) -> Any:
@@ -222,7 +227,6 @@ class SliceSync:
         box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
         self._servers.begin_update(deadline)  # it undoes what is packed in place
         replies = self._link.call("record", deadline, spec="spec")
-        self._servers.end_update(deadline)
         return [
             (server, [box.take(f"table/{reply['at']}") for reply in ranks])
             for server, ranks in replies.items()
@@ -251,6 +255,10 @@ class SliceSync:
         except BaseException:
             link.stop()  # or others would wait for this rank
             raise
+
+    def _end_session(self, deadline: Deadline) -> None:
+        if self._servers is not None:
+            self._servers.end_update(deadline)
 
     # ---- messages
 
