@@ -50,6 +50,7 @@ from megarl.planning.memory import (  # noqa: E402
     turn_memory,
 )
 from megarl.planning.shapes import find_shapes  # noqa: E402
+from megarl.planning.sharded import report_sharded  # noqa: E402
 from megarl.planning.traffic import (  # noqa: E402
     Cluster,
     Receivers,
@@ -117,6 +118,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--senders", type=_positive, default=1, help="ranks that send buckets (default %(default)s)"
     )
+    add("--sharded", action="store_true", help="plan a sync shard to shard, too (takes seconds)")
+    add("--server-ep", type=_positive, default=1, help="ranks a server deals experts to (1)")
     add("--server-memory", type=_fraction, default=0.85, help="mem_fraction_static of the servers")
     add("--server-fp8", action="store_true", help="servers hold weights of one byte")
     add("--turns", action="store_true", help="servers and trainers use the same GPUs in turn")
@@ -280,6 +283,11 @@ def _serving(
         senders=spread_senders(layout, args.senders),
     )  # fmt: skip
     yield from _sync(estimate_sync(m, layout, receivers, cluster, buckets), layout)
+    if args.sharded:
+        yield from report_sharded(
+            m, layout, receivers, cluster, server_ep=args.server_ep,
+            round_bytes=(args.bucket_mb << 20) // 2,  # one is copied, the next under way
+        )  # fmt: skip
 
 
 def _sync(e: SyncEstimate, layout: Layout) -> Iterator[str]:

@@ -229,9 +229,7 @@ def test_the_work_is_linear_in_transfers_and_pieces() -> None:
                    intermediate_size=32, vocab_size=256)  # fmt: skip
         a, b = (build_piece_table(m, Layout(tp=n)) for n in (tp, 2 * tp))
         pieces = sum(len(t.pieces) + len(t.replicas) for x in (a, b) for t in x.tensors)
-        with mock.patch.object(
-            box_module, "intersection", wraps=box_module.intersection
-        ) as spy:
+        with mock.patch.object(box_module, "intersection", wraps=box_module.intersection) as spy:
             list(plan_transfers(a, b))
         return spy.call_count, pieces
 

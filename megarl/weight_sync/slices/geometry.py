@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.models.piece_table import HfTensor, PieceTable
+from megarl.models.piece_table import PieceTable
 from megarl.weight_sync.boxes import Box, BoxIndex, cut, extents, numel
 from megarl.weight_sync.reallocation_plan import copies, holders
 from megarl.weight_sync.slices.tables import Entry, ServerTable
@@ -25,10 +25,10 @@ Ints = NDArray[np.int64]
 
 
 class Sources:
-    """Finds the pieces of the trainers' tensors that a box overlaps, and who holds them.
+    """Finds the pieces of the trainers' tensors that an entry overlaps, and who holds them.
 
     Sources are numbered: source i is `ranks[i]`, all trainer ranks that hold the same pieces, in
-    order. Raises ValueError for a tensor the model does not have.
+    order.
     """
 
     def __init__(self, table: PieceTable) -> None:
@@ -37,41 +37,41 @@ class Sources:
         self._tensors = table.by_name
         self._holders = holders(table.layout, None)
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._indices: dict[tuple[Box, ...], BoxIndex] = {}
-        self._found: dict[Any, tuple[tuple[int, Box], ...]] = {}
-        self._of_tensor: dict[str, tuple[tuple[Box, ...], tuple[int, ...]]] = {}
+        self._kinds: dict[tuple[Box, ...], int] = {}  # of tensors cut alike
+        self._indices: list[BoxIndex] = []
+        self._of_tensor: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._found: dict[Any, tuple[tuple[int, Box, int], ...]] = {}
 
-    def overlaps(self, e: Entry) -> Iterator[tuple[int, Box]]:
-        """Yields, for each piece that the entry overlaps, its source and the overlap. Raises
-        ValueError where pieces do not cover the entry exactly, or its view is of another size."""
-        boxes, sources = self._owners(e)
-        key = boxes, e.start, e.stop
-        if key not in self._found:  # layers and experts are alike
-            if boxes not in self._indices:
-                self._indices[boxes] = BoxIndex(boxes)
-            self._found[key] = tuple(self._indices[boxes].meeting(e.box))
-        found = self._found[key]
-        covered = sum(numel(box) for _, box in found)
-        if not covered == e.numel == math.prod(e.shape):
-            raise ValueError(
-                f"{e.tensor}: trainers hold {covered} of the {e.numel} elements of the box "
-                f"{list(e.start)} to {list(e.stop)} that {e.param} has a view of {list(e.shape)} "
-                "for; record the server's table again"
+    def parts(self, e: Entry, most: int) -> Iterator[tuple[int, Box, int]]:
+        """Yields parts of the entry of at most `most` numbers, each within one piece: (its source,
+        its box, how many numbers). Raises ValueError where pieces do not cover the entry exactly,
+        its view is of another size, or the model does not have its tensor."""
+        kind, sources = self._of_tensor.get(e.tensor) or self._read(e)
+        key = kind, most, e.start, e.stop, e.shape
+        if (found := self._found.get(key)) is None:  # layers and experts are alike
+            self._found[key] = found = tuple(
+                (i, part, numel(part))
+                for i, overlap in self._indices[kind].meeting(e.box)
+                for part in split(overlap, most)
             )
-        return ((sources[i], box) for i, box in found)
-
-    def _owners(self, e: Entry) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-        if e.tensor not in self._of_tensor:
-            if e.tensor not in self._tensors:
+            covered = sum(n for _, _, n in found)
+            if not covered == e.numel == math.prod(e.shape):
+                del self._found[key]
                 raise ValueError(
-                    f"{e.tensor}: {e.param} of a server has it, and the trained model has not; "
-                    "serve the model that is trained"
+                    f"{e.tensor}: trainers hold {covered} of the {e.numel} elements of the box "
+                    f"{list(e.start)} to {list(e.stop)}, and {e.param} has a view of "
+                    f"{list(e.shape)} for it; serve the model that is trained, and record the "
+                    "server's table again"
                 )
-            self._of_tensor[e.tensor] = self._read(self._tensors[e.tensor])
-        return self._of_tensor[e.tensor]
+        return ((sources[i], box, n) for i, box, n in found)
 
-    def _read(self, t: HfTensor) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-        held = copies(t)
+    def _read(self, e: Entry) -> tuple[int, tuple[int, ...]]:
+        if e.tensor not in self._tensors:
+            raise ValueError(
+                f"{e.tensor}: {e.param} of a server is made of it, and the trained model has none "
+                "of this name; serve the model that is trained"
+            )
+        held = copies(self._tensors[e.tensor])
         sources = []
         for pieces in held.values():
             ranks = tuple(sorted({r for p in pieces for r in self._holders(p.place)}))
@@ -79,12 +79,17 @@ class Sources:
             if number == len(self.ranks):
                 self.ranks.append(ranks)
             sources.append(number)
-        return tuple(held), tuple(sources)
+        boxes = tuple(held)
+        kind = self._kinds.setdefault(boxes, len(self._indices))
+        if kind == len(self._indices):
+            self._indices.append(BoxIndex(boxes))
+        self._of_tensor[e.tensor] = kind, tuple(sources)
+        return self._of_tensor[e.tensor]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Holds the slices of one table in HF order, and its rounds.
+    """Holds the slices of one table in HF order, and the rounds they come in.
 
     entry, source, nbytes, round: of each slice, [slices]. size: its bytes, rounded up to those of
     the widest number sent. boxes: of each, in its HF tensor.
@@ -101,7 +106,7 @@ class Geometry:
     @cached_property
     def rounds(self) -> int:
         """Returns the number of rounds."""
-        return int(self.round[-1]) + 1 if len(self.round) else 0
+        return int(self.round.max(initial=-1)) + 1
 
     @cached_property
     def parts(self) -> Mapping[tuple[int, int], Ints]:
@@ -152,28 +157,38 @@ def cut_table(
 ) -> Geometry:
     """Cuts a server's table into slices and rounds: no slice or round exceeds `round_bytes`,
     unless one number does. itemsizes: bytes of a number by HF tensor, as it is sent. Raises
-    ValueError naming the tensor as `Sources.overlaps` does."""
+    ValueError naming the tensor as `Sources.parts` does."""
     align = max(itemsizes.values(), default=1)
-    order = sources.order
-    last = len(order)
-    numbered = sorted(enumerate(table.entries), key=lambda x: order.get(x[1].tensor, last))
-    boxes: list[Box] = []
-    rows: list[tuple[int, int, int, int, int]] = []
-    number, held = 0, 0
     limit = round_bytes // align * align  # messages align slices to their items
-    for i, e in numbered:
-        itemsize = itemsizes.get(e.tensor, align)
-        for source, overlap in sources.overlaps(e):
-            for box in split(overlap, max(1, limit // itemsize)):
-                nbytes = numel(box) * itemsize
-                size = -(-nbytes // align) * align
-                if held and held + size > limit:
-                    number, held = number + 1, 0
-                held += size
-                boxes.append(box)
-                rows.append((i, source, nbytes, size, number))
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    return Geometry(table.entries, boxes, *columns)
+    order, last = sources.order, len(sources.order)
+    entries = table.entries
+    boxes: list[Box] = []
+    rows: list[tuple[int, int, int]] = []
+    for i in sorted(range(len(entries)), key=lambda i: order.get(entries[i].tensor, last)):
+        itemsize = itemsizes.get(entries[i].tensor, align)
+        for source, box, n in sources.parts(entries[i], max(1, limit // itemsize)):
+            boxes.append(box)
+            rows.append((i, source, n * itemsize))
+    entry, source_of, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    size = -(-nbytes // align) * align
+    return Geometry(entries, boxes, entry, source_of, nbytes, size, _rounds(source_of, size, limit))
+
+
+def _rounds(source: Ints, size: Ints, limit: int) -> Ints:
+    """Returns the round of each slice, [slices]: sources take turns in proportion to what they
+    have, so that all of them send in every round."""
+    turn = np.empty(len(size))
+    for s in np.unique(source):
+        own = source == s
+        turn[own] = (np.cumsum(size[own]) - size[own]) / size[own].sum()
+    rounds = np.empty(len(size), dtype=np.int64)
+    number, held = 0, 0
+    for i in np.argsort(turn, kind="stable").tolist():
+        if held and held + size[i] > limit:
+            number, held = number + 1, 0
+        held += int(size[i])
+        rounds[i] = number
+    return rounds
 
 
 def split(box: Box, most: int) -> Iterator[Box]:

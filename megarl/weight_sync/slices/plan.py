@@ -1,21 +1,20 @@
 """Plans which trainer rank sends which slice of the weights to which server rank, and when.
 
 Pure: the trainers' piece table and the servers' own tables give the plan, alike on every rank. A
-server rank takes what it keeps in rounds of HF tensors, in HF order from a tensor of its own on:
-were all to begin with the first, only the first pipeline stage would be sending. A step of the
-plan is one round of every server rank.
+server rank takes what it keeps in rounds of bounded size, each with a share of every trainer rank
+that sends to it, in HF order: so all of them send at any time, and not the first pipeline stage
+alone.
 
-Nothing waits in a circle. Trainers only send, servers only receive, both in the order of steps,
-and a server rank posts all messages of a step at once: of the messages that are not done, both
-ends have got to the one of the earliest step. No step is a barrier.
+Nothing waits in a circle. Trainers only send, servers only receive, both in the order of rounds,
+and a server rank posts all messages of a round at once: of the messages that are not done, both
+ends have got to one of the earliest round. No round is a barrier.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,10 +52,10 @@ class Slice(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Holds what a trainer rank sends to a receiver in a step, in the order of its bytes. Each
+    """Holds what a trainer rank sends to a receiver in a round, in the order of its bytes. Each
     slice begins at a multiple of its item size."""
 
-    step: int
+    round: int
     receiver: Receiver
     slices: tuple[Slice, ...]
 
@@ -76,32 +75,26 @@ class SlicePlan:
     senders: Ints
     round_bytes: int
 
-    @cached_property
-    def steps(self) -> int:
-        """Returns the number of steps: as many as the receiver with most rounds has."""
-        return max((g.rounds for g in self.geometries), default=0)
-
     def sends(self, rank: int) -> Iterator[list[Message]]:
-        """Yields what a trainer rank sends, by groups of messages that go at once: those of a step
+        """Yields what a trainer rank sends, by groups of messages that go at once: those of a round
         in the receivers' order, at most `round_bytes` in all, unless one number is larger."""
-        by_step: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        rounds: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for r, source in np.argwhere(self.senders == rank).tolist():
-            geometry = self.geometries[r]
-            for number in geometry.rounds_of[source]:
-                by_step[self.step(r, number)][r].append(source)
+            for number in self.geometries[r].rounds_of[source]:
+                rounds[number][r].append(source)
         held = _Held(self.table, rank)
-        for step in sorted(by_step):
+        for number in sorted(rounds):
             group: list[Message] = []
             load = 0
-            for r, sources in sorted(by_step[step].items()):
-                geometry, number = self.geometries[r], self.round(r, step)
-                parts = [i for s in sorted(sources) for i in geometry.parts[number, s].tolist()]
+            for r, sources in rounds[number].items():
+                geometry = self.geometries[r]
+                parts = [i for source in sources for i in geometry.parts[number, source].tolist()]
                 nbytes = int(geometry.size[parts].sum())
                 if group and load + nbytes > self.round_bytes:
                     yield group
                     group, load = [], 0
                 slices = (held.slice(geometry.tensor(i), geometry.boxes[i]) for i in parts)
-                group.append(Message(step, self.receivers[r], tuple(slices)))
+                group.append(Message(number, self.receivers[r], tuple(slices)))
                 load += nbytes
             yield group
 
@@ -111,28 +104,42 @@ class SlicePlan:
         entries of its table, or where it is a part of it, [number, [[offset, shape, strides] of
         each view of the entry's parameter]]. Slices are in the order of the message's bytes."""
         r = self.receivers.index(Receiver(server, rank))
-        geometry, senders = self.geometries[r], self.senders[r].tolist()
-        rounds = []
-        for step in range(geometry.rounds):
+        senders, rounds = self.senders[r].tolist(), []
+        for parts in self.geometries[r].packed:
             messages: dict[int, list[Any]] = {}
-            for source, slices in geometry.packed[self.round(r, step)]:
+            for source, slices in parts:
                 messages.setdefault(senders[source], []).extend(slices)
             rounds.append([[sender, slices] for sender, slices in messages.items()])
         return rounds
 
-    def round(self, receiver: int, step: int) -> int:
-        """Returns the number of the round that a receiver takes in `step`."""
-        rounds = self.geometries[receiver].rounds
-        return (step + self._first(receiver)) % rounds
 
-    def step(self, receiver: int, number: int) -> int:
-        """Returns the step in which a receiver takes round `number`."""
-        rounds = self.geometries[receiver].rounds
-        return (number - self._first(receiver)) % rounds
+# communicators that a trainer rank may be in: see `groups`
+MOST_GROUPS = 4
 
-    def _first(self, receiver: int) -> int:
-        """Returns the round a receiver begins with: receivers spread over the model."""
-        return receiver * self.geometries[receiver].rounds // len(self.receivers)
+
+class Group(NamedTuple):
+    """Names the members of a communicator, in the order of their numbers in it: trainer ranks, then
+    all ranks of each of `servers`."""
+
+    trainers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+
+def groups(plan: SlicePlan) -> list[Group]:
+    """Returns the communicators that a plan needs: one for each server and the ranks that send to
+    it, if no trainer rank is in more than MOST_GROUPS of them; else one for everybody.
+
+    With one for each, a lost server takes its own down and no other. But each costs its members
+    memory, a round of introductions when it is made, and a launch of its own in every round of
+    messages; and with many servers nearly every trainer rank sends to nearly every server.
+    """
+    senders: dict[int, set[int]] = {r.server: set() for r in plan.receivers}
+    for receiver, ranks in zip(plan.receivers, plan.senders, strict=True):
+        senders[receiver.server].update(ranks[ranks >= 0].tolist())
+    memberships = Counter(rank for ranks in senders.values() for rank in ranks)
+    if max(memberships.values(), default=0) <= MOST_GROUPS:
+        return [Group(tuple(sorted(ranks)), (server,)) for server, ranks in senders.items()]
+    return [Group(tuple(range(plan.table.layout.world_size)), tuple(senders))]
 
 
 class _Held:
