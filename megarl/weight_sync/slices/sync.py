@@ -183,7 +183,7 @@ class SliceSync:
         )
         agreement.together(self._share, plan, by_rank)
         self._groups = [
-            [(m.step, self._number(members, m), self._parts(m)) for m in group]
+            [(m.round, self._number(members, m), self._parts(m)) for m in group]
             for group in plan.sends(s.rank)
         ]
         agreement.together(self._join, deadline, meta.timeout)
