@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class StockServer:
         if hasattr(self, "_procs"):
             self.kill_ranks()
         ctx = mp.get_context("spawn")
+        self.dead = False
         self._procs, self._pipes, self.version, self.session = [], [], "default", False
         for rank in range(self.tp):
             here, there = ctx.Pipe()
@@ -125,9 +126,15 @@ class StockServer:
     def ask(self, what: str) -> list[Any]:
         """Every rank's answer. Raises EOFError where one is gone."""
         with self._lock:
+            answers: dict[Any, Any] = {}
             for pipe in self._pipes:
                 pipe.send(what)
-            return [pipe.recv() for pipe in self._pipes]
+            waiting = list(self._pipes)
+            while waiting:  # EOFError as soon as any is gone
+                for pipe in wait(waiting):
+                    answers[pipe] = pipe.recv()
+                    waiting.remove(pipe)
+            return [answers[pipe] for pipe in self._pipes]
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether every rank has its rows of these."""
@@ -141,6 +148,8 @@ class StockServer:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.paths.append(path)
+        if self.dead and path != "/restart":
+            raise EOFError
         if path == "/server_info":
             loaders = list(self.loader)
             return 200, {
@@ -180,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             status, answer = self.stock.answer(self.path, body)
         except (EOFError, OSError):  # a rank is gone, and with it the server
+            self.stock.dead = True
             self.close_connection = True
             self.connection.close()
             return

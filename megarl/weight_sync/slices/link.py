@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 from megarl.utils.http import call_json, in_thread
 from megarl.utils.job_token import ENV, job_token
-from megarl.utils.liveness import LINGER, Answer, Deadline, wait_for
+from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, wait_for
 from megarl.utils.rendezvous import listen
-from megarl.weight_sync.servers import BucketTransfer, failures, raise_if_lost
+from megarl.weight_sync.servers import GRACE, failures, raise_if_lost
 from megarl.weight_sync.slices import LOADER
 from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
@@ -45,7 +45,6 @@ LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
 # How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
 # watchdog ends the process.
 MARGIN = 60.0
-STOP = "stop"
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class Link:
     ) -> None:
         """Reaches the store; other ranks and servers are not waited for."""
         self.members, self.rank, self.meeting = members, rank, meeting
+        self._word = ""
         self.device = torch.device("cpu") if members.backend == "gloo" else device
         self.group: dist.ProcessGroup | None = None
         self._store = store or self._reach(timeout)
@@ -132,7 +132,8 @@ class Link:
                 self._obey,
                 server,
                 tp,
-                command | {"server": number, "first": self.members.firsts[number]},
+                command
+                | {"server": number, "address": server, "first": self.members.firsts[number]},
                 body or {},
                 deadline.left + LINGER,
             )
@@ -238,28 +239,40 @@ class Link:
         return sent
 
     def alongside(
-        self,
-        what: str,
-        ours: Future[Any],
-        theirs: Mapping[str, Future[Answer]] | None,
-        deadline: Deadline,
+        self, what: str, ours: Future[Any], theirs: Calls | None, deadline: Deadline
     ) -> None:
         """Waits for this rank's side of something, and on the rank that speaks for the servers'
-        calls. Raises RuntimeError where one fails, somebody else gives up, or the time is over;
-        ServersLost where servers are lost."""
+        calls. Where any rank or server fails, everybody gives up: raises RuntimeError with the word
+        of the one that failed first, ServersLost where servers are lost."""
+        calls, lost = theirs or {}, {}
         if theirs is not None:
-            return BucketTransfer(what, ours, theirs).wait(deadline)
-        while not ours.done():
+            lost = wait_for(calls, deadline, also=[ours], return_when=cf.FIRST_EXCEPTION)
+        while theirs is None and not (ours.done() or deadline.over or self._stopped()):
             cf.wait([ours], LOOK_EVERY)
-            if not ours.done() and (deadline.over or self._stopped()):
-                raise RuntimeError(f"{what}: given up, as another rank or a server has failed")
-        ours.result()
-        return None
+        sides: list[Future[Any]] = [ours, *calls.values()]
+        if not lost and all(f.done() and f.exception() is None for f in sides):
+            return
+        self.stop(self._reason(ours, calls, deadline))
+        if theirs is not None and not lost and not deadline.over:
+            cf.wait(sides, min(GRACE, deadline.left))
+            lost = absent(calls, deadline)
+        raise_if_lost(lost, what)
+        raise RuntimeError(f"{what}: {self._word}")
 
-    def stop(self) -> None:
-        """Tells everybody to give up, and ends what is under way."""
+    def _reason(self, ours: Future[Any], calls: Calls, deadline: Deadline) -> str:
+        said = failures(calls)
+        if ours.done() and (error := ours.exception()) is not None:
+            said.append(f"rank {self.rank}: {type(error).__name__}: {error}")
+        late = [s for s, f in calls.items() if not f.done()]
+        late += [] if ours.done() else [f"rank {self.rank}"]
+        bound = f"not done within weight_sync.timeout={deadline.timeout:g} s: {', '.join(late)}"
+        return "; ".join(said) or bound
+
+    def stop(self, why: str) -> None:
+        """Tells everybody to give up, and why, and ends what is under way."""
+        self._word = self._stopped() or why
         with contextlib.suppress(Exception):  # whoever hosted the store may be gone
-            self.box.put(STOP, b"")
+            self.box.stop(why)
         self.leave(abort=True)
 
     def leave(self, *, abort: bool = False) -> None:
@@ -268,11 +281,12 @@ class Link:
         if group is not None:
             destroy_update_group(group, abort=abort)
 
-    def _stopped(self) -> bool:
+    def _stopped(self) -> str:
+        """Returns the word of whoever failed first, "" where all is well."""
         try:
-            return self.box.has(STOP)
-        except Exception:  # whoever hosted the store is gone
-            return True
+            return self.box.stopped()
+        except Exception as e:
+            return f"the rank that speaks to the servers is gone ({e})"
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # threads begin with device 0

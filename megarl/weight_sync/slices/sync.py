@@ -104,7 +104,7 @@ class SliceSync:
             return
         try:
             if abort:
-                link.stop()
+                link.stop("another rank has failed")
                 calls = servers.abandon_update(GRACE) if servers is not None else {}
                 cf.wait(calls.values(), GRACE)
             elif servers is not None:
@@ -134,8 +134,6 @@ class SliceSync:
         except ServersLost:
             raise
         except RuntimeError as e:
-            if meta.sharded == "on":
-                raise
             self._why = str(e)
         if self._why:
             self.close(abort=True)
@@ -252,8 +250,8 @@ class SliceSync:
             if self._servers is not None:
                 theirs = link.start("join", deadline, group_timeout=bound)
             link.alongside(what, in_thread(link.join, deadline, bound), theirs, deadline)
-        except BaseException:
-            link.stop()  # or others would wait for this rank
+        except BaseException as e:  # or others would wait for this rank
+            link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
 
     def _end_session(self, deadline: Deadline) -> None:
@@ -326,8 +324,8 @@ class SliceSync:
             )
             ours = in_thread(link.send, groups, deadline)
             link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
-        except BaseException:
-            link.stop()  # or others would wait for this rank
+        except BaseException as e:  # or others would wait for this rank
+            link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
         answers = [f.result().value for f in (theirs or {}).values()]
         return ours.result(), [reply for ranks in answers for reply in ranks]

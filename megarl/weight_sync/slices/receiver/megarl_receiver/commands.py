@@ -65,7 +65,7 @@ held = Held()
 
 @dataclass(frozen=True)
 class Order:
-    """Holds a command and where it goes. rank: of this server; address: where replies lie."""
+    """Holds a command, and the rank of this server that obeys it."""
 
     command: Mapping[str, Any]
     box: Mailbox
@@ -75,6 +75,11 @@ class Order:
     def place(self, kind: str) -> str:
         """Returns the name under which this rank puts or finds something of this command."""
         return f"{kind}/{self.command['id']}/{self.command['server']}/{self.rank}"
+
+    @property
+    def who(self) -> str:
+        """Returns how errors name this rank."""
+        return f"server {self.command['address']}, rank {self.rank}"
 
     @property
     def device(self) -> torch.device:
@@ -154,8 +159,12 @@ def _join(order: Order) -> dict[str, Any]:
         )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
     held.group, held.plans = group, {}
-    work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
-    _wait(order, [work], time.monotonic() + c["timeout"])
+    try:
+        work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
+        _wait(order, [work], time.monotonic() + c["timeout"])
+    except BaseException as e:
+        _give_up(order, e)
+        raise
     if order.device.type == "cuda":
         torch.cuda.synchronize(order.device)
     return {}
@@ -187,8 +196,8 @@ def _receive(order: Order) -> dict[str, Any]:
             while under_way:
                 _land(params, under_way.popleft(), order, until)
             _finish(order.model)
-    except BaseException:
-        _leave(order, abort=True)
+    except BaseException as e:
+        _give_up(order, e)
         raise
     if order.device.type == "cuda":
         torch.cuda.synchronize(order.device)
@@ -251,8 +260,8 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
         time.sleep(POLL)
         if time.monotonic() > look:
             look = time.monotonic() + LOOK_EVERY
-            if time.monotonic() > until or order.box.has("stop"):
-                raise RuntimeError("the trainers have given up, or a message never came")
+            if time.monotonic() > until or order.box.stopped():
+                raise RuntimeError(order.box.stopped() or "a message never came")
     for work in works:
         work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
 
@@ -289,6 +298,13 @@ def _leave(order: Order, *, abort: bool = False) -> dict[str, Any]:
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
     dist.destroy_process_group(group)
     return {}
+
+
+def _give_up(order: Order, error: BaseException) -> None:
+    """Tells everybody why, then closes this rank's connections."""
+    with contextlib.suppress(Exception):  # the store may be gone
+        order.box.stop(f"{order.who}: {type(error).__name__}: {error}")
+    _leave(order, abort=True)
 
 
 COMMANDS: Mapping[str, Callable[[Order], dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 TOKEN = "MEGARL_JOB_TOKEN"  # the environment variable
+_STOP = "stop"
 _CODE = hashlib.sha256().digest_size
 
 
@@ -43,6 +44,15 @@ class Mailbox:
     def has(self, what: str) -> bool:
         """Returns whether there is a value."""
         return bool(self._store.check([self.name(what)]))
+
+    def stop(self, why: str) -> None:
+        """Tells everybody to give up. The word of whoever failed first stays."""
+        if not self.has(_STOP):
+            self.put(_STOP, why.encode())
+
+    def stopped(self) -> str:
+        """Returns why everybody is to give up, "" where nobody has said so."""
+        return self.take(_STOP).decode() if self.has(_STOP) else ""
 
     def within(self, what: str, timeout: float) -> dist.Store:
         """Returns the part of the store that a group can meet at, waiting `timeout` s."""
