@@ -143,6 +143,7 @@ def test_a_trainer_that_fails_in_the_middle(bench: Bench, world: World, rank: in
     bench.check(1, 3)
 
 
+@pytest.mark.system
 def test_a_server_that_dies_in_the_middle(bench: Bench, world: World) -> None:
     """The others keep their version; without it, and then with it started again, all is right."""
     with StockServer(bench.two.spec, tp=2) as victim:

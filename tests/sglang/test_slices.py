@@ -1,4 +1,4 @@
-"""Weights go by slices from sharded ranks to one real server of tp 2.
+"""Weights go by slices from sharded ranks to real servers.
 
 What is right: a server's own checksums after a sync equal those it shows after it has loaded, from
 disk, what `save` wrote.
@@ -7,45 +7,135 @@ disk, what `save` wrote.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
-from tests.sglang.servers import save_model
+from tests.sglang.servers import RealServer, launch, save_model, serving
 
-LAYOUTS = {"tp2": dict(tp=2), "pp2": dict(pp=2)}
 SOME = 100_000  # bytes of two rounds: several of them
 _versions = itertools.count(1000)
 
 
-def meta(pair: Pair, **kw: Any) -> WeightUpdateMeta:
-    given: dict[str, Any] = dict(
-        type="distributed", bucket_bytes=SOME, timeout=120.0, sharded="on",
-        addresses=pair.addresses,
-    )  # fmt: skip
-    return WeightUpdateMeta(version=next(_versions), **(given | kw))
+def check(
+    world: World,
+    servers: Sequence[RealServer],
+    models: tuple[Path, Path],
+    saved: Path,
+    parallel: dict[str, Any],
+) -> dict[str, float]:
+    """Sends the second model, the first, the second; returns the last figures."""
+    uploads = [
+        Upload(
+            models[i],
+            saved if last else None,
+            WeightUpdateMeta(
+                type="distributed",
+                version=next(_versions),
+                addresses=tuple(s.address for s in servers),
+                bucket_bytes=SOME,
+                timeout=120.0,
+                sharded="on",
+            ),
+        )
+        for i, last in ((1, False), (0, False), (1, True))
+    ]
+    found: dict[str, float] = {}
+    for figures in world.run(run_uploads, parallel, uploads):
+        assert all(isinstance(f, dict) and f["weight_sync/sharded"] for f in figures), figures
+        found = figures[-1]
+    assert [s.version for s in servers] == [str(uploads[-1].meta.version)] * len(servers)
+    held, said = [s.checksums() for s in servers], [s.said() for s in servers]
+    for s in servers:
+        s.load(saved)
+    assert [s.checksums() for s in servers] == held
+    assert [s.said() for s in servers] == said
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parallel", (dict(tp=2), dict(pp=2)), ids=("tp2", "pp2"))
 def test_slices_are_what_a_load_from_disk_makes_of_them(
-    pair: Pair, world: World, tmp_path: Path, layout: str
+    pair: Pair, world: World, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
-    """Two syncs through one plan, to servers of tp 1 and 2 at once."""
+    """To servers of tp 1 and tp 2 at once. On a rank of two are half of the matrices, all norms,
+    and one vocabulary less its padding to a multiple of 64 rows a rank (SGLang's)."""
     pair.load(pair.m0)
-    old = [s.checksums() for s in pair.both]
-    saved = tmp_path / "saved"
-    there, back = Upload(pair.m1, saved, meta(pair)), Upload(pair.m0, None, meta(pair))
-    results = world.run(run_uploads, LAYOUTS[layout], [back, there])
-    for figures in results:
-        assert all(isinstance(f, dict) for f in figures), figures
-    print(results)
-    assert [s.version for s in pair.both] == [str(there.meta.version)] * 2
-    new = [s.checksums() for s in pair.both]
-    assert new != old
-    pair.load(saved)
-    assert [s.checksums() for s in pair.both] == new
+    figures = check(world, pair.both, (pair.m0, pair.m1), tmp_path / "saved", parallel)
+    tensors = load_file(next(pair.m1.glob("*.safetensors")))
+    whole = sum(t.nbytes for t in tensors.values())
+    norms = sum(t.nbytes for t in tensors.values() if t.dim() == 1)
+    assert figures["weight_sync/slice_bytes"] == whole  # of tp 1
+    assert figures["weight_sync/bytes"] == 2 * whole + norms
+    assert figures["weight_sync/senders"] == 2
+    assert figures["weight_sync/server_extra_bytes"] <= SOME
+
+
+def test_a_rank_of_two_receives_its_share(pair: Pair, world: World, tmp_path: Path) -> None:
+    figures = check(world, [pair.two], (pair.m0, pair.m1), tmp_path / "saved", dict(tp=2))
+    tensors = load_file(next(pair.m1.glob("*.safetensors")))
+    whole = sum(t.nbytes for t in tensors.values())
+    norms = sum(t.nbytes for t in tensors.values() if t.dim() == 1)
+    rows = max(len(t) for t in tensors.values())
+    padded = -(-rows // 128) * 128  # rank 0 has half of these, all of them real
+    row = tensors["model.embed_tokens.weight"][0].nbytes
+    vocabularies = sum(len(t) == rows for t in tensors.values())
+    more = vocabularies * row * (padded - rows) // 2
+    share = (whole - norms) // 2 + norms + more
+    assert figures["weight_sync/slice_bytes"] == share
+
+
+def test_auto_takes_slices_from_the_launchers_servers_and_keeps_the_kv_it_is_told_to(
+    pair: Pair, world: World
+) -> None:
+    """By default, as in a run; then with `off`, whole tensors through another group."""
+    pair.load(pair.m0)
+    uploads = [
+        Upload(
+            pair.m1,
+            None,
+            WeightUpdateMeta(
+                type="distributed",
+                version=next(_versions),
+                addresses=pair.addresses,
+                timeout=120.0,
+                flush_cache=False,
+                verify="full",
+                **given,
+            ),
+        )
+        for given in ({}, dict(sharded="off"), {})
+    ]
+    for figures in world.run(run_uploads, dict(tp=2), uploads):
+        assert [f["weight_sync/sharded"] for f in figures] == [1, 0, 1], figures
+    held = [s.checksums() for s in pair.both]
+    pair.load(pair.m1)
+    assert [s.checksums() for s in pair.both] == held
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "llama": ({}, dict(tp=2), ()),
+    "qwen2": (dict(tie=True), dict(pp=2), ()),
+    "glm4": ({}, dict(tp=2), ()),
+    "mixtral": ({}, dict(tp=1, etp=2), ()),
+    "qwen2_moe": (dict(decoder_sparse_step=1), dict(ep=2), ()),
+    "qwen3_moe": (dict(mlp_only_layers=[], norm_topk_prob=True), dict(ep=2), ("--ep-size", "2")),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(world: World, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, parallel, flags = FAMILIES[kind]
+    models = [
+        save_model(tmp_path / str(seed), kind, seed, vocab_size=1000, **over) for seed in (0, 1)
+    ]
+    server = launch(models[0], tmp_path / "log", tp=2, flags=flags)
+    with serving(server):
+        check(world, [server], (models[0], models[1]), tmp_path / "saved", parallel)
