@@ -177,17 +177,22 @@ def cut_table(
 def _rounds(source: Ints, size: Ints, limit: int) -> Ints:
     """Returns the round of each slice, [slices]: sources take turns in proportion to what they
     have, so that all of them send in every round."""
+    by_source = np.argsort(source, kind="stable")
+    ends = np.cumsum(size[by_source])
+    total = np.bincount(source, size)
     turn = np.empty(len(size))
-    for s in np.unique(source):
-        own = source == s
-        turn[own] = (np.cumsum(size[own]) - size[own]) / size[own].sum()
+    turn[by_source] = ends - size[by_source] - (np.cumsum(total) - total)[source[by_source]]
+    turn /= total[source]
+    order = np.argsort(turn, kind="stable")
     rounds = np.empty(len(size), dtype=np.int64)
+    numbers: list[int] = []
     number, held = 0, 0
-    for i in np.argsort(turn, kind="stable").tolist():
-        if held and held + size[i] > limit:
+    for nbytes in size[order].tolist():
+        if held and held + nbytes > limit:
             number, held = number + 1, 0
-        held += int(size[i])
-        rounds[i] = number
+        held += nbytes
+        numbers.append(number)
+    rounds[order] = numbers
     return rounds
 
 
