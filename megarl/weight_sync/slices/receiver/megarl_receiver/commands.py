@@ -154,7 +154,7 @@ def _join(order: Order) -> dict[str, Any]:
             [],
             dist.Backend(c["backend"]),
             order.box.within("group", c["timeout"]),
-            group_name=order.box.name("group"),
+            group_name=order.box.name("group"),  # type: ignore[arg-type]
             timeout=timedelta(seconds=c["group_timeout"]),
         )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
@@ -233,7 +233,8 @@ def _laid_out(slices: Sequence[Any]) -> tuple[int, list[Any]]:
     found, end = [], 0
     for part in slices:
         e = held.table.entries[part if isinstance(part, int) else part[0]]
-        views = [[e.offset, e.shape, e.strides]] if isinstance(part, int) else part[1]
+        whole = [[e.offset, e.shape, e.strides]]
+        views: Sequence[Any] = whole if isinstance(part, int) else part[1]
         dtype = held.dtypes[e.tensor]
         end = -(-end // dtype.itemsize) * dtype.itemsize
         for offset, shape, strides in views:

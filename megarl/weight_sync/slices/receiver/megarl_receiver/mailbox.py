@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,7 +32,8 @@ class Mailbox:
 
     def put(self, what: str, value: bytes) -> None:
         """Puts a value."""
-        self._store.set(self.name(what), self._code(what, value) + value)
+        raw: Any = self._code(what, value) + value  # torch takes bytes, and says str
+        self._store.set(self.name(what), raw)
 
     def take(self, what: str) -> bytes:
         """Waits for a value, as long as the store's timeout says, and returns it. Raises

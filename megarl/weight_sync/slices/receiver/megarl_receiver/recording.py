@@ -113,14 +113,14 @@ class Probe(torch.Tensor):
     recorder: Recorder
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # on the class and not in a mode: modes are per thread, and some models load in threads
         probes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Probe)]
         return probes[0].recorder.op(func, args, kwargs or {}, probes)
 
-    def __repr__(self, **_: Any) -> str:  # torch's would look at values
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # torch's looks at values
         return f"Probe({tuple(self.shape)}, {self.dtype})"
 
 
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         probe.recorder, probe.casts = self, casts
         # SGLang's mark of tensors to consume at once: it loads others in threads, where this mode
         # does not see padding being filled
-        probe._sglang_runai_streamer_tensor = True
+        probe.__dict__["_sglang_runai_streamer_tensor"] = True
         return probe
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any], probes: list[Probe]) -> Any:
@@ -232,15 +232,12 @@ class Recorder(TorchDispatchMode):
         home = self.homes.get(target.untyped_storage().data_ptr())
         if home is None:
             raise Unsupported("a loaded tensor is copied into memory that is no parameter")
-        ids, offset, there = (
-            probe.ids.expand(target.shape),
-            target.storage_offset(),
-            target.stride(),
-        )
+        offset, there = int(target.storage_offset()), target.stride()
+        ids = probe.ids.expand(target.shape)
         if probe.tainted or not _exact((*probe.casts, target.dtype)):
             self.computed.append((home, probe.tainted or self.sources(probe), target))
         elif probe.source is not None:
-            at = ids.storage_offset()
+            at = int(ids.storage_offset())
             self.writes.append((probe.source, at, ids.shape, ids.stride(), home, offset, there))
         else:
             for first, shape, steps, off, strides in affine(ids, offset, there):
@@ -251,7 +248,7 @@ class Recorder(TorchDispatchMode):
         """Returns real numbers of a probe's elements, 8 bytes each."""
         if probe.source is None:
             return probe.ids
-        first = self.bases[probe.source] + probe.ids.storage_offset()
+        first = self.bases[probe.source] + int(probe.ids.storage_offset())
         return grid(first, probe.shape, probe.ids.stride()).contiguous()
 
     def sources(self, probe: Probe) -> frozenset[int]:
