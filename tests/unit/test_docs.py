@@ -30,8 +30,8 @@ from megarl.data import build_dataset
 from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command
-from megarl.weight_sync.slices import RECEIVER
 from megarl.rollout.trajectory import Trajectory
+from megarl.weight_sync.slices import RECEIVER
 from tests.sglang import servers as sglang
 from tests.unit.rollout_fakes import FakeServer
 

@@ -14,6 +14,8 @@ _SHOWN = 3  # parameters of a server rank
 
 def of_meta(meta: WeightUpdateMeta) -> str:
     """Returns why an update is not sent by slices whatever the servers are, "" where it may be."""
+    if meta.bucket_bytes < 1:
+        return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
     if meta.delta:
         return "weight_sync.delta=true sends changes of whole tensors"
     if meta.quantization != "none":
