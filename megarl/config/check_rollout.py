@@ -163,6 +163,8 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
             f"server.count={cfg.server.count * cfg.server.dp} with server.dp=1"
         )
     yield from _less_to_send_problems(cfg, needs)
+    if problem := _sharded_problem(cfg):
+        yield problem
     if needs.adapters:
         yield from _adapter_problems(cfg, key)
 
@@ -204,21 +206,29 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
             "weight_sync.delta=true: a stock SGLang server cannot apply changes; use "
             "server.type=embedded or weight_sync.delta=false"
         )
-    if sync.sharded == "on" and (sync.delta or fp8):
-        key = "delta=true" if sync.delta else f"quantization={sync.quantization}"
-        yield f"weight_sync.sharded=on: does not go with weight_sync.{key}; use sharded=auto"
-    if sync.sharded == "on" and transport_name(sync.type) != "distributed":
-        yield f"weight_sync.sharded=on: goes with weight_sync.type=distributed, not {sync.type}"
-    if sync.sharded == "on" and cfg.server.type != "sglang" and cfg.server.count > 0:
-        yield (
-            f"weight_sync.sharded=on: server.type={cfg.server.type} takes whole tensors; use "
-            "server.type=sglang or weight_sync.sharded=auto"
-        )
     if fp8 and sglang and not cfg.server.path:
         yield (
             f"weight_sync.quantization={sync.quantization}: SGLang must start from weights of that "
             "layout; set server.path to the model's FP8 checkpoint"
         )
+
+
+def _sharded_problem(cfg: GRPOConfig) -> str:
+    """Returns why weight_sync.sharded=on cannot work, "" where it may."""
+    sync, key = cfg.weight_sync, "weight_sync.sharded=on"
+    if sync.sharded != "on":
+        return ""
+    if transport_name(sync.type) != "distributed":
+        return f"{key}: goes with weight_sync.type=distributed, not with {sync.type}"
+    if sync.delta or sync.quantization != "none":
+        less = "delta=true" if sync.delta else f"quantization={sync.quantization}"
+        return f"{key}: does not go with weight_sync.{less}; use weight_sync.sharded=auto"
+    if cfg.server.type != "sglang" and cfg.server.count > 0:
+        return (
+            f"{key}: server.type={cfg.server.type} takes whole tensors; use server.type=sglang or "
+            "weight_sync.sharded=auto"
+        )
+    return ""
 
 
 def is_address(text: str) -> bool:
