@@ -83,6 +83,8 @@ class WeightUpdateMeta:
     comm_backend: "nccl" | "gloo"; None picks by device.
     delta: sends only what changed since the last update that the servers hold (distributed).
     delta_on_host: keeps the copy that `delta` needs in host memory, not beside the parameters.
+    sharded: "auto" | "on" | "off": sends each server rank the slices that it keeps (distributed);
+        auto: where all servers can take them, whole tensors otherwise.
     quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".
@@ -104,6 +106,7 @@ class WeightUpdateMeta:
     flattened: bool = True
     verify: str | bool = "off"
     senders: int | None = 1
+    sharded: str = "auto"
     delta: bool = False
     delta_on_host: bool = True
     quantization: str = "none"
@@ -128,6 +131,10 @@ class WeightUpdateMeta:
         if self.quantization not in ("none", "fp8_block"):
             raise ValueError(
                 f"WeightUpdateMeta.quantization={self.quantization!r}: use 'none' or 'fp8_block'"
+            )
+        if self.sharded not in ("auto", "on", "off"):
+            raise ValueError(
+                f"WeightUpdateMeta.sharded={self.sharded!r}: use 'auto', 'on' or 'off'"
             )
         if self.delta and self.quantization != "none":
             raise ValueError("WeightUpdateMeta.delta: changes of quantized weights are not sent")
@@ -187,6 +194,7 @@ class WeightUpdateMeta:
             delta_on_host=config.delta_on_host,
             quantization=config.quantization,
             senders=config.senders,
+            sharded=config.sharded,
             timeout=config.timeout,
             server_timeout=config.server_timeout,
             **({"verify": config.verify} | fields),

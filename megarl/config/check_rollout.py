@@ -12,7 +12,7 @@ from megarl.config.gateway import MATCHES
 from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.servers import addresses_in
-from megarl.config.transports import Requirements, built_in_transport
+from megarl.config.transports import Requirements, built_in_transport, transport_name
 from megarl.config.turns import turn_problems
 from megarl.utils.env import is_here
 from megarl.utils.http import split_address
@@ -163,6 +163,8 @@ def transport_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str]:
             f"server.count={cfg.server.count * cfg.server.dp} with server.dp=1"
         )
     yield from _less_to_send_problems(cfg, needs)
+    if problem := _sharded_problem(cfg):
+        yield problem
     if needs.adapters:
         yield from _adapter_problems(cfg, key)
 
@@ -209,6 +211,24 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
             f"weight_sync.quantization={sync.quantization}: SGLang must start from weights of that "
             "layout; set server.path to the model's FP8 checkpoint"
         )
+
+
+def _sharded_problem(cfg: GRPOConfig) -> str:
+    """Returns why weight_sync.sharded=on cannot work, "" where it may."""
+    sync, key = cfg.weight_sync, "weight_sync.sharded=on"
+    if sync.sharded != "on":
+        return ""
+    if transport_name(sync.type) != "distributed":
+        return f"{key}: goes with weight_sync.type=distributed, not with {sync.type}"
+    if sync.delta or sync.quantization != "none":
+        less = "delta=true" if sync.delta else f"quantization={sync.quantization}"
+        return f"{key}: does not go with weight_sync.{less}; use weight_sync.sharded=auto"
+    if cfg.server.type != "sglang" and cfg.server.count > 0:
+        return (
+            f"{key}: server.type={cfg.server.type} takes whole tensors; use server.type=sglang or "
+            "weight_sync.sharded=auto"
+        )
+    return ""
 
 
 def is_address(text: str) -> bool:

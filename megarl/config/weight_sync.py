@@ -51,6 +51,13 @@ class WeightSyncConfig:
         help="trainer ranks that gather and send buckets in turn, spread over pipeline stages and "
         "nodes; null is one on each stage",
     )
+    sharded: str = arg(
+        "auto",
+        help="send each rank of a server the slices it keeps, from the trainers that hold them; "
+        "auto: where all servers can take them, whole tensors otherwise, and the log says why; on: "
+        "an error otherwise; off: whole tensors",
+        choices=("auto", "on", "off"),
+    )
     verify: str = arg(
         "sample",
         help="compare the servers' checksums with the trainer's after a sync; off: never; sample: "

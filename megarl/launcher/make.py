@@ -27,7 +27,7 @@ from megarl.launcher.job import (
 )
 from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
 from megarl.launcher.plan import Plan
-from megarl.rollout.server_process import release_flags, server_command
+from megarl.rollout.server_process import python_path, release_flags, server_command
 from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
 from megarl.utils.env import (
     CONTROLS,
@@ -156,8 +156,7 @@ class _Maker:
         env |= server_env(seat.gpus, env, here=not self.cluster)
         if releases:
             env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")  # graphs are released and kept
-        if server.type == "embedded":
-            env["PYTHONPATH"] = _path(str(PACKAGE.parent), self.env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = python_path(server, self.env.get("PYTHONPATH"))
         return Task(
             role=role,
             index=index,

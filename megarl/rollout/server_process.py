@@ -22,6 +22,7 @@ from megarl.utils.http import HttpError, call_json
 from megarl.utils.job_token import ENV, job_token
 from megarl.utils.processes import free_port, log_tail
 from megarl.utils.tether import Tether
+from megarl.weight_sync.slices import LOADER, RECEIVER
 
 log = get_logger(__name__)
 
@@ -202,6 +203,7 @@ def server_command(
     command += releases
     if sglang:
         command += ["--tp-size", str(server.tp)]
+        command += ["--custom-weight-loader", LOADER]
         if server.dp > 1:
             command += ["--dp-size", str(server.dp)]
         if server.deterministic:
@@ -233,8 +235,12 @@ def _environment(server: ServerConfig) -> dict[str, str]:
     if server.threads:
         env["OMP_NUM_THREADS"] = str(server.threads)
     set_threads_default(env, processes=server.count)
-    if server.type == "embedded":
-        root = str(Path(__file__).resolve().parents[2])
-        inherited = os.environ.get("PYTHONPATH")
-        env["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
+    env["PYTHONPATH"] = python_path(server, os.environ.get("PYTHONPATH"))
     return env
+
+
+def python_path(server: ServerConfig, inherited: str | None) -> str:
+    """Returns PYTHONPATH for a server: where it finds this very package, installed or not, or for
+    SGLang what receives slices of weights there, which needs nothing else of megarl."""
+    own = RECEIVER if server.type == "sglang" else Path(__file__).resolve().parents[2]
+    return os.pathsep.join([str(own), inherited] if inherited else [str(own)])

@@ -6,7 +6,7 @@ import concurrent.futures as cf
 import contextlib
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class UpdateChannel:
         self.group_name = f"megarl_weights_{uuid.uuid4().hex}"
         self.info = servers.receivers(deadline)
         offsets, world_size = rank_offsets([i.tp for i in self.info.values()])
-        address = _address_for(servers)
+        address = address_for(servers.addresses)
         store = listen(address, timeout=deadline.left)
         group: dict[str, Any] = {
             "master_address": address,
@@ -118,8 +118,8 @@ def _broadcast(
     return time.monotonic()
 
 
-def _address_for(servers: Servers) -> str:
+def address_for(servers: Iterable[str]) -> str:
     """Returns this process's address for all servers: loopback only if all of them are here."""
-    hosts = [split_address(a)[0] for a in servers.addresses]
+    hosts = [split_address(a)[0] for a in servers]
     far = [h for h in hosts if not is_loopback(h)]
     return address_towards((far or hosts)[0])

@@ -32,6 +32,8 @@ class ServerInfo:
     hf_checksums: whether its checksums are of HF tensors, as ours are (the embedded server).
     applies_delta: whether it takes changes; then `weights_id` is the id of the update it holds,
     None where its weights are of another origin. weight_version: for messages.
+    loaders: its --custom-weight-loader; moves_experts, drafts (the algorithm) and shares_weights:
+    what it does with weights by itself.
     """
 
     tp: int
@@ -42,6 +44,10 @@ class ServerInfo:
     weight_version: str = ""
     replicas: int = 1
     stages: int = 1
+    loaders: tuple[str, ...] = ()
+    moves_experts: bool = False
+    drafts: str = ""
+    shares_weights: bool = False
 
     @classmethod
     def parse(cls, server: str, answer: Any) -> ServerInfo:
@@ -60,6 +66,10 @@ class ServerInfo:
             weight_version=str(answer.get("weight_version", "")),
             replicas=1 if answer.get("enable_dp_attention") else sizes["dp"],
             stages=sizes["pp"],
+            loaders=tuple(answer.get("custom_weight_loader") or ()),
+            moves_experts=bool(answer.get("enable_eplb")),
+            drafts=str(answer.get("speculative_algorithm") or ""),
+            shares_weights=answer.get("weight_cache_mode", "off") not in (None, "off"),
         )
 
 

@@ -31,7 +31,10 @@ _versions = itertools.count(1)
 
 
 def meta(pair: Pair, **kw: Any) -> WeightUpdateMeta:
-    given: dict[str, Any] = dict(type="distributed", bucket_bytes=SOME, timeout=120.0)
+    # whole tensors: test_slices.py has the rest
+    given: dict[str, Any] = dict(
+        type="distributed", bucket_bytes=SOME, timeout=120.0, sharded="off"
+    )  # fmt: skip
     return WeightUpdateMeta(version=next(_versions), addresses=pair.addresses, **(given | kw))
 
 

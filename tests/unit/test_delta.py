@@ -168,6 +168,7 @@ def test_a_server_patches_what_it_holds() -> None:
         (dict(type="disk", path="/x", quantization="fp8_block"), "type='disk' sends whole"),
         (dict(type="nccl", delta=True, quantization="fp8_block"), "of quantized weights"),
         (dict(type="nccl", quantization="int4"), "'int4': use 'none' or 'fp8_block'"),
+        (dict(type="nccl", sharded="yes"), "'yes': use 'auto', 'on' or 'off'"),
     ),
 )
 def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
@@ -186,11 +187,17 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
         (["weight_sync.delta=true", "weight_sync.quantization=fp8_block"], "cannot go with"),
         (["weight_sync.delta=true", "server.type=sglang"], "stock SGLang .* server.type=embedded"),
         (["weight_sync.quantization=fp8_block", "server.type=sglang"], "set server.path to"),
+        (["weight_sync.sharded=on", "weight_sync.type=disk"], "goes with weight_sync.type=dist"),
+        (["weight_sync.sharded=on", "server.type=embedded"], "takes whole tensors; use"),
+        (
+            ["weight_sync.sharded=on", "weight_sync.delta=true"],
+            "not go with weight_sync.delta=true",
+        ),
     ),
 )
 def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:
     (found,) = rollout_problems(load_config(None, ["actor.path=m", *overrides]))
-    assert re.search(rf"^weight_sync\.(delta|quantization).*{said}", found)
+    assert re.search(rf"^weight_sync\.(delta|quantization|sharded).*{said}", found)
 
 
 @pytest.mark.parametrize("where", ([200, 0], [9, 1], [255, 3]))

@@ -31,6 +31,7 @@ from megarl.rollout.client import RemoteSGLangEngine
 from megarl.rollout.rewards import RewardPool, get_reward_fn
 from megarl.rollout.server_process import server_command
 from megarl.rollout.trajectory import Trajectory
+from megarl.weight_sync.slices import RECEIVER
 from tests.sglang import servers as sglang
 from tests.unit.rollout_fakes import FakeServer
 
@@ -138,6 +139,7 @@ def test_sglangs_command_for_a_cpu_is_the_tests() -> None:
     ]
     for words in (launched, alone):
         env = dict(w.split("=", 1) for w in itertools.takewhile(lambda w: "=" in w, words))
+        assert (ROOT / env.pop("PYTHONPATH", "")).samefile(RECEIVER if words is alone else ROOT)
         assert {k: v for k, v in env.items() if not k.startswith("MEGARL_")} == sglang.ENV
     cfg = load_config(None, [w for w in launched if w.startswith("server.")])
     assert isinstance(cfg, GRPOConfig)

@@ -121,7 +121,8 @@ def test_commands():
     ]  # fmt: skip
     assert command(type="sglang", tp=4, python="/opt/python") == [
         "/opt/python", "-m", "sglang.launch_server", *common,
-        "--tp-size", "4", "--enable-deterministic-inference",
+        "--tp-size", "4", "--custom-weight-loader", "megarl_receiver.load",
+        "--enable-deterministic-inference",
     ]  # fmt: skip
     for module in ("embedded", "sglang"):
         given = server_command(

@@ -30,6 +30,7 @@ from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.senders import split_budget, spread_senders
 from megarl.weight_sync.servers import BucketTransfer, Servers
+from megarl.weight_sync.slices.sync import SliceSync
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -58,11 +59,21 @@ class DistributedTransport(Transport):
         self._buffers: dict[int, BucketBuffers] = {}
         self._met: _Target | None = None
         self._base = DeltaBase()
+        self._slices = SliceSync(source)
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Streams all buckets, or their changes, to the servers. Collective. Raises RuntimeError
-        where a rank or server fails, ServersLost where some are lost; the next upload then connects
-        anew."""
+        """Sends slices, or streams all buckets or their changes, to the servers. Collective. Raises
+        RuntimeError where a rank or server fails, ServersLost where some are lost; the next upload
+        then connects anew."""
+        if meta.sharded != "off" and self._slices.upload(meta, deadline, phases):
+            self._base.forget()
+            phases.metrics["sharded"] = 1.0
+            return
+        phases.metrics["sharded"] = 0.0
+        self._stream(meta, deadline, phases)
+
+    def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Streams buckets. Collective."""
         agreement = self.source.agreement
         senders = agreement.together(self._senders, meta)
         bucket_bytes, staging = split_budget(meta.bucket_bytes)
@@ -95,6 +106,7 @@ class DistributedTransport(Transport):
 
     def close(self) -> None:
         """Drops buffers and copies, and leaves the groups. Servers may object, which is logged."""
+        self._slices.close()
         self._drop_buffers()
         self._base.forget()
         self._leave(abort=False)

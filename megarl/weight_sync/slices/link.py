@@ -1,0 +1,301 @@
+"""Links all trainer ranks with all ranks of the servers: commands, a store, one group.
+
+One rank speaks: it hosts the store and calls the servers. A command is an HTTP request that names
+it (see receiver/megarl_receiver); what belongs to it lies in the store. SGLang answers 200 whatever
+happened, as its loader must not raise, so a command has succeeded when every rank has said so in
+the store.
+
+One group holds all trainers and, after them, all server ranks. Whoever fails puts a word into the
+store and closes its connections, and all others give up.
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures as cf
+import contextlib
+import io
+import json
+import pickle
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from itertools import accumulate
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.utils.http import call_json, in_thread
+from megarl.utils.job_token import ENV, job_token
+from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, wait_for
+from megarl.utils.rendezvous import listen
+from megarl.weight_sync.servers import GRACE, failures, raise_if_lost
+from megarl.weight_sync.slices import LOADER
+from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
+from megarl.wire.process_group import destroy_update_group, init_update_group, set_group_timeout
+
+LOOK_EVERY = 0.5  # seconds between looks whether somebody has given up
+# How much longer than a sync may take operations of NCCL live: ours is the readable error, and its
+# watchdog ends the process.
+MARGIN = 60.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Says where the ranks of a link meet. session: of this link alone."""
+
+    host: str
+    port: int
+    session: str
+
+
+@dataclass(frozen=True)
+class Members:
+    """Names who is in a link. servers: address -> tensor-parallel size."""
+
+    trainers: int
+    servers: Mapping[str, int]
+    backend: str
+
+    @property
+    def world(self) -> int:
+        """Returns the number of ranks in the group."""
+        return self.trainers + sum(self.servers.values())
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Returns the number in the group of each server's rank 0."""
+        return list(accumulate(self.servers.values(), initial=self.trainers))[:-1]
+
+
+def open_store(host: str, timeout: float) -> tuple[dist.TCPStore, Meeting]:
+    """Returns the store of a link to come, on the rank that speaks, and where it is."""
+    store = listen(host, timeout=timeout)
+    return store, Meeting(host, store.port, uuid.uuid4().hex)
+
+
+class Link:
+    """Holds one trainer rank's side of a link. store: on the rank that speaks."""
+
+    def __init__(
+        self,
+        members: Members,
+        rank: int,
+        meeting: Meeting,
+        device: torch.device,
+        timeout: float,
+        store: dist.TCPStore | None = None,
+    ) -> None:
+        """Reaches the store; other ranks and servers are not waited for."""
+        self.members, self.rank, self.meeting = members, rank, meeting
+        self._word = ""
+        self.device = torch.device("cpu") if members.backend == "gloo" else device
+        self.group: dist.ProcessGroup | None = None
+        self._store = store or self._reach(timeout)
+        self.box = Mailbox(self._store, meeting.session, job_token() or "")
+
+    def _reach(self, timeout: float) -> dist.TCPStore:
+        """Returns a connection to the store. One that waits for a value is of no other use."""
+        return dist.TCPStore(
+            self.meeting.host,
+            self.meeting.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+
+    # ---- commands, on the rank that speaks
+
+    def start(
+        self, do: str, deadline: Deadline, *, body: Mapping[str, Any] | None = None, **fields: Any
+    ) -> dict[str, Future[Answer]]:
+        """Has every rank of every server do something. A call fails with what a rank replied.
+        body: of the request; fields: of the command."""
+        command = {
+            "do": do,
+            "id": uuid.uuid4().hex[:12],
+            "backend": self.members.backend,
+            "timeout": deadline.left,
+            "world": self.members.world,
+            **vars(self.meeting),
+            **fields,
+        }
+        return {
+            server: in_thread(
+                self._obey,
+                server,
+                tp,
+                command
+                | {"server": number, "address": server, "first": self.members.firsts[number]},
+                body or {},
+                deadline.left + LINGER,
+            )
+            for number, (server, tp) in enumerate(self.members.servers.items())
+        }
+
+    def call(self, do: str, deadline: Deadline, **given: Any) -> dict[str, list[dict[str, Any]]]:
+        """Returns every server's replies by rank, once all have obeyed. Raises RuntimeError with
+        what those that failed have said, ServersLost where some are lost."""
+        calls = self.start(do, deadline, **given)
+        raise_if_lost(wait_for(calls, deadline), do)
+        said = failures(calls)
+        said += [f"server {s}: no answer in time" for s, f in calls.items() if not f.done()]
+        if said:
+            raise RuntimeError(f"{do}: {'; '.join(said)}")
+        return {server: f.result().value for server, f in calls.items()}
+
+    def _obey(
+        self,
+        server: str,
+        tp: int,
+        command: Mapping[str, Any],
+        body: Mapping[str, Any],
+        timeout: float,
+    ) -> Answer:
+        request = {
+            "serialized_named_tensors": [_empty_tensor(json.dumps(command))] * tp,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "selector": "target",
+            **body,
+        }
+        call_json("POST", server, "/update_weights_from_tensor", request, timeout=timeout)
+        replies = [self._reply(server, command, rank) for rank in range(tp)]
+        return Answer(server, replies, time.monotonic())
+
+    def _reply(self, server: str, command: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Returns what a rank has said. Raises RuntimeError where it is an error, or nothing."""
+        place = f"reply/{command['id']}/{command['server']}/{rank}"
+        if not self.box.has(place):
+            raise RuntimeError(
+                f"server {server}: rank {rank} did not reply through the store at "
+                f"{self.meeting.host}:{self.meeting.port}; give it the job's {ENV} and a way to "
+                "that address (its log says which of them it lacks)"
+            )
+        reply = json.loads(self.box.take(place))
+        if not reply.pop("ok"):
+            raise RuntimeError(f"server {server}: rank {rank}: {reply['error']}")
+        at = f"{command['id']}/{command['server']}/{rank}"
+        return reply | {"at": at}
+
+    # ---- the group
+
+    def join(self, deadline: Deadline, group_timeout: float) -> None:
+        """Enters the group with all others, and makes sure that all are there: NCCL wants the first
+        use of a communicator to be everybody's. Blocks; call it through `alongside`."""
+        m = self.meeting
+        self.group = init_update_group(
+            master_address=m.host,
+            master_port=m.port,
+            rank=self.rank,
+            world_size=self.members.world,
+            group_name=self.box.name("group"),
+            backend=self.members.backend,
+            timeout=group_timeout,
+            store=self._reach(deadline.left),
+        )
+        self._use_device()
+        work = dist.all_reduce(torch.zeros(1, device=self.device), group=self.group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=deadline.left))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def send(self, groups: Iterable[Sequence[tuple[int, int, Any]]], deadline: Deadline) -> int:
+        """Sends groups of messages (step, number of the receiver in the group, a function that
+        packs it), and returns the bytes. One group is packed while the one before it is on its way.
+        Blocks; call it through `alongside`."""
+        assert self.group is not None, "join first"
+        self._use_device()
+        set_group_timeout(self.group, deadline.left + MARGIN)
+        under_way: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
+        sent = 0
+
+        def settle() -> None:
+            for work in under_way.popleft()[0]:
+                work.wait(timedelta(seconds=deadline.left))
+
+        for messages in groups:
+            buffers = [pack() for _, _, pack in messages]
+            ops = [
+                dist.P2POp(dist.isend, b, group=self.group, tag=step, group_peer=peer)
+                for b, (step, peer, _) in zip(buffers, messages, strict=True)
+            ]
+            sent += sum(b.numel() for b in buffers)
+            under_way.append((dist.batch_isend_irecv(ops), buffers))
+            if len(under_way) > 1:
+                settle()
+        while under_way:
+            settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return sent
+
+    def alongside(
+        self, what: str, ours: Future[Any], theirs: Calls | None, deadline: Deadline
+    ) -> None:
+        """Waits for this rank's side of something, and on the rank that speaks for the servers'
+        calls. Where any rank or server fails, everybody gives up: raises RuntimeError with the word
+        of the one that failed first, ServersLost where servers are lost."""
+        calls, lost = theirs or {}, {}
+        if theirs is not None:
+            lost = wait_for(calls, deadline, also=[ours], return_when=cf.FIRST_EXCEPTION)
+        while theirs is None and not (ours.done() or deadline.over or self._stopped()):
+            cf.wait([ours], LOOK_EVERY)
+        sides: list[Future[Any]] = [ours, *calls.values()]
+        if not lost and all(f.done() and f.exception() is None for f in sides):
+            return
+        self.stop(self._reason(ours, calls, deadline))
+        if theirs is not None and not lost and not deadline.over:
+            cf.wait(sides, min(GRACE, deadline.left))
+            lost = absent(calls, deadline)
+        raise_if_lost(lost, what)
+        raise RuntimeError(f"{what}: {self._word}")
+
+    def _reason(self, ours: Future[Any], calls: Calls, deadline: Deadline) -> str:
+        said = failures(calls)
+        if ours.done() and (error := ours.exception()) is not None:
+            said.append(f"rank {self.rank}: {type(error).__name__}: {error}")
+        late = [s for s, f in calls.items() if not f.done()]
+        late += [] if ours.done() else [f"rank {self.rank}"]
+        bound = f"not done within weight_sync.timeout={deadline.timeout:g} s: {', '.join(late)}"
+        return "; ".join(said) or bound
+
+    def stop(self, why: str) -> None:
+        """Tells everybody to give up, and why, and ends what is under way."""
+        self._word = self._stopped() or why
+        with contextlib.suppress(Exception):  # whoever hosted the store may be gone
+            self.box.stop(why)
+        self.leave(abort=True)
+
+    def leave(self, *, abort: bool = False) -> None:
+        """Leaves the group."""
+        group, self.group = self.group, None
+        if group is not None:
+            destroy_update_group(group, abort=abort)
+
+    def _stopped(self) -> str:
+        """Returns the word of whoever failed first, "" where all is well."""
+        try:
+            return self.box.stopped()
+        except Exception as e:
+            return f"the rank that speaks to the servers is gone ({e})"
+
+    def _use_device(self) -> None:
+        if self.device.type == "cuda":  # threads begin with device 0
+            torch.cuda.set_device(self.device)
+
+
+def _empty_tensor(name: str) -> str:
+    """Returns the text of an empty tensor of this name: it needs no shared memory, and only types
+    that SGLang's unpickler takes."""
+    out = io.BytesIO()
+    ForkingPickler(out, pickle.HIGHEST_PROTOCOL).dump([(name, torch.empty(0))])
+    return base64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,352 @@
+"""Obeys the trainers' commands on every rank of a server.
+
+`POST /update_weights_from_tensor` with load_format="megarl_receiver.load" calls `load` on every
+tensor-parallel rank, with the real module. Its one tensor is empty and has a JSON command for a
+name; everything else goes through a store of the trainers:
+
+    record   learn where every element of every HF tensor lands in this rank's parameters
+    join     enter the group of all trainers and server ranks
+    receive  take this rank's slices, round by round, and copy them in place as a plan says
+    hash     fingerprints of the HF tensors, read back from the live parameters
+    accept   nothing; the request carries the version, once every rank has received
+    leave    leave the group
+
+No command raises: an exception in a custom loader ends SGLang's scheduler, and a rank that leaves
+early leaves the others in a barrier. Errors are replied through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+import traceback
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from .mailbox import TOKEN, Mailbox
+from .recording import Table, digest_of, record, state
+from .strides import MODULUS, box_numbers, fingerprint
+
+CONNECT_TIMEOUT = 30.0  # seconds to reach the store
+POLL = 0.002  # seconds between looks after messages under way
+LOOK_EVERY = 1.0  # seconds between looks whether the trainers have given up
+_NEVER_SENT = 0x6E65  # tag of a message nobody sends
+
+
+@dataclass
+class Held:
+    """Keeps what outlives a command. spec: the HF tensors of the table, (name, shape, dtype)."""
+
+    spec: Sequence[Any] = ()
+    table: Table | None = None
+    group: dist.ProcessGroup | None = None
+    plans: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtypes of the HF tensors, as they are sent."""
+        return {name: getattr(torch, dtype) for name, _, dtype in self.spec}
+
+
+held = Held()
+
+
+@dataclass(frozen=True)
+class Order:
+    """Holds a command, and the rank of this server that obeys it."""
+
+    command: Mapping[str, Any]
+    box: Mailbox
+    rank: int
+    model: torch.nn.Module
+
+    def place(self, kind: str) -> str:
+        """Returns the name under which this rank puts or finds something of this command."""
+        return f"{kind}/{self.command['id']}/{self.command['server']}/{self.rank}"
+
+    @property
+    def who(self) -> str:
+        """Returns how errors name this rank."""
+        return f"server {self.command['address']}, rank {self.rank}"
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where messages arrive: the parameters' device, but for gloo the host."""
+        gloo = self.command["backend"] == "gloo"
+        return torch.device("cpu") if gloo else next(self.model.parameters()).device
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Obeys one command; SGLang calls it on every rank. Never raises."""
+    order = None
+    try:
+        command = json.loads(named_tensors[0][0])
+        box = Mailbox(_store(command), command["session"], os.environ.get(TOKEN, ""))
+        order = Order(command, box, _rank(), model)
+        reply = {"ok": True, **COMMANDS[command["do"]](order)}
+    except BaseException as e:
+        traceback.print_exc()
+        reply = {"ok": False, "error": f"{type(e).__name__}: {e}"}
+    try:
+        if order is not None:
+            order.box.put(order.place("reply"), json.dumps(reply).encode())
+    except BaseException:  # the trainers are gone, and will miss the reply
+        traceback.print_exc()
+
+
+def _store(command: Mapping[str, Any]) -> dist.Store:
+    """Connects to the trainers' store, which says within seconds that it is not there."""
+    wait = timedelta(seconds=min(CONNECT_TIMEOUT, command["timeout"]))
+    return dist.TCPStore(command["host"], command["port"], is_master=False, timeout=wait)
+
+
+def _rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def _finish(model: torch.nn.Module) -> None:
+    """Recomputes what is derived from parameters. SGLang does it at the end of an update session
+    only if nothing was loaded in it, and counts a custom loader as loading."""
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    post_load_weights(model)
+
+
+# ---- the commands
+
+
+def _record(order: Order) -> dict[str, Any]:
+    """Replies the table, the one there is where it still holds."""
+    spec = json.loads(zlib.decompress(order.box.take(f"spec/{order.command['spec']}")))
+    table = held.table
+    if table is None or held.spec != spec or table.digest != digest_of(order.model):
+        held.table = None
+        table = record(order.model, spec)
+        held.table, held.spec, held.plans = table, spec, {}
+        vars(held).pop("dtypes", None)
+    order.box.put(order.place("table"), zlib.compress(json.dumps(vars(table)).encode()))
+    return {"entries": len(table.entries)}
+
+
+def _join(order: Order) -> dict[str, Any]:
+    """Leaves the group of before and enters a new one, with one exchange among all ranks: NCCL
+    wants the first use of a communicator to be everybody's."""
+    _leave(order, abort=True)
+    c = order.command
+    with _loopback_gloo(c["host"]), _independent_of_default_group(c["backend"]):
+        group, _ = c10d._new_process_group_helper(
+            c["world"],
+            c["first"] + order.rank,
+            [],
+            dist.Backend(c["backend"]),
+            order.box.within("group", c["timeout"]),
+            group_name=order.box.name("group"),  # type: ignore[arg-type]
+            timeout=timedelta(seconds=c["group_timeout"]),
+        )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(c["world"])}
+    held.group, held.plans = group, {}
+    try:
+        work = dist.all_reduce(torch.zeros(1, device=order.device), group=group, async_op=True)
+        _wait(order, [work], time.monotonic() + c["timeout"])
+    except BaseException as e:
+        _give_up(order, e)
+        raise
+    if order.device.type == "cuda":
+        torch.cuda.synchronize(order.device)
+    return {}
+
+
+def _receive(order: Order) -> dict[str, Any]:
+    """Takes the rounds of a plan; the messages of one are on their way while those of the one
+    before are copied.
+
+    A round: [[sender, slices], ...]. A slice: the number of an entry of the table, or where it is a
+    part of one, [number, [[offset, shape, strides], ...]]. The slices of a message follow each
+    other, each aligned to its items. A plan can write into parameters alone: as_strided checks the
+    bounds of their storages.
+    """
+    plan, until = _plan(order), time.monotonic() + order.command["timeout"]
+    if plan["digest"] != digest_of(order.model):
+        raise RuntimeError("the parameters are not those that the table was recorded for")
+    params, received, peak = state(order.model), 0, 0
+    under_way: deque[Any] = deque()
+    try:
+        with torch.no_grad():
+            for number, messages in enumerate(plan["rounds"]):
+                under_way.append(_post(order, messages, number))
+                size = sum(b.numel() for b in under_way[-1][1])
+                now = sum(b.numel() for _, buffers, _ in under_way for b in buffers)
+                received, peak = received + size, max(peak, now)
+                if len(under_way) > 1:
+                    _land(params, under_way.popleft(), order, until)
+            while under_way:
+                _land(params, under_way.popleft(), order, until)
+            _finish(order.model)
+    except BaseException as e:
+        _give_up(order, e)
+        raise
+    if order.device.type == "cuda":
+        torch.cuda.synchronize(order.device)
+    return {"received": received, "peak": peak}
+
+
+def _plan(order: Order) -> Any:
+    """Returns the plan of this name, which comes once."""
+    name = order.command["plan"]
+    if name not in held.plans:
+        raw = order.box.take(f"plan/{name}/{order.command['server']}/{order.rank}")
+        held.plans = {name: json.loads(zlib.decompress(raw))}
+    return held.plans[name]
+
+
+def _post(order: Order, messages: Sequence[Any], number: int) -> Any:
+    """Starts to receive a round's messages, all at once."""
+    if held.group is None:
+        raise RuntimeError("this server is in no group: connect again")
+    parts = [_laid_out(slices) for _, slices in messages]
+    buffers = [torch.empty(n, dtype=torch.uint8, device=order.device) for n, _ in parts]
+    ops = [
+        dist.P2POp(dist.irecv, b, group=held.group, tag=number, group_peer=sender)
+        for b, (sender, _) in zip(buffers, messages, strict=True)
+    ]
+    return parts, buffers, dist.batch_isend_irecv(ops) if ops else []
+
+
+def _laid_out(slices: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Returns a message's bytes, and where each view is in it: (first byte, last, dtype, parameter,
+    offset, shape, strides)."""
+    assert held.table is not None, "record first"
+    found, end = [], 0
+    for part in slices:
+        e = held.table.entries[part if isinstance(part, int) else part[0]]
+        whole = [[e.offset, e.shape, e.strides]]
+        views: Sequence[Any] = whole if isinstance(part, int) else part[1]
+        dtype = held.dtypes[e.tensor]
+        end = -(-end // dtype.itemsize) * dtype.itemsize
+        for offset, shape, strides in views:
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            found.append((start, end, dtype, e.param, offset, shape, strides))
+    return end, found
+
+
+def _land(params: Mapping[str, Any], posted: Any, order: Order, until: float) -> None:
+    """Copies a round's messages into parameters when they are there."""
+    parts, buffers, works = posted
+    _wait(order, works, until)
+    for buffer, (_, views) in zip(buffers, parts, strict=True):
+        for start, end, dtype, name, offset, shape, strides in views:
+            target = params[name].as_strided(shape, strides, offset)
+            target.copy_(buffer[start:end].view(dtype).view(shape))
+
+
+def _wait(order: Order, works: Sequence[Any], until: float) -> None:
+    """Waits for messages. Trainers that give up close gloo's connections, which is an error here;
+    NCCL would wait for ever, so that their word in the store is looked for."""
+    look = time.monotonic() + LOOK_EVERY
+    while order.command["backend"] != "gloo" and not all(w.is_completed() for w in works):
+        time.sleep(POLL)
+        if time.monotonic() > look:
+            look = time.monotonic() + LOOK_EVERY
+            if time.monotonic() > until or order.box.stopped():
+                raise RuntimeError(order.box.stopped() or "a message never came")
+    for work in works:
+        work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+
+
+def _hash(order: Order) -> dict[str, Any]:
+    """Replies by HF tensor the sum of the fingerprints of its parts on this rank."""
+    if held.table is None or held.table.digest != digest_of(order.model):
+        raise RuntimeError("there is no table of these parameters: record first")
+    params, sums = state(order.model), Counter[str]()
+    shapes = {name: shape for name, shape, _ in held.spec}
+    for e in held.table.entries:
+        view = params[e.param].as_strided(tuple(e.shape), tuple(e.strides), e.offset)
+        sums[e.tensor] += fingerprint(view, box_numbers(shapes[e.tensor], e.start, e.stop))
+    found = {name: value % MODULUS for name, value in sums.items()}
+    order.box.put(order.place("hash"), zlib.compress(json.dumps(found).encode()))
+    return {"tensors": len(found)}
+
+
+def _accept(order: Order) -> dict[str, Any]:
+    return {}
+
+
+def _leave(order: Order, *, abort: bool = False) -> dict[str, Any]:
+    """Leaves the group, if there is one. abort: messages under way end with an error, also at the
+    other ends: gloo closes a group's connections when an operation times out."""
+    group, held.group = held.group, None
+    if group is None:
+        return {}
+    if abort:
+        group.abort()
+        gloo = dist.get_backend(group) == dist.Backend.GLOO
+        for peer in set(range(group.size())) - {group.rank()} if gloo else ():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    dist.destroy_process_group(group)
+    return {}
+
+
+def _give_up(order: Order, error: BaseException) -> None:
+    """Tells everybody why, then closes this rank's connections."""
+    with contextlib.suppress(Exception):  # the store may be gone
+        order.box.stop(f"{order.who}: {type(error).__name__}: {error}")
+    _leave(order, abort=True)
+
+
+COMMANDS: Mapping[str, Callable[[Order], dict[str, Any]]] = {
+    "record": _record,
+    "join": _join,
+    "receive": _receive,
+    "hash": _hash,
+    "accept": _accept,
+    "leave": _leave,
+}
+
+
+# ---- groups beside SGLang's own
+
+
+@contextlib.contextmanager
+def _loopback_gloo(host: str) -> Iterator[None]:
+    """Has gloo use the loopback interface for a group on one machine; it would resolve the host
+    name, which containers often cannot."""
+    name = "GLOO_SOCKET_IFNAME"
+    if host not in ("127.0.0.1", "localhost", "::1") or name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _independent_of_default_group(backend: str) -> Iterator[None]:
+    """Hides the default group's device inside: torch would make an NCCL group by splitting that
+    one, and wait for all its ranks."""
+    default = dist.group.WORLD if dist.is_initialized() and backend == "nccl" else None
+    bound = default.bound_device_id if default is not None else None
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

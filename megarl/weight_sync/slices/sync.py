@@ -1,0 +1,363 @@
+"""Sends weights by slices, where the servers can take them.
+
+Once per server process: an update session in which every rank records what its loader does with the
+HF tensors; a plan that all trainers make alike; one group. Then every sync: a session, in which
+trainers send and servers receive, rounds in the plan's order; the version, when all have received.
+A server that started anew, other servers, or a failure: all of it again, where servers that still
+have their table answer with it.
+
+Memory beyond the parameters: two groups of messages of `bucket_bytes` / 2 on each trainer, and the
+same on each server rank.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import hashlib
+import json
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.api.records import ServersLost, WeightUpdateMeta
+from megarl.models.gather import export_dtype
+from megarl.utils.env import is_here, is_loopback
+from megarl.utils.http import in_thread, split_address
+from megarl.utils.liveness import Deadline
+from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
+from megarl.weight_sync.phases import Phases
+from megarl.weight_sync.plan import load_body
+from megarl.weight_sync.reallocate import copy_views
+from megarl.weight_sync.reallocation_plan import Side
+from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
+from megarl.weight_sync.slices import refusals
+from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
+from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
+from megarl.weight_sync.slices.tables import ServerTable
+from megarl.weight_sync.transports import WeightSource
+from megarl.weight_sync.verify import Verifier
+from megarl.wire.shared_memory import machine
+
+log = logging.getLogger(__name__)
+
+PLAN = "plan"  # its name in commands: a session has one
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Says what a link was made for."""
+
+    addresses: tuple[str, ...]
+    backend: str
+    round_bytes: int
+
+
+@dataclass
+class _Parts:
+    """Holds a message's slices, and where each is in its bytes."""
+
+    nbytes: int
+    slots: list[tuple[Side, torch.dtype, int, int]]
+
+
+class SliceSync:
+    """Sends slices, on every rank of an engine alike. One of them speaks to the servers."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self._speaker = source, source.sender
+        self._target: _Target | None = None
+        self._why = ""
+        self._link: Link | None = None
+        self._info: dict[str, ServerInfo] = {}
+        self._servers: Servers | None = None
+        self._groups: list[list[tuple[int, int, _Parts]]] = []
+
+    def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
+        """Sends the weights, and returns True; or returns False, with nothing sent, where whole
+        tensors have to be sent instead. Collective. Raises RuntimeError where a rank or server
+        fails, or meta.sharded is "on" and slices cannot be sent, ServersLost where some are lost;
+        servers then keep their old version, and the next upload connects anew."""
+        try:
+            with phases.time("connect"):
+                why = self._prepare(meta, deadline)
+            if why:
+                if meta.sharded == "on":
+                    raise RuntimeError(f"weight_sync.sharded=on: {why}")
+                return False
+            self._stream(meta, deadline, phases)
+        except BaseException:
+            self.close(abort=True)
+            raise
+        return True
+
+    def close(self, *, abort: bool = False) -> None:
+        """Leaves the group, and ends an open session. abort: of something that failed. Servers may
+        object, which is logged."""
+        link, servers = self._link, self._servers
+        self._target, self._link, self._servers, self._groups = None, None, None, []
+        if link is None:
+            return
+        try:
+            if abort:
+                link.stop("another rank has failed")
+                calls = servers.abandon_update(GRACE) if servers is not None else {}
+                cf.wait(calls.values(), GRACE)
+            elif servers is not None:
+                deadline = Deadline(CLOSE_TIMEOUT)
+                servers.begin_update(deadline)
+                link.call("leave", deadline)
+                servers.end_update(deadline)
+        except RuntimeError as e:
+            log.warning("leaving the group of slices: %s", e)
+        link.leave(abort=abort)
+
+    # ---- once
+
+    def _prepare(self, meta: WeightUpdateMeta, deadline: Deadline) -> str:
+        """Connects where that is needed. Returns why slices cannot be sent, "" where they can."""
+        if why := refusals.of_meta(meta):
+            return why
+        agreement = self.source.agreement
+        backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
+        target = _Target(meta.addresses, backend, max(1, meta.bucket_bytes // 2))
+        kept = agreement.together(self._still_met, target, deadline)
+        if all(agreement.gather(kept)):
+            return self._why
+        self.close(abort=True)
+        try:
+            self._why = self._connect(target, meta, deadline)
+        except ServersLost:
+            raise
+        except RuntimeError as e:
+            self._why = str(e)
+        if self._why:
+            self.close(abort=True)
+        self._target = target
+        if self.source.rank == self._speaker:
+            how = f"whole tensors: {self._why}" if self._why else "slices"
+            log.info("weights go to %d servers as %s", len(meta.addresses), how)
+        return self._why
+
+    def _still_met(self, target: _Target, deadline: Deadline) -> bool:
+        """Returns whether this rank, on the one that speaks also every server, is in the group, or
+        whole tensors are sent."""
+        if self._target != target or self._servers is None:
+            return self._target == target
+        again = self._servers.started_again(deadline)
+        if again:
+            log.info("recording anew: %s started again", ", ".join(again))
+        return not again
+
+    def _connect(self, target: _Target, meta: WeightUpdateMeta, deadline: Deadline) -> str:
+        """Records, plans and joins. Returns why slices cannot be sent. Collective."""
+        s, agreement = self.source, self.source.agreement
+        why, self._info = self._from_speaker(self._survey, target, deadline)
+        if why:
+            return why
+        servers = {a: i.tp for a, i in self._info.items()}
+        members = Members(s.layout.world_size, servers, target.backend)
+        hosts = [split_address(a)[0] for a in servers]
+        spots = agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
+        if is_loopback(address_for(servers)) and len({where for where, _ in spots}) > 1:
+            return "servers are at 127.0.0.1 and trainers on several machines; name their address"
+        self._open(members, deadline)
+        tables = self._from_speaker(self._record, deadline)
+        by_rank = {a: [json.loads(zlib.decompress(t)) for t in ranks] for a, ranks in tables}
+        if why := refusals.of_tables(by_rank):
+            return why
+        nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
+        plan = plan_slices(
+            s.table,
+            [_tables(by_rank[a], raw) for a, raw in tables],
+            itemsizes={t.name: export_dtype(t, s.dtype).itemsize for t in s.table.tensors},
+            round_bytes=target.round_bytes,
+            trainer_nodes=[where for where, _ in spots],
+            server_nodes=nodes,
+        )
+        agreement.together(self._share, plan, by_rank)
+        self._groups = [
+            [(m.round, self._number(members, m), self._parts(m)) for m in group]
+            for group in plan.sends(s.rank)
+        ]
+        agreement.together(self._join, deadline, meta.timeout)
+        agreement.together(self._end_session, deadline)
+        return ""
+
+    def _from_speaker(self, fn: Any, *args: Any) -> Any:
+        """Returns on every rank what `fn` returns on the one that speaks. Collective."""
+        speaks, agreement = self.source.rank == self._speaker, self.source.agreement
+        found = agreement.together(lambda: fn(*args) if speaks else None)
+        return agreement.gather_from([self._speaker], found)[0]
+
+    def _survey(self, target: _Target, deadline: Deadline) -> tuple[str, dict[str, ServerInfo]]:
+        """Asks the servers what they are."""
+        self._servers = Servers(target.addresses)
+        info = self._servers.info(deadline)
+        return refusals.of_servers(info), info
+
+    def _open(self, members: Members, deadline: Deadline) -> None:
+        """Opens the store, and reaches it from every rank. Collective."""
+        stores: list[Any] = []
+
+        def meeting() -> Meeting:
+            store, where = open_store(address_for(members.servers), deadline.left)
+            stores.append(store)
+            return where
+
+        where = self._from_speaker(meeting)
+
+        def reach() -> None:
+            s = self.source
+            self._link = Link(members, s.rank, where, s.device, deadline.left, *stores)
+
+        self.source.agreement.together(reach)
+
+    def _record(self, deadline: Deadline) -> list[tuple[str, list[bytes]]]:
+        """Has all servers record, and returns their tables, packed, by server and rank."""
+        assert self._servers is not None and self._link is not None
+        s, box = self.source, self._link.box
+        spec = [(t.name, t.shape, _name(export_dtype(t, s.dtype))) for t in s.table.tensors]
+        box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
+        self._servers.begin_update(deadline)  # it undoes what is packed in place
+        replies = self._link.call("record", deadline, spec="spec")
+        return [
+            (server, [box.take(f"table/{reply['at']}") for reply in ranks])
+            for server, ranks in replies.items()
+        ]
+
+    def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
+        """Puts the plans of some receivers into the store; the others are other ranks' to put."""
+        assert self._link is not None
+        by_number, size = list(tables.values()), self.source.layout.world_size
+        for server, rank in plan.receivers[self.source.rank :: size]:
+            rounds = plan.receives(server, rank)
+            text = json.dumps({"digest": by_number[server][rank]["digest"], "rounds": rounds})
+            self._link.box.put(f"plan/{PLAN}/{server}/{rank}", zlib.compress(text.encode()))
+
+    def _join(self, deadline: Deadline, timeout: float) -> None:
+        """Enters the group together with all others."""
+        link = self._link
+        assert link is not None
+        bound = timeout + MARGIN if link.members.backend != "gloo" else deadline.left
+        what = f"connecting to {len(link.members.servers)} servers over {link.members.backend}"
+        theirs = None
+        try:
+            if self._servers is not None:
+                theirs = link.start("join", deadline, group_timeout=bound)
+            link.alongside(what, in_thread(link.join, deadline, bound), theirs, deadline)
+        except BaseException as e:  # or others would wait for this rank
+            link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
+            raise
+
+    def _end_session(self, deadline: Deadline) -> None:
+        if self._servers is not None:
+            self._servers.end_update(deadline)
+
+    # ---- messages
+
+    def _number(self, members: Members, message: Message) -> int:
+        return members.firsts[message.receiver.server] + message.receiver.rank
+
+    def _parts(self, message: Message) -> _Parts:
+        """Lays out a message as receivers do: each slice at a multiple of its item size."""
+        slots, end = [], 0
+        for part in message.slices:
+            dtype = export_dtype(self.source.table.by_name[part.tensor], self.source.dtype)
+            start = -(-end // dtype.itemsize) * dtype.itemsize
+            end = start + part.numel * dtype.itemsize
+            slots.append((Side(self.source.rank, part.param, part.views), dtype, start, end))
+        return _Parts(end, slots)
+
+    @torch.no_grad()
+    def _pack(self, parts: _Parts, device: torch.device) -> torch.Tensor:
+        message = torch.empty(parts.nbytes, dtype=torch.uint8, device=device)
+        for side, dtype, start, stop in parts.slots:
+            copy_views(self.source.params, side, message[start:stop].view(dtype), out=True)
+        return message
+
+    # ---- every sync
+
+    def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
+        """Sends everything, then names the version. Collective."""
+        agreement = self.source.agreement
+        with phases.time("broadcast"):
+            sent, received = agreement.together(self._transfer, meta, deadline)
+        agreement.together(self._accept, meta, deadline)
+        if meta.verify != "off":
+            with phases.time("verify"):
+                verified = agreement.gather(agreement.together(self._verify, meta, deadline))
+            phases.metrics["verified"] = float(any(verified))
+        figures = agreement.gather((sent, self._memory(), received))
+        slices = figures[self._speaker][2]
+        phases.metrics |= {
+            "bytes": float(sum(n for n, _, _ in figures)),
+            "senders": float(sum(n > 0 for n, _, _ in figures)),
+            "peak_extra_bytes": float(max(extra for _, extra, _ in figures)),
+            "slice_bytes": float(max(r["received"] for r in slices)),
+            "server_extra_bytes": float(max(r["peak"] for r in slices)),
+        }
+
+    def _transfer(
+        self, meta: WeightUpdateMeta, deadline: Deadline
+    ) -> tuple[int, Sequence[dict[str, Any]]]:
+        """Sends this rank's messages. Returns its bytes and, on the rank that speaks, what every
+        server rank received."""
+        link = self._link
+        assert link is not None
+        theirs = None
+        try:
+            if self._servers is not None:
+                self._servers.begin_update(deadline)
+                theirs = link.start("receive", deadline, plan=PLAN)
+            if (
+                link.device.type == "cuda"
+            ):  # what computed the parameters is on this thread's stream
+                torch.cuda.synchronize(link.device)
+            groups = (
+                [(step, peer, partial(self._pack, parts, link.device)) for step, peer, parts in g]
+                for g in self._groups
+            )
+            ours = in_thread(link.send, groups, deadline)
+            link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
+        except BaseException as e:  # or others would wait for this rank
+            link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
+            raise
+        answers = [f.result().value for f in (theirs or {}).values()]
+        return ours.result(), [reply for ranks in answers for reply in ranks]
+
+    def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
+        """Names the version, once every rank has received, and ends the session."""
+        if self._servers is not None and self._link is not None:
+            body = load_body(
+                flattened=False, version=meta.number, last=True, flush=meta.flush_cache
+            )
+            self._link.call("accept", deadline, body=body)
+            self._servers.end_update(deadline)
+
+    def _verify(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
+        """Compares servers with each other, which is what a stock server allows."""
+        if self._servers is None:
+            return False
+        verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
+        return verifier is not None and verifier.check(deadline)
+
+    def _memory(self) -> int:
+        """Returns the bytes of two groups of messages, the largest that follow each other."""
+        sizes = [sum(parts.nbytes for _, _, parts in group) for group in self._groups]
+        return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+
+
+def _tables(tables: Sequence[dict[str, Any]], packed: Sequence[bytes]) -> list[ServerTable]:
+    return [
+        ServerTable.from_rows(table["entries"], hashlib.sha256(raw).hexdigest())
+        for table, raw in zip(tables, packed, strict=True)
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

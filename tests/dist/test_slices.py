@@ -1,0 +1,212 @@
+"""Weights go by slices from sharded ranks to made-up stock servers (see tests/stock_server.py).
+
+What is right: every rank of a server holds its rows of what the trainers hold, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.api.records import WeightUpdateMeta
+from megarl.utils.http import call_json
+from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.transports import WeightSource
+from tests.dist.uploads import Upload, run_uploads, sharded
+from tests.dist.world import World
+from tests.stock_server import StockServer
+from tests.tiny import save_tiny
+
+SOME = 100_000  # bytes of two rounds: several of them
+TP2: dict[str, Any] = dict(tp=2)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """two, one: servers of tp 2 and tp 1. paths, tensors: two models of one shape."""
+
+    two: StockServer
+    one: StockServer
+    paths: tuple[Path, Path]
+    tensors: tuple[dict[str, torch.Tensor], ...]
+
+    def meta(self, version: int, *servers: StockServer, **kw: Any) -> WeightUpdateMeta:
+        given: dict[str, Any] = dict(
+            type="distributed", bucket_bytes=SOME, timeout=60.0, server_timeout=5.0, sharded="on",
+            addresses=tuple(s.address for s in servers or (self.two, self.one)),
+        )  # fmt: skip
+        return WeightUpdateMeta(version=version, **(given | kw))
+
+    def check(self, model: int, version: int) -> None:
+        for server in (self.two, self.one):
+            assert server.version == str(version) and not server.session
+            assert server.holds(self.tensors[model])
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    home = tmp_path_factory.mktemp("slices")
+    paths = tuple(save_tiny(home / f"m{seed}", "qwen3_moe", layers=2, seed=seed) for seed in (0, 1))
+    tensors = tuple(load_file(next(p.glob("*.safetensors"))) for p in paths)
+    spec = {n: tuple(t.shape) for n, t in tensors[0].items()}
+    with StockServer(spec, tp=2) as two, StockServer(spec) as one:
+        yield Bench(two, one, paths, tensors)  # type: ignore[arg-type]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"tp2": TP2, "pp2": dict(pp=2), "ep2": dict(ep=2)}
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_every_rank_gets_its_slice_and_no_more(bench: Bench, world: World, way: str) -> None:
+    """Three syncs through one plan and one group."""
+    sources = (*bench.paths, bench.paths[0])
+    uploads = [Upload(path, None, bench.meta(i + 1)) for i, path in enumerate(sources)]
+    before = len(bench.two.paths)
+    tensors = bench.tensors[0].values()
+    whole = sum(t.nbytes for t in tensors)
+    on_both = sum(t.nbytes for t in tensors if t.dim() == 1 or len(t) % 2)
+    for figures in world.run(run_uploads, LAYOUTS[way], uploads):
+        for f in figures:
+            assert isinstance(f, dict), f
+            assert f["weight_sync/sharded"] == 1 and f["weight_sync/senders"] == 2
+            assert f["weight_sync/slice_bytes"] == whole  # the server of tp 1
+            assert f["weight_sync/bytes"] == 2 * whole + on_both
+            assert f["weight_sync/server_extra_bytes"] <= SOME
+    bench.check(0, 3)
+    asked = bench.two.paths[before:].count("/update_weights_from_tensor")
+    assert asked == 2 + 3 * 2 + 1, "recorded and joined once; received and accepted; left"
+
+
+class Tripwire(dict[str, torch.Tensor]):
+    """Parameters that call `trip` once, when the `at`-th of them is read for a message."""
+
+    def __init__(self, params: dict[str, torch.Tensor], at: int, trip: Callable[[], None]) -> None:
+        super().__init__(params)
+        self.left, self._trip = at, trip
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            self._trip()
+        return super().__getitem__(name)
+
+
+@dataclass
+class Outcome:
+    error: str
+    seconds: float
+    recovered: dict[str, float]
+
+
+def run_failing(
+    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta, rank: int, kill: int | None
+) -> Outcome:
+    """In the middle of `bad`, `rank` has an error, or kills a process. Then uploads `good`."""
+
+    def trip() -> None:
+        if kill is None:
+            raise ValueError("a trainer tripped")
+        os.kill(kill, 9)
+
+    table, layout, mine, params = sharded(source, TP2)
+    if mine == rank:
+        params = Tripwire(params, 20, trip)
+    sender = WeightSender(WeightSource(table, layout, mine, params))
+    began = time.monotonic()
+    try:
+        sender.upload(bad)
+        error = ""
+    except RuntimeError as e:
+        error = f"{type(e).__name__}: {e}"
+    took = time.monotonic() - began
+    try:
+        return Outcome(error, took, sender.upload(good))
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("rank", (0, 1), ids=("the one that speaks", "another"))
+def test_a_trainer_that_fails_in_the_middle(bench: Bench, world: World, rank: int) -> None:
+    world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
+    bad, good = bench.meta(2), bench.meta(3)
+    for outcome in world.run(run_failing, bench.paths[1], bad, good, rank, None):
+        assert f"rank {rank}" in outcome.error and "a trainer tripped" in outcome.error
+        assert outcome.seconds < 20
+    bench.check(1, 3)
+
+
+@pytest.mark.system
+def test_a_server_that_dies_in_the_middle(bench: Bench, world: World) -> None:
+    """The others keep their version; without it, and then with it started again, all is right."""
+    with StockServer(bench.two.spec, tp=2) as victim:
+        three = (bench.two, bench.one, victim)
+        bad, good = bench.meta(11, *three), bench.meta(12)
+        kill = victim.pids[1]
+        for outcome in world.run(run_failing, bench.paths[0], bad, good, 1, kill):
+            assert outcome.error.startswith("ServersLost") and victim.address in outcome.error
+            assert outcome.seconds < 30
+        bench.check(0, 12)
+        victim.restart()
+        again = Upload(bench.paths[1], None, bench.meta(13, *three))
+        for (figures,) in world.run(run_uploads, TP2, [again]):
+            assert isinstance(figures, dict), figures
+        bench.check(1, 13)
+        assert victim.holds(bench.tensors[1]) and victim.version == "13"
+
+
+def run_across_a_restart(sources: list[Path], metas: list[WeightUpdateMeta], url: str) -> list[Any]:
+    """After the first upload a server of that address starts again."""
+    table, layout, rank, params = sharded(sources[0], TP2)
+    sender = WeightSender(WeightSource(table, layout, rank, params))
+    found = []
+    for number, (source, meta) in enumerate(zip(sources, metas)):
+        if number == 1 and rank == 0:
+            call_json("POST", url, "/restart", {}, timeout=60)
+        for name, value in sharded(source, TP2)[3].items():
+            params[name].copy_(value)
+        found.append(sender.upload(meta))
+    sender.close()
+    return found
+
+
+def test_a_server_that_starts_again_records_again(bench: Bench, world: World) -> None:
+    metas = [bench.meta(n) for n in (21, 22, 23)]
+    sources = [bench.paths[n] for n in (0, 1, 0)]
+    recorded = bench.one.commands.count("record")
+    for figures in world.run(run_across_a_restart, sources, metas, bench.two.address):
+        assert [f["weight_sync/sharded"] for f in figures] == [1, 1, 1]
+    bench.check(0, 23)
+    assert bench.one.commands.count("record") == recorded + 2
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "no loader": (dict(loader=()), "was not started with --custom-weight-loader"),
+    "experts that move": (dict(info={"enable_eplb": True}), "enable_eplb"),
+    "a draft model": (dict(info={"speculative_algorithm": "EAGLE"}), "draft model"),
+    "a loader that computes": (dict(how="computes"), "computes instead of copying"),
+    "a loader that fails": (dict(how="fails"), "looks at the numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_go_by_slices_is_said_or_goes_whole(
+    bench: Bench, world: World, case: str
+) -> None:
+    """The made-up server refuses whole tensors: by that error one sees that they were tried."""
+    given, words = REFUSALS[case]
+    with StockServer(bench.one.spec, **given) as server:
+        on, auto = (bench.meta(1, server, sharded=way, timeout=20.0) for way in ("on", "auto"))
+        uploads = [Upload(bench.paths[0], None, meta) for meta in (on, auto)]
+        for first, second in world.run(run_uploads, TP2, uploads):
+            assert first.startswith("weight_sync.sharded=on: ") and server.address in first
+            assert words in first, first
+            assert "/init_weights_update_group" in second
+        assert server.version == "default" and not server.session

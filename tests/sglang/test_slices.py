@@ -1,0 +1,136 @@
+"""Weights go by slices from sharded ranks to real servers.
+
+What is right: a server's own checksums after a sync equal those it shows after it has loaded, from
+disk, what `save` wrote.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megarl.api.records import WeightUpdateMeta
+from tests.dist.uploads import Upload, run_uploads
+from tests.dist.world import World
+from tests.sglang.conftest import Pair
+from tests.sglang.servers import RealServer, launch, save_model, serving
+
+SOME = 100_000  # bytes of two rounds: several of them
+_versions = itertools.count(1000)
+
+
+def check(
+    world: World,
+    servers: Sequence[RealServer],
+    models: tuple[Path, Path],
+    saved: Path,
+    parallel: dict[str, Any],
+) -> dict[str, float]:
+    """Sends the second model, the first, the second; returns the last figures."""
+    uploads = [
+        Upload(
+            models[i],
+            saved if last else None,
+            WeightUpdateMeta(
+                type="distributed",
+                version=next(_versions),
+                addresses=tuple(s.address for s in servers),
+                bucket_bytes=SOME,
+                timeout=120.0,
+                sharded="on",
+            ),
+        )
+        for i, last in ((1, False), (0, False), (1, True))
+    ]
+    found: dict[str, float] = {}
+    for figures in world.run(run_uploads, parallel, uploads):
+        assert all(isinstance(f, dict) and f["weight_sync/sharded"] for f in figures), figures
+        found = figures[-1]
+    assert [s.version for s in servers] == [str(uploads[-1].meta.version)] * len(servers)
+    held, said = [s.checksums() for s in servers], [s.said() for s in servers]
+    for s in servers:
+        s.load(saved)
+    assert [s.checksums() for s in servers] == held
+    assert [s.said() for s in servers] == said
+    return found
+
+
+@pytest.mark.parametrize("parallel", (dict(tp=2), dict(pp=2)), ids=("tp2", "pp2"))
+def test_slices_are_what_a_load_from_disk_makes_of_them(
+    pair: Pair, world: World, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    """To servers of tp 1 and tp 2 at once: both ranks of two keep all norms."""
+    pair.load(pair.m0)
+    figures = check(world, pair.both, (pair.m0, pair.m1), tmp_path / "saved", parallel)
+    tensors = load_file(next(pair.m1.glob("*.safetensors")))
+    whole = sum(t.nbytes for t in tensors.values())
+    norms = sum(t.nbytes for t in tensors.values() if t.dim() == 1)
+    assert figures["weight_sync/slice_bytes"] == whole  # of tp 1
+    assert figures["weight_sync/bytes"] == 2 * whole + norms
+    assert figures["weight_sync/senders"] == 2
+    assert figures["weight_sync/server_extra_bytes"] <= SOME
+
+
+def test_a_rank_of_two_receives_its_share(pair: Pair, world: World, tmp_path: Path) -> None:
+    """Rank 0 has half of everything and all norms, and more of what SGLang pads: of 130 tokens 96
+    (a vocabulary is a multiple of 64), of an intermediate size of 96 on a CPU 64 (of 32 a rank)."""
+    figures = check(world, [pair.two], (pair.m0, pair.m1), tmp_path / "saved", dict(tp=2))
+    share = 0.0
+    for name, tensor in load_file(next(pair.m1.glob("*.safetensors"))).items():
+        part = 1.0 if tensor.dim() == 1 else 0.5
+        part = 96 / 130 if len(tensor) == 130 else part
+        share += tensor.nbytes * (64 / 96 if ".mlp." in name else part)
+    assert figures["weight_sync/slice_bytes"] == share
+
+
+def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
+    """By default, as in a run; then whole tensors through another group; then slices again."""
+    pair.load(pair.m0)
+    uploads = [
+        Upload(
+            pair.m1,
+            None,
+            WeightUpdateMeta(
+                type="distributed",
+                version=next(_versions),
+                addresses=pair.addresses,
+                timeout=120.0,
+                flush_cache=False,
+                verify="full",
+                **given,
+            ),
+        )
+        for given in ({}, dict(sharded="off"), {})
+    ]
+    for figures in world.run(run_uploads, dict(tp=2), uploads):
+        assert [f["weight_sync/sharded"] for f in figures] == [1, 0, 1], figures
+    held = [s.checksums() for s in pair.both]
+    pair.load(pair.m1)
+    assert [s.checksums() for s in pair.both] == held
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "llama": ({}, dict(tp=2), ()),
+    "qwen2": (dict(tie=True), dict(pp=2), ()),
+    "glm4": ({}, dict(tp=2), ()),
+    "mixtral": ({}, dict(tp=1, etp=2), ()),
+    "qwen2_moe": (dict(decoder_sparse_step=1), dict(ep=2), ()),
+    "qwen3_moe": (dict(mlp_only_layers=[], norm_topk_prob=True), dict(ep=2), ("--ep-size", "2")),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(world: World, tmp_path: Path, kind: str) -> None:
+    over, parallel, flags = FAMILIES[kind]
+    models = [
+        save_model(tmp_path / str(seed), kind, seed, vocab_size=1000, **over) for seed in (0, 1)
+    ]
+    server = launch(models[0], tmp_path / "log", tp=2, flags=flags)
+    with serving(server):
+        check(world, [server], (models[0], models[1]), tmp_path / "saved", parallel)

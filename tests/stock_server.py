@@ -1,0 +1,205 @@
+"""What a stock SGLang server does with a custom weight loader, without SGLang: its endpoints, and a
+process for each tensor-parallel rank, whose made-up model cuts every HF tensor by rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import multiprocessing as mp
+import pickle
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+Spec = dict[str, tuple[int, ...]]
+
+
+class Rows(torch.nn.Module):
+    """A rank's rows of every HF tensor; of those that cannot be cut, and of vectors, all."""
+
+    def __init__(self, spec: Spec, rank: int, tp: int, how: str = "") -> None:
+        super().__init__()
+        self.rank, self.tp, self.how = rank, tp, how
+        self.held = torch.nn.ParameterDict()
+        for name, shape in spec.items():
+            rows = shape[0] // tp if self.cut(shape) else shape[0]
+            value = torch.full((rows, *shape[1:]), -1.0)
+            self.held[name.replace(".", "/")] = torch.nn.Parameter(value)
+
+    def cut(self, shape: Iterable[int]) -> bool:
+        rows, *others = shape
+        return bool(others) and rows % self.tp == 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, w in weights:
+            p = self.held[name.replace(".", "/")]
+            part = w.narrow(0, self.rank * len(p), len(p)) if self.cut(w.shape) else w
+            if self.how == "fails" and part.sum().item() > 0:
+                break
+            p.data.copy_(part * 2 if self.how == "computes" else part)
+
+
+def _rank(spec: Spec, rank: int, tp: int, how: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    from megarl.weight_sync.slices.receiver.megarl_receiver import commands
+
+    commands._rank = lambda: rank
+    commands._finish = lambda model: None
+    model = Rows(spec, rank, tp, how)
+    while (request := pipe.recv()) is not None:
+        if request == "params":
+            params = {n.replace("/", "."): p.data.numpy() for n, p in model.held.items()}
+            pipe.send(params)
+            continue
+        commands.load(model, pickle.load(io.BytesIO(base64.b64decode(request))))
+        pipe.send(True)
+
+
+@dataclass
+class StockServer:
+    """loader, info: of /server_info. how: "fails" or "computes" as it loads. paths, commands: what
+    it was asked, of its endpoints and its loader."""
+
+    spec: Spec
+    tp: int = 1
+    loader: tuple[str, ...] = ("megarl_receiver.load",)
+    info: dict[str, Any] = field(default_factory=dict)
+    how: str = ""
+    version: str = "default"
+    session: bool = False
+    paths: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self.restart()
+        handler = type("Handler", (_Handler,), {"stock": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.address = f"127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def restart(self) -> None:
+        """New rank processes, as after a restart at the same address."""
+        if hasattr(self, "_procs"):
+            self.kill_ranks()
+        ctx = mp.get_context("spawn")
+        self.dead = False
+        self._procs, self._pipes, self.version, self.session = [], [], "default", False
+        for rank in range(self.tp):
+            here, there = ctx.Pipe()
+            process = ctx.Process(
+                target=_rank, args=(self.spec, rank, self.tp, self.how, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._procs.append(process)
+            self._pipes.append(here)
+
+    def kill_ranks(self) -> None:
+        for p in self._procs:
+            p.kill()
+            p.join()
+
+    def end(self) -> None:
+        self.kill_ranks()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def __enter__(self) -> StockServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its ranks."""
+        return [p.pid for p in self._procs]
+
+    def ask(self, what: str) -> list[Any]:
+        """Every rank's answer. Raises EOFError where one is gone."""
+        with self._lock:
+            answers: dict[Any, Any] = {}
+            for pipe in self._pipes:
+                pipe.send(what)
+            waiting = list(self._pipes)
+            while waiting:  # EOFError as soon as any is gone
+                for pipe in wait(waiting):
+                    answers[pipe] = pipe.recv()
+                    waiting.remove(pipe)
+            return [answers[pipe] for pipe in self._pipes]
+
+    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether every rank has its rows of these."""
+        for rank, params in enumerate(self.ask("params")):
+            expected = Rows({n: tuple(t.shape) for n, t in tensors.items()}, rank, self.tp)
+            expected.load_weights(tensors.items())
+            held = {n.replace("/", "."): p.data for n, p in expected.held.items()}
+            if not all(torch.equal(torch.from_numpy(params[n]), p) for n, p in held.items()):
+                return False
+        return True
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.paths.append(path)
+        if self.dead and path != "/restart":
+            raise EOFError
+        if path == "/server_info":
+            loaders = list(self.loader)
+            return 200, {
+                "tp_size": self.tp,
+                "version": "0",
+                "custom_weight_loader": loaders,
+            } | self.info
+        if path == "/model_info":
+            return 200, {"weight_version": self.version}
+        if path == "/begin_weight_update":
+            if self.session:
+                return 400, {"message": "a session is already open"}
+            self.session = True
+        elif path == "/end_weight_update":
+            self.session = False
+        elif path == "/update_weights_from_tensor":
+            assert self.session
+            texts = body["serialized_named_tensors"]
+            assert len(texts) == self.tp and body["selector"] == "target"
+            name = pickle.load(io.BytesIO(base64.b64decode(texts[0])))[0][0]
+            self.commands.append(json.loads(name)["do"])
+            self.ask(texts[0])
+            self.version = body.get("weight_version", self.version)
+        elif path == "/restart":
+            self.restart()
+        else:
+            return 404, {"message": "no such path"}
+        return 200, {"success": True, "message": "ok"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stock: StockServer
+
+    def _serve(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size) or b"null") or {}
+        try:
+            status, answer = self.stock.answer(self.path, body)
+        except (EOFError, OSError):  # a rank is gone, and with it the server
+            self.stock.dead = True
+            self.close_connection = True
+            self.connection.close()
+            return
+        raw = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    do_GET = do_POST = _serve
+
+    def log_message(self, *args: Any) -> None:
+        pass

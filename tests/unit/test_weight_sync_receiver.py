@@ -1,0 +1,251 @@
+"""The recorder on a made-up model, and a server's commands over processes, without SGLang."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.weight_sync.slices.receiver.megarl_receiver import commands
+from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
+from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
+    Table,
+    Unsupported,
+    digest_of,
+    record,
+)
+from megarl.weight_sync.slices.receiver.megarl_receiver.strides import box_numbers, fingerprint
+
+PARAMS = dict(a=(20, 12), b=(2, 6, 10), c=(30,), d=(8, 6), e=(4, 3, 2), f=(7, 4), g=(4, 5))
+SIZES = dict(
+    q=(24, 12), k=(8, 12), v=(8, 12), t=(2, 10, 9), g=(2, 10, 3), i=(16, 7), h=(12, 2),
+    x=(6, 4), y=(1, 4), z=(1, 3), l=(4, 3), r=(4, 2), o=(3,),
+)  # fmt: skip
+SPEC = [(name, shape, "float32") for name, shape in SIZES.items()]
+
+
+class Model(torch.nn.Module):
+    """Does everything that a loader may do to a tensor on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in PARAMS.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        w = dict(weights)
+        self.a.data[:8].copy_(w["q"].narrow(0, 8, 8))
+        self.a.data[8:16].copy_(torch.cat([w["k"].chunk(2, 0)[1], w["v"][:4]]))  # two into one
+        self.a[16:].data.fill_(0)  # padding
+        self.b.data.copy_(w["t"].transpose(1, 2)[:, 2:8])
+        self.c.data.copy_(w["g"].reshape(-1)[30:])
+        self.d.data.copy_(w["i"][::2, :6])  # no box: several
+        self.e.data.copy_(w["h"].view(3, 4, 2).transpose(0, 1).contiguous().to(torch.float64))
+        self.f.data[:6].copy_(w["x"].double()[torch.tensor([3, 0, 1, 2, 5, 4])])  # permuted rows
+        self.f.data[6:, :2].copy_((w["y"].float() * 2 + 1)[:, :2])  # arithmetic
+        self.f.data[6:, 2:].copy_(w["z"].view(torch.int32)[:, :2])  # bits as other numbers
+        self.g.data.copy_(torch.cat([w["l"], w["r"]], 1))  # beside each other
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, generator=rng) for name, size in SIZES.items()}
+
+
+def loaded(seed: int) -> Model:
+    model = Model()
+    with torch.no_grad():
+        model.load_weights(values(seed).items())
+    return model
+
+
+def test_a_table_applied_is_a_normal_load() -> None:
+    model, normal, tensors = Model(), loaded(0), values(0)
+    table = record(model, SPEC)
+    assert all((p == 0).all() for p in model.parameters()), "recording writes nothing"
+    assert (dict(table.fills), table.computed) == ({"a": 48}, {"f": ["y", "z"]})
+    assert (table.unused, table.unfilled, table.twice) == (["o"], {}, {})
+    with torch.no_grad():
+        for e in table.entries:
+            box = tensors[e.tensor][tuple(map(slice, e.start, e.stop))]
+            param = model.get_parameter(e.param)
+            param.as_strided(e.shape, e.strides, e.offset).copy_(box.reshape(e.shape))
+        model.f[6:] = normal.f[6:]  # computed
+    for name, p in normal.named_parameters():
+        assert torch.equal(p, model.get_parameter(name)), name
+    by_tensor = [e.tensor for e in table.entries]
+    assert [by_tensor.count(n) for n in "qlrg"] == [1, 1, 1, 1], "few boxes where few will do"
+
+
+@dataclass
+class Bench:
+    """A server's rank without SGLang, and a store beside it. do: gives a command, returns the
+    reply; None where there is none."""
+
+    model: Model
+    store: dist.TCPStore
+    box: Mailbox
+
+    def do(self, what: str, **more: Any) -> dict[str, Any]:
+        command = dict(
+            do=what, id=what, server=0, host="127.0.0.1", port=self.store.port, session="s",
+            timeout=5.0, backend="gloo", spec="x", plan="p",
+        )  # fmt: skip
+        commands.load(self.model, [(json.dumps(command | more), torch.empty(0))])
+        return dict(json.loads(self.box.take(f"reply/{what}/0/0")))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setenv("MEGARL_JOB_TOKEN", "secret")
+    monkeypatch.setattr(commands, "held", commands.Held())
+    monkeypatch.setattr(commands, "_rank", lambda: 0)
+    monkeypatch.setattr(commands, "_finish", lambda model: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    box = Mailbox(store, "s", "secret")
+    box.put("spec/x", zlib.compress(json.dumps(SPEC).encode()))
+    return Bench(Model(), store, box)
+
+
+def send(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, rounds: list[Any], **plan: Any
+) -> dict[str, Any]:
+    """Has the rank receive a plan of one sender; bytes come by hand instead of through a group."""
+    tensors, real = values(1), commands._post
+
+    def post(order: Any, messages: Any, number: int) -> Any:
+        monkeypatch.setattr(commands.dist, "batch_isend_irecv", lambda ops: [])
+        monkeypatch.setattr(commands.dist, "P2POp", lambda *a, **kw: None)
+        monkeypatch.setattr(commands.held, "group", object())
+        parts, buffers, works = real(order, messages, number)
+        monkeypatch.setattr(commands.held, "group", None)
+        for (_, slices), buffer in zip(messages, buffers):
+            end = 0
+            for part in slices:
+                e = commands.held.table.entries[part if isinstance(part, int) else part[0]]
+                box = tensors[e.tensor][tuple(map(slice, e.start, e.stop))].contiguous()
+                raw = box.view(torch.uint8).flatten()[: buffer.numel() - end]
+                buffer[end : end + raw.numel()] = raw
+                end += raw.numel()
+        return parts, buffers, works
+
+    monkeypatch.setattr(commands, "_post", post)
+    whole = {"digest": digest_of(bench.model), "rounds": rounds} | plan
+    bench.box.put("plan/p/0/0", zlib.compress(json.dumps(whole).encode()))
+    return bench.do("receive")
+
+
+def test_slices_land_where_a_load_puts_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.do("record")["ok"]
+    table = Table(**json.loads(zlib.decompress(bench.box.take("table/record/0/0"))))
+    rounds = [[[0, [i]]] for i in range(len(table.entries))]
+    reply = send(bench, monkeypatch, rounds)
+    assert reply["ok"] and reply["received"] > reply["peak"] > 0, reply
+    bench.model.f.data[6:] = loaded(1).f[6:]
+    for name, p in loaded(1).named_parameters():
+        assert torch.equal(p, bench.model.get_parameter(name)), name
+    assert bench.do("hash")["ok"]
+    sums = json.loads(zlib.decompress(bench.box.take("hash/hash/0/0")))
+    for name in "qkvtghxlr":
+        boxes = [(e[1], e[2]) for e in table.entries if e[0] == name]
+        tensor = values(1)[name]
+        parts = (
+            fingerprint(tensor[tuple(map(slice, a, b))], box_numbers(tensor.shape, a, b))
+            for a, b in boxes
+        )
+        assert sums[name] == sum(parts) % 2**64
+
+
+def test_fingerprints_of_parts_add_up_to_the_whole() -> None:
+    x = torch.randn(6, 8).bfloat16()
+    parts = [((0, 0), (6, 3)), ((0, 3), (2, 8)), ((2, 3), (6, 8))]
+    sums = [fingerprint(x[tuple(map(slice, a, b))], box_numbers(x.shape, a, b)) for a, b in parts]
+    whole = fingerprint(x, box_numbers(x.shape, (0, 0), (6, 8)))
+    assert sum(sums) % 2**64 == whole
+    x[5, 7] += 1
+    assert fingerprint(x, box_numbers(x.shape, (0, 0), (6, 8))) != whole
+
+
+@pytest.mark.parametrize(
+    "view", ([4 * 6 * 8 - 40, [10, 6], [6, 1]], [-6, [1], [1]], [0, [2], [99]])
+)
+def test_a_plan_cannot_write_outside_of_parameters(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, view: Any
+) -> None:
+    assert bench.do("record")["ok"]
+    entry = next(i for i, e in enumerate(commands.held.table.entries) if e.param == "d")
+    reply = send(bench, monkeypatch, [[[0, [[entry, [view]]]]]])
+    assert not reply["ok"] and "RuntimeError" in reply["error"], reply
+    assert all((p == 0).all() for p in bench.model.parameters())
+
+
+def test_a_plan_for_other_parameters_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.do("record")["ok"]
+    bench.model.c = torch.nn.Parameter(torch.zeros(30, dtype=torch.bfloat16))
+    reply = send(bench, monkeypatch, [], digest=digest_of(Model()))
+    assert "not those that the table was recorded for" in reply["error"]
+    assert "record first" in bench.do("hash")["error"]
+    assert bench.do("record")["ok"] and bench.do("hash", id="hash")["ok"]
+
+
+class Odd(Model):
+    """Loads in ways that cannot be followed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        w = dict(weights)
+        if self.how == "twice":
+            self.d.data[:4].copy_(w["i"][:4, :6])
+            self.d.data[2:6].copy_(w["i"][4:8, :6])
+        elif self.how == "item":
+            self.d.data.fill_(w["i"].sum().item())
+        elif self.how == "elsewhere":
+            torch.zeros(16, 7).copy_(w["i"])
+        elif self.how == "joined with real numbers":
+            self.f.data[:5].copy_(torch.cat([w["y"], torch.ones(4, 4)]))
+        elif self.how == "two casts":
+            self.f.data[:1].copy_(w["y"].bfloat16().float())
+
+
+def test_what_cannot_be_followed_is_said() -> None:
+    table = record(Odd("twice"), SPEC)
+    assert table.twice == {"d": 12} and table.unfilled["d"] == 12
+    assert record(Odd("joined with real numbers"), SPEC).computed == {"f": ["y"]}
+    assert record(Odd("two casts"), SPEC).computed == {"f": ["y"]}
+    for how, words in (("item", "looks at the numbers"), ("elsewhere", "no parameter")):
+        with pytest.raises(Unsupported, match=words):
+            record(Odd(how), SPEC)
+
+
+def test_load_never_raises(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("no JSON", "{}", json.dumps({"do": "record", "host": "127.0.0.1", "port": 1})):
+        commands.load(bench.model, [(name, torch.empty(0))])
+    commands.load(bench.model, [])
+    assert "KeyError" in bench.do("dance")["error"]
+    bench.model = Odd("item")
+    assert "looks at the numbers" in bench.do("record")["error"]
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_without_the_token_nothing_is_found_or_believed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store.set_timeout(commands.timedelta(seconds=0.5))
+    other = Mailbox(bench.store, "s", "another")
+    with pytest.raises(dist.DistStoreError):
+        other.take("spec/x")
+    bench.store.set(bench.box.name("spec/x"), b"0" * 32 + zlib.compress(b"[]"))
+    with pytest.raises(PermissionError, match="not put by a process with this job's"):
+        bench.box.take("spec/x")
+    assert "PermissionError" in bench.do("record")["error"]
