@@ -38,7 +38,7 @@ def planned(table: PieceTable, servers: Any, round_bytes: int = 1 << 20, **nodes
     return plan_slices(table, servers, itemsizes=itemsizes(table), round_bytes=round_bytes, **nodes)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_every_element_of_every_server_arrives_exactly_once(data: Any) -> None:
     m = config(data.draw(st.sampled_from(sorted(FAMILIES))), tie_word_embeddings=True)

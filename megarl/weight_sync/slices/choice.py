@@ -27,20 +27,20 @@ def choose_sources(
     senders = np.full((len(geometries), len(sources)), -1, dtype=np.int64)
     shares = {id(g): g.bytes_of_sources(len(sources)) for g in geometries}
     tasks = [
-        (-nbytes, source, receiver)
+        (nbytes, source, receiver)
         for receiver, g in enumerate(geometries)
         for source, nbytes in enumerate(shares[id(g)].tolist())
         if nbytes
     ]
     near: dict[tuple[int, Hashable], Ints] = {}
-    for nbytes, source, receiver in sorted(tasks):
+    for nbytes, source, receiver in sorted(tasks, key=lambda t: (-t[0], *t[1:])):
         node = receiver_nodes[receiver]
         if (source, node) not in near:
             near[source, node] = _nearest(sources[source], trainer_nodes, node)
         ranks = near[source, node]
         sender = ranks[np.argmin(load[ranks])]
         senders[receiver, source] = sender
-        load[sender] -= nbytes
+        load[sender] += nbytes
     return senders
 
 
