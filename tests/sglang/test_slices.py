@@ -119,7 +119,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "qwen2": (dict(tie=True), dict(pp=2), ()),
     "glm4": ({}, dict(tp=2), ()),
     "mixtral": ({}, dict(tp=1, etp=2), ()),
-    "qwen2_moe": (dict(decoder_sparse_step=1), dict(ep=2), ()),
     "qwen3_moe": (dict(mlp_only_layers=[], norm_topk_prob=True), dict(ep=2), ("--ep-size", "2")),
 }
 

@@ -167,13 +167,17 @@ class SliceSync:
             return "servers are at 127.0.0.1 and trainers on several machines; name their address"
         self._open(members, deadline)
         tables = self._from_speaker(self._record, deadline)
-        by_rank = {a: [json.loads(zlib.decompress(t)) for t in ranks] for a, ranks in tables}
+        # servers alike have equal tables: each is read once
+        distinct = {raw for _, ranks in tables for raw in ranks}
+        read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
+        made = {raw: _table(found, raw) for raw, found in read.items()}
+        by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
         if why := refusals.of_tables(by_rank):
             return why
         nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
         plan = plan_slices(
             s.table,
-            [_tables(by_rank[a], raw) for a, raw in tables],
+            [[made[raw] for raw in ranks] for _, ranks in tables],
             itemsizes={t.name: export_dtype(t, s.dtype).itemsize for t in s.table.tensors},
             round_bytes=target.round_bytes,
             trainer_nodes=[where for where, _ in spots],
@@ -225,9 +229,14 @@ class SliceSync:
         box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
         self._servers.begin_update(deadline)  # it undoes what is packed in place
         replies = self._link.call("record", deadline, spec="spec")
+        kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
+
+        def take(at: str) -> bytes:
+            raw = box.take(f"table/{at}")
+            return kept.setdefault(raw, raw)
+
         return [
-            (server, [box.take(f"table/{reply['at']}") for reply in ranks])
-            for server, ranks in replies.items()
+            (server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()
         ]
 
     def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
@@ -352,11 +361,8 @@ class SliceSync:
         return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
 
-def _tables(tables: Sequence[dict[str, Any]], packed: Sequence[bytes]) -> list[ServerTable]:
-    return [
-        ServerTable.from_rows(table["entries"], hashlib.sha256(raw).hexdigest())
-        for table, raw in zip(tables, packed, strict=True)
-    ]
+def _table(found: dict[str, Any], packed: bytes) -> ServerTable:
+    return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
 
 
 def _name(dtype: torch.dtype) -> str:
