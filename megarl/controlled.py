@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from megarl.api.scheduler import Scheduler
 from megarl.ckpt.dist import find_damage
-from megarl.config.check import trainer_processes
+from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller import start
 from megarl.controller.group import WorkerGroup

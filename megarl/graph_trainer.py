@@ -16,8 +16,8 @@ from typing import Any
 import networkx as nx
 
 from megarl.algos import Role
-from megarl.config.check import engines, ref_is_below_adapters, saved_engines
 from megarl.config.errors import ConfigError, raise_if_any
+from megarl.config.recipe_engines import engines, ref_is_below_adapters, saved_engines
 from megarl.config.recipes import GRPOConfig, PPOConfig
 from megarl.config.turns import takes_turns
 from megarl.controlled import ControllerContext, RemoteWorkers

@@ -194,7 +194,7 @@ def _servers(cfg: BaseConfig) -> list[str]:
 def _world_size(cfg: BaseConfig, only_checks: bool) -> int:
     """Returns torchrun's world size; without it 1, or in a mere check the smallest that fits. Of a
     controller the number of its trainers; raises ConfigError for one that torchrun starts."""
-    from megarl.config.check import smallest_world_size, trainer_processes
+    from megarl.config.recipe_engines import smallest_world_size, trainer_processes
 
     if cfg.trainer.mode == "controller":
         if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
-from megarl.config.algo import RefConfig, ValueModelConfig
-from megarl.config.allocation import AllocationMode
+from megarl.config.algo import ValueModelConfig
 from megarl.config.bounds import number_problems
 from megarl.config.check_actor import actor_problems
 from megarl.config.check_cluster import allocation_problems, cluster_problems
@@ -31,7 +28,7 @@ from megarl.config.check_engine import (
     precision_problems,
     sharing_problems,
 )
-from megarl.config.check_parallel import dense_ranks, expert_ranks, parallel_problems
+from megarl.config.check_parallel import parallel_problems
 from megarl.config.check_preferences import dpo_problems, rm_problems
 from megarl.config.check_rollout import (
     generation_problems,
@@ -44,12 +41,17 @@ from megarl.config.check_sampling import baseline_problems, comparison_problems
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.errors import raise_if_any
 from megarl.config.generation import GenerationConfig
+from megarl.config.recipe_engines import (
+    FROZEN,
+    engines,
+    model_path,
+    ref_is_below_adapters,
+)
 from megarl.config.recipes import (
     BaseConfig,
     DistillConfig,
     DPOConfig,
     GRPOConfig,
-    OfflineConfig,
     PPOConfig,
     RMConfig,
     SFTConfig,
@@ -61,8 +63,6 @@ from megarl.config.run import ProfilerConfig
 from megarl.config.schema import choice_problems
 from megarl.utils.http import split_address
 from megarl.utils.importing import is_import_path
-
-FROZEN = {"ref": "the reference", "reward_model": "the reward model", "teacher": "the teacher"}
 
 
 def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
@@ -90,91 +90,6 @@ def check_config(cfg: BaseConfig, world_size: int | None = None) -> None:
     if ref_is_below_adapters(cfg):
         problems += _shared_ref_problems(cfg)
     raise_if_any(problems)
-
-
-def engines(cfg: BaseConfig) -> dict[str, TrainEngineConfig]:
-    """Returns the training engines of a recipe by their key."""
-    if isinstance(cfg, DPOConfig) and cfg.preference.needs_reference:
-        return {"model": cfg.model, "ref": cfg.ref}
-    if isinstance(cfg, OfflineConfig):
-        return {"model": cfg.model}
-    assert isinstance(cfg, GRPOConfig), type(cfg)
-    found: dict[str, TrainEngineConfig | None] = {"actor": cfg.actor, "ref": cfg.ref}
-    if isinstance(cfg, PPOConfig):
-        found["critic"] = cfg.critic
-    if isinstance(cfg, DistillConfig) and not cfg.teacher.addresses:
-        found["teacher"] = cfg.teacher
-    found["reward_model"] = cfg.reward_model
-    return {name: engine for name, engine in found.items() if engine is not None}
-
-
-def trained_engines(cfg: BaseConfig) -> tuple[str, ...]:
-    """Returns the keys of the engines that are trained, the policy first."""
-    return tuple(name for name in engines(cfg) if name not in FROZEN)
-
-
-def saved_engines(cfg: BaseConfig) -> tuple[str, ...]:
-    """Returns the keys of the engines that a checkpoint holds: those whose weights change, among
-    them a reference that follows the policy, last."""
-    follows = isinstance(cfg, GRPOConfig) and cfg.ref is not None and cfg.ref.renewed_every
-    return (*trained_engines(cfg), *(["ref"] if follows else []))
-
-
-def model_path(cfg: BaseConfig, name: str) -> str:
-    """Returns the HF directory of engine `name`, for a reference, critic or teacher perhaps that of
-    the model that the recipe is about."""
-    return _with_the_main_model(cfg, name).path
-
-
-def model_override(cfg: BaseConfig, name: str) -> dict[str, Any]:
-    """Returns the override_config of engine `name`, over that of the model that the recipe is about
-    where it has that model's directory for want of a path of its own."""
-    own = engines(cfg)[name].override_config
-    return _with_the_main_model(cfg, name).override_config | own
-
-
-def _with_the_main_model(cfg: BaseConfig, name: str) -> TrainEngineConfig:
-    engine = engines(cfg)[name]
-    of_main = name in ("ref", "critic", "teacher") and not engine.path
-    return engines(cfg)[main_role(type(cfg))] if of_main else engine
-
-
-def ref_is_below_adapters(cfg: BaseConfig) -> bool:
-    """Returns whether the trained policy's engine without its adapters serves as the reference, so
-    that `ref` builds no engine."""
-    found = engines(cfg)
-    policy, ref = found[main_role(type(cfg))], found.get("ref")
-    return (
-        ref is not None
-        and not (isinstance(ref, RefConfig) and ref.renewed_every)
-        and policy.lora is not None
-        and model_path(cfg, "ref") == policy.path
-        and model_override(cfg, "ref") == policy.override_config
-        and ref.init_from_scratch == policy.init_from_scratch
-    )
-
-
-def smallest_world_size(cfg: BaseConfig) -> int:
-    """Returns the processes that allocation_mode asks for, else the fewest that every engine of the
-    recipe can run on."""
-    if cfg.allocation_mode:
-        return AllocationMode.from_str(cfg.allocation_mode).trainers.gpus
-    return math.lcm(
-        *(
-            degree
-            for e in engines(cfg).values()
-            for degree in (dense_ranks(e.parallel), expert_ranks(e.parallel))
-        )
-    )
-
-
-def trainer_processes(cfg: BaseConfig) -> int:
-    """Returns the trainer processes of a run where nobody says otherwise: those of trainer.workers,
-    else the smallest world."""
-    return smallest_world_size(cfg) if cfg.trainer.workers is None else cfg.trainer.workers
-
-
-# engines
 
 
 def _engine_problems(name: str, cfg: TrainEngineConfig, world_size: int | None) -> Iterator[str]:

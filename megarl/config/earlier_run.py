@@ -20,9 +20,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.check import engines, model_override, model_path, saved_engines
 from megarl.config.errors import raise_if_any
 from megarl.config.loader import config_yaml, run_dir
+from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import MASK, masked
 from megarl.utils.digests import broken_seal

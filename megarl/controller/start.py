@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 from megarl.api.inference import InferenceEngine
 from megarl.api.scheduler import GroupSpec, Scheduler, WorkerSpec
-from megarl.config.check import engines, trainer_processes
 from megarl.config.errors import ConfigError
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import engines, trainer_processes
 from megarl.config.recipes import BaseConfig
 from megarl.controller.group import WorkerGroup
 from megarl.controller.worker import SERVE

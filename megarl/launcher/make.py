@@ -29,7 +29,12 @@ from megarl.launcher.placement import REWARD_POOL, SERVER_POOL, Seat
 from megarl.launcher.plan import Plan
 from megarl.rollout.server_process import release_flags, server_command
 from megarl.rpc.nodes import LOOPBACK, MEETING, PACKAGE, TRAINERS, forwarded
-from megarl.utils.env import set_loopback_default, set_nccl_default, set_trainer_defaults
+from megarl.utils.env import (
+    CONTROLS,
+    set_loopback_default,
+    set_nccl_default,
+    set_trainer_defaults,
+)
 from megarl.utils.job_token import ENV as TOKEN
 
 THREADS = "OMP_NUM_THREADS"
@@ -257,7 +262,9 @@ class _Maker:
                 f"trainer.workers={count}",
             ),
             env=self._trainer_env(
-                {MEETING: f"@{{address:{MASTER}}}"} if meets else {}, seat, addresses
+                {CONTROLS: "1", **({MEETING: f"@{{address:{MASTER}}}"} if meets else {})},
+                seat,
+                addresses,
             ),
             ports=(MASTER,) if meets else (),
             workers=count,

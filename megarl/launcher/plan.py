@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.check import check_config, trainer_processes
+from megarl.config.check import check_config
 from megarl.config.command_line import CommandLine
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
+from megarl.config.recipe_engines import trainer_processes
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.rollout import ServerConfig
 from megarl.config.servers import needs_servers

@@ -12,7 +12,7 @@ nor, for experts that the root holds whole (ETP=1), the other expert-parallel ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
@@ -43,11 +43,13 @@ def plan_buckets(
     bucket_bytes: int,
     *,
     first: int | None = None,
+    unit: Callable[[str], str] = str,
 ) -> tuple[Bucket, ...]:
     """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
     the first bucket has at most as many bytes, and the limit doubles from each bucket to the next.
 
-    Offsets are multiples of the member's itemsize; a tensor larger than a bucket gets its own.
+    Offsets are multiples of the member's itemsize. Tensors that follow each other and for whose
+    names `unit` says the same share a bucket; a unit larger than a bucket gets its own.
     """
     buckets: list[Bucket] = []
     members: list[Member] = []
@@ -60,17 +62,27 @@ def plan_buckets(
             limit = min(2 * limit, bucket_bytes)
         members, end = [], 0
 
-    for t in table.tensors:
-        dt = export_dtype(t, dtype)
-        nbytes = t.numel * dt.itemsize
-        start = -(-end // dt.itemsize) * dt.itemsize
-        if members and start + nbytes > limit:
+    for _, group in groupby(table.tensors, key=lambda t: unit(t.name)):
+        tensors = list(group)
+        added = _members(tensors, dtype, end)
+        if members and added[-1].offset + added[-1].nbytes > limit:
             close()
-            start = 0
-        members.append(Member(t.name, t.shape, dt, start, nbytes))
-        end = start + nbytes
+            added = _members(tensors, dtype, 0)
+        members += added
+        end = added[-1].offset + added[-1].nbytes
     close()
     return tuple(buckets)
+
+
+def _members(tensors: Iterable[HfTensor], dtype: Dtypes, start: int) -> list[Member]:
+    """Places tensors one after another, from byte `start` on."""
+    members = []
+    for t in tensors:
+        dt = export_dtype(t, dtype)
+        start = -(-start // dt.itemsize) * dt.itemsize
+        members.append(Member(t.name, t.shape, dt, start, t.numel * dt.itemsize))
+        start = members[-1].offset + members[-1].nbytes
+    return members
 
 
 # Source rank -> its messages; the same on every rank. The root's own parts are one.

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.parallel import mcore
 from megarl.parallel.layout import Coords, Layout
 from megarl.parallel.worlds import PerWorld, inside, this_rank
-from megarl.utils.env import set_nccl_default
+from megarl.utils.env import CONTROLS, set_nccl_default
 from megarl.utils.http import split_address
 from megarl.utils.rendezvous import meet
 
@@ -43,7 +43,7 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
 
     `addr` ("host:port") replaces MASTER_ADDR and MASTER_PORT. `timeout`, in seconds (default 1800),
     bounds every collective of the world and of the layouts' groups. Raises ValueError where
-    torchrun's environment is incomplete.
+    torchrun's environment is incomplete, and in a controller, whose workers are the world.
     """
     global _collective_timeout
     set_nccl_default(os.environ)  # for scripts that torchrun starts without megarl.run
@@ -56,6 +56,12 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     _collective_timeout = timeout or _collective_timeout
     bound = timedelta(seconds=_collective_timeout)
     if "WORLD_SIZE" not in os.environ:
+        if CONTROLS in os.environ:
+            raise ValueError(
+                "trainer.mode=controller: this process starts the trainers and is none itself; "
+                "wrap the role in megarl.TrainController(role, config, scheduler), or leave "
+                "trainer.mode=spmd, where every trainer runs the script"
+            )
         dist.init_process_group(
             mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=bound
         )

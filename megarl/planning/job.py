@@ -6,8 +6,13 @@ import copy
 from typing import Any
 
 from megarl.config.allocation import AllocationMode
-from megarl.config.check import engines, model_path, ref_is_below_adapters, smallest_world_size
 from megarl.config.cluster import ClusterConfig, PoolConfig
+from megarl.config.recipe_engines import (
+    engines,
+    model_path,
+    ref_is_below_adapters,
+    smallest_world_size,
+)
 from megarl.config.recipes import BaseConfig, GRPOConfig, data_purpose
 from megarl.config.transports import built_in_transport
 from megarl.config.turns import settle_turns, takes_turns

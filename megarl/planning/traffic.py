@@ -18,7 +18,7 @@ from megarl.models.ops import Op
 from megarl.models.piece_table import Place, padded_vocab_size
 from megarl.parallel.layout import Layout
 from megarl.planning.memory import BF16, FP32, server_weights
-from megarl.weight_sync.senders import assign, by_turns, first_bytes
+from megarl.weight_sync.senders import assign, by_turns, first_bytes, units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +118,25 @@ def plan_gather(
     held: Sequence[Holding], layout: Layout, *, bucket_bytes: int, senders: Sequence[int] = (0,)
 ) -> list[BucketTraffic]:
     """Returns the buckets of the distributed transport (weight_sync.plan.plan_sync), in order."""
-    chosen = assign(((h.parts, h.numel * h.itemsize) for h in held), layout, senders)
-    mine: dict[int, list[Holding]] = {sender: [] for sender in senders}
-    for h, sender in sorted(zip(held, chosen, strict=True), key=lambda pair: -pair[0].itemsize):
-        mine[sender].append(h)
+    together = units(held, lambda h: h.name)
+    weighed = (
+        (tuple(p for h in unit for p in h.parts), sum(h.numel * h.itemsize for h in unit))
+        for unit in together
+    )
+    chosen = assign(weighed, layout, senders)
+    mine: dict[int, list[list[Holding]]] = {sender: [] for sender in senders}
+    order = sorted(range(len(chosen)), key=lambda i: -max(h.itemsize for h in together[i]))
+    for i in order:
+        mine[chosen[i]].append(together[i])
     queues = {s: list(_buckets(own, layout, bucket_bytes, s)) for s, own in mine.items() if own}
     turns = by_turns({sender: len(queue) for sender, queue in queues.items()})
     return [replace(queues[sender].pop(0), index=i) for i, sender in enumerate(turns)]
 
 
 def _buckets(
-    held: Sequence[Holding], layout: Layout, bucket_bytes: int, sender: int
+    held: Sequence[Sequence[Holding]], layout: Layout, bucket_bytes: int, sender: int
 ) -> Iterator[BucketTraffic]:
-    """Yields the buckets of one sender, numbered as if it were alone."""
+    """Yields the buckets of one sender, of whole load units, numbered as if it were alone."""
     coords, sources = layout.coords(sender), dict[int, int]()
     index, end, tensors, limit = 0, 0, 0, first_bytes(bucket_bytes)
 
@@ -138,18 +144,24 @@ def _buckets(
     def source(place: Place) -> int:
         return sender if place.holds(coords) else place.rank(layout)
 
-    for h in held:
-        start = -(-end // h.itemsize) * h.itemsize
-        nbytes = h.numel * h.itemsize
-        if tensors and start + nbytes > limit:
+    for unit in held:
+        if tensors and _end(unit, end) > limit:
             yield BucketTraffic(index, sender, end, tensors, sources)
             index, limit = index + 1, min(2 * limit, bucket_bytes)
-            sources, start, tensors = {}, 0, 0
-        for place, n in h.parts:
-            rank = source(place)
-            sources[rank] = sources.get(rank, 0) + n * h.itemsize
-        end, tensors = start + nbytes, tensors + 1
+            sources, end, tensors = {}, 0, 0
+        for h in unit:
+            for place, n in h.parts:
+                rank = source(place)
+                sources[rank] = sources.get(rank, 0) + n * h.itemsize
+        end, tensors = _end(unit, end), tensors + len(unit)
     yield BucketTraffic(index, sender, end, tensors, sources)
+
+
+def _end(unit: Sequence[Holding], start: int) -> int:
+    """Returns the byte behind tensors that follow each other from byte `start` on."""
+    for h in unit:
+        start = -(-start // h.itemsize) * h.itemsize + h.numel * h.itemsize
+    return start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config.base import SeamConfig
-from megarl.config.check import engines, model_path
 from megarl.config.dataset import PartConfig, SourceConfig
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import load_config, own_class, run_dir
+from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, data_purpose, datasets, sources
 from megarl.config.secrets import keep_written
 from megarl.config.transports import Requirements, built_in_transport, requirements_of

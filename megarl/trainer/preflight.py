@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.check import engines, model_override, model_path, saved_engines
 from megarl.config.check_data import looks_like_hub_name
 from megarl.config.errors import ConfigError, raise_if_any
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import engines, model_override, model_path, saved_engines
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig
 from megarl.models.hf_config import ModelConfig, check_layout, read_hf_config
 from megarl.models.lora import check_lora

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from megarl.api.engine import PendingSave
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import FROZEN, saved_engines
 from megarl.config.earlier_run import MARKER, RECOVER_DIR, architecture, checkpoints
+from megarl.config.recipe_engines import FROZEN, saved_engines
 from megarl.config.recipes import BaseConfig
 from megarl.config.secrets import fingerprint_tree
 from megarl.observability.logging import get_logger, warn_once_per_world

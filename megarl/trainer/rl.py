@@ -8,7 +8,7 @@ from megarl.algos import Role
 from megarl.algos.proximal import PROX
 from megarl.api.batch import Batch
 from megarl.api.records import FinetuneSpec
-from megarl.config.check import engines, model_path, saved_engines
+from megarl.config.recipe_engines import engines, model_path, saved_engines
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import stats_tracker
 from megarl.observability.logging import get_logger

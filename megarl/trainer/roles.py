@@ -20,9 +20,9 @@ from megarl.config.algo import (
     TeacherConfig,
     ValueModelConfig,
 )
-from megarl.config.check import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.engine import TrainEngineConfig
 from megarl.config.preferences import PreferenceConfig
+from megarl.config.recipe_engines import engines, model_override, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, DistillConfig, GRPOConfig, PPOConfig
 from megarl.engine import MegatronEngine
 from megarl.parallel.worlds import World

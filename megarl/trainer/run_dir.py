@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from megarl.ckpt.dist import find_damage
 from megarl.ckpt.marker import read_info
-from megarl.config.check import trained_engines
 from megarl.config.earlier_run import (
     CONFIG_FILE,
     RECOVER_DIR,
@@ -24,6 +23,7 @@ from megarl.config.earlier_run import (
     config_changes,
 )
 from megarl.config.loader import run_dir, save_config
+from megarl.config.recipe_engines import trained_engines
 from megarl.config.recipes import BaseConfig
 from megarl.observability.logging import get_logger
 from megarl.observability.report.runs import EVAL_REWARDS_FILE

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import engines, model_path
 from megarl.config.earlier_run import STATS_FILE
 from megarl.config.engine import LoRAConfig
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.config.run import SaverConfig
 from megarl.observability.logging import env_rank, get_logger

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megarl.algos.rollouts import rollouts_of
 from megarl.api.batch import Batch, Padded
-from megarl.config.check import model_path
 from megarl.config.earlier_run import RECOVER_DIR
 from megarl.config.loader import run_dir
+from megarl.config.recipe_engines import model_path
 from megarl.config.recipes import GRPOConfig
 from megarl.data import build_dataloader, build_dataset, check_context, go_on
 from megarl.models.hf_config import read_hf_config

@@ -21,8 +21,8 @@ from megarl.algos.role import UpdateCheck
 from megarl.algos.rows import Data
 from megarl.api.batch import Batch
 from megarl.api.engine import LossFn, LossWeightFn
-from megarl.config.check import engines
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe_engines import engines
 from megarl.config.recipes import GRPOConfig
 from megarl.observability import fingerprints as fp
 from megarl.observability.fingerprints import FingerprintFile, Tensors, phase_of

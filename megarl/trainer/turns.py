@@ -21,7 +21,7 @@ from typing import Protocol
 
 from megarl.api.engine import PARTS
 from megarl.api.records import SaveLoadMeta
-from megarl.config.check import FROZEN, engines
+from megarl.config.recipe_engines import FROZEN, engines
 from megarl.config.recipes import GRPOConfig
 from megarl.config.turns import takes_turns
 from megarl.observability import stats_tracker

@@ -12,6 +12,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+CONTROLS = "MEGARL_CONTROLLER"  # set where a launcher has a process start the trainers
+
 
 def set_trainer_defaults(env: MutableMapping[str, str], *, servers: Sequence[str] = ()) -> None:
     """Sets the defaults of a process that torchrun or the launcher started; `servers` are

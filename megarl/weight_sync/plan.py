@@ -18,7 +18,7 @@ import torch
 
 from megarl.models.gather import Bucket, Dtypes, export_dtype, plan_buckets
 from megarl.models.piece_table import HfTensor, PieceTable
-from megarl.weight_sync.senders import assign, by_turns, first_bytes
+from megarl.weight_sync.senders import assign, by_turns, first_bytes, load_unit, units
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def plan_sync(
     queues: dict[int, list[Bucket]] = {}
     for sender, tensors in _by_sender(table, dtype, senders).items():
         own = dataclasses.replace(table, tensors=tensors)
-        queues[sender] = list(plan_buckets(own, dtype, **limits))
+        queues[sender] = list(plan_buckets(own, dtype, **limits, unit=load_unit))
     turns = by_turns({sender: len(queue) for sender, queue in queues.items()})
     buckets = tuple(
         dataclasses.replace(queues[sender].pop(0), index=i) for i, sender in enumerate(turns)
@@ -132,15 +132,20 @@ def plan_sync(
 def _by_sender(
     table: PieceTable, dtype: Dtypes, senders: Sequence[int]
 ) -> dict[int, tuple[HfTensor, ...]]:
-    """Returns the tensors of each sender that has any, larger items first, else in HF order."""
-    itemsizes = [export_dtype(t, dtype).itemsize for t in table.tensors]
+    """Returns the tensors of each sender that has any, larger items first, else in HF order but for
+    those that go together (senders.load_unit)."""
+    together = units(table.tensors, lambda t: t.name)
+    itemsizes = [max(export_dtype(t, dtype).itemsize for t in unit) for unit in together]
     parts = (
-        (tuple((p.place, p.numel) for p in t.pieces), t.numel * itemsize)
-        for t, itemsize in zip(table.tensors, itemsizes, strict=True)
+        (
+            tuple((p.place, p.numel) for t in unit for p in t.pieces),
+            sum(t.numel * export_dtype(t, dtype).itemsize for t in unit),
+        )
+        for unit in together
     )
     chosen = assign(parts, table.layout, senders)
     order = sorted(range(len(chosen)), key=lambda i: -itemsizes[i])
-    own = {s: tuple(table.tensors[i] for i in order if chosen[i] == s) for s in senders}
+    own = {s: tuple(t for i in order if chosen[i] == s for t in together[i]) for s in senders}
     return {sender: tensors for sender, tensors in own.items() if tensors}
 
 

@@ -1,14 +1,35 @@
-"""Decides which rank gathers and sends which tensors, and how much at once. Needs no torch."""
+"""Decides which rank gathers and sends which tensors, which go together, and how much at once.
+Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 from megarl.models.piece_table import Place
 from megarl.parallel.layout import Layout
 
 Parts = tuple[tuple[Place, int], ...]  # where the pieces of a tensor are, and numbers in each
+T = TypeVar("T")
+
+# SGLang's loader of latent attention (deepseek_weight_loader.py) makes one parameter of the two. It
+# keeps the first until the second comes, and forgets it at the end of the request.
+_FUSED = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.")
+
+
+def load_unit(name: str) -> str:
+    """Returns a name that HF tensors share which a server has to get in one request."""
+    return _FUSED.sub(".", name)
+
+
+def units(tensors: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
+    """Returns the tensors by load unit, in the order of the units' first members."""
+    found: dict[str, list[T]] = {}
+    for tensor in tensors:
+        found.setdefault(load_unit(name(tensor)), []).append(tensor)
+    return list(found.values())
 
 
 def spread_senders(layout: Layout, count: int, first: int = 0) -> tuple[int, ...]:

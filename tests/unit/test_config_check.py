@@ -11,8 +11,14 @@ import pytest
 
 from megarl.config.base import SeamConfig
 from megarl.config.bounds import TIMEOUT, number_problems
-from megarl.config.check import (
-    check_config,
+from megarl.config.check import check_config
+from megarl.config.check_parallel import check_parallel
+from megarl.config.check_rollout import rollout_problems
+from megarl.config.dataset import PartConfig
+from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
+from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe_engines import (
     engines,
     model_override,
     model_path,
@@ -21,12 +27,6 @@ from megarl.config.check import (
     smallest_world_size,
     trained_engines,
 )
-from megarl.config.check_parallel import check_parallel
-from megarl.config.check_rollout import rollout_problems
-from megarl.config.dataset import PartConfig
-from megarl.config.errors import ConfigError
-from megarl.config.loader import load_config
-from megarl.config.parallel import ParallelConfig
 from megarl.config.recipes import RECIPES
 from megarl.config.schema import Key, all_keys, key_table
 from megarl.parallel.layout import Layout

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from megarl.config.cluster import ClusterConfig, PoolConfig
@@ -21,7 +22,9 @@ from megarl.launcher.make import make_job
 from megarl.launcher.placement import Placement, Seat, place, set_aside
 from megarl.launcher.plan import plan_cluster
 from megarl.launcher.show import show
+from megarl.parallel.groups import init_distributed
 from megarl.rpc.nodes import forwarded
+from megarl.utils.env import CONTROLS
 from tests.hf_stub import write_stub
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -153,6 +156,15 @@ def test_a_controller_has_the_gpus_of_its_trainers(tmp_path: Path) -> None:
     assert controller.gpus == controller.env["CUDA_VISIBLE_DEVICES"] == "@{gpus:0,1,2,3}"
     assert "trainer.workers=4" in controller.command and "WORLD_SIZE" not in controller.env
     assert "a controller that starts 4 trainer process(es)" in text(tmp_path, *CONTROLLER)
+
+
+def test_an_engine_is_refused_in_a_launched_controller(tmp_path: Path, monkeypatch) -> None:
+    (controller,) = make(tmp_path, *CONTROLLER).of(TRAINER)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(CONTROLS, controller.env[CONTROLS])
+    with pytest.raises(ValueError, match="wrap the role in megarl"):
+        init_distributed()
+    assert not dist.is_initialized()
 
 
 def test_a_controller_meets_trainers_of_two_nodes(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_weights_and_holdings_are_the_piece_tables(architecture: str, tie: bool)
 
 @pytest.mark.parametrize("senders", ((0,), (3,), (0, 5)))
 def test_the_planned_buckets_are_those_that_are_sent(senders: tuple[int, ...]) -> None:
-    m, layout = config("DeepseekV3ForCausalLM"), Layout(tp=2, pp=2, dp=2, ep=4)
+    m, layout = config("DeepseekV3ForCausalLM", q_lora_rank=24), Layout(tp=2, pp=2, dp=2, ep=4)
     table = build_piece_table(m, layout)
     plan = plan_sync(table, torch.bfloat16, 700, senders)
     want = plan.buckets
@@ -110,6 +110,22 @@ def test_the_planned_buckets_are_those_that_are_sent(senders: tuple[int, ...]) -
                 src = b.sender if p.place.holds(coords) else p.place.rank(layout)
                 sources[src] = sources.get(src, 0) + p.numel * member.dtype.itemsize
         assert b.sources == sources
+
+
+@pytest.mark.parametrize("senders", ((0,), (0, 5)))
+@pytest.mark.parametrize("bucket_bytes", (1, 700, 5000))
+def test_what_a_server_fuses_within_a_request_shares_a_bucket(
+    senders: tuple[int, ...], bucket_bytes: int
+) -> None:
+    m = config("DeepseekV3ForCausalLM", q_lora_rank=24)
+    table = build_piece_table(m, Layout(tp=2, pp=2, dp=2, ep=4))
+    plan = plan_sync(table, torch.bfloat16, bucket_bytes, senders)
+    bucket_of = {member.name: b.index for b in plan.buckets for member in b.members}
+    assert bucket_of.keys() == table.by_name.keys()
+    fused = ("q_a_proj", "kv_a_proj_with_mqa")
+    for i in range(m.num_layers):
+        names = [f"model.layers.{i}.self_attn.{part}.weight" for part in fused]
+        assert bucket_of[names[0]] == bucket_of[names[1]]
 
 
 def plain(layers: int = 8) -> ModelConfig:

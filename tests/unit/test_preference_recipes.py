@@ -9,10 +9,11 @@ import pytest
 
 from megarl.algos.kto import KTO
 from megarl.algos.preferences import DPO, ORPO, SimPO, preference_loss
-from megarl.config.check import check_config, engines, model_path, ref_is_below_adapters
+from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.preferences import PreferenceConfig
+from megarl.config.recipe_engines import engines, model_path, ref_is_below_adapters
 from megarl.config.recipes import BaseConfig, data_purpose
 from megarl.models.hf_config import read_hf_config
 from megarl.trainer.named import check_data

@@ -19,10 +19,11 @@ from megarl.cli.rehearse.model import VOCAB, write_model
 from megarl.cli.rehearse.plan import make_plan
 from megarl.cli.rehearse.sizes import Degrees, is_mixed, shrink_model
 from megarl.cli.rehearse.table import kept
-from megarl.config.check import check_config, engines
+from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe_engines import engines
 from megarl.models.hf_config import check_layout, parse_hf_config, read_hf_config
 from megarl.utils.isolated import call_isolated
 from tests.unit.test_reallocation_plan import FAMILIES, config

@@ -29,11 +29,12 @@ from megarl.cli.doctor.host import (
 )
 from megarl.cli.doctor.peers import Meeting, this_job
 from megarl.cli.doctor.versions import version_findings
-from megarl.config.check import check_config, engines, model_path
+from megarl.config.check import check_config
 from megarl.config.command_line import help_or_command_line, one_config
 from megarl.config.earlier_run import check_run_dir
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
+from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.models.hf_config import check_layout, parse_hf_config
 from megarl.models.value_model import language_model

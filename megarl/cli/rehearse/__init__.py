@@ -33,10 +33,10 @@ from megarl.cli.rehearse.model import write_model
 from megarl.cli.rehearse.plan import Plan, check_recipe, make_plan
 from megarl.cli.rehearse.real import Ran, RehearsalFailed, check_saved, start
 from megarl.cli.rehearse.table import Report
-from megarl.config.check import engines, smallest_world_size
 from megarl.config.command_line import CommandLine, help_or_command_line, one_config
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config, run_dir, save_config
+from megarl.config.recipe_engines import engines, smallest_world_size
 from megarl.config.recipes import BaseConfig
 from megarl.utils.importing import add_working_directory
 from megarl.utils.isolated import call_isolated

@@ -9,11 +9,11 @@ from typing import Any
 
 from megarl.cli.rehearse.layout import Shrunk
 from megarl.config.base import SeamConfig
-from megarl.config.check import engines
 from megarl.config.cluster import ClusterConfig
 from megarl.config.dataset import GENERATED, DatasetConfig, PartConfig
 from megarl.config.engine import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from megarl.config.loader import config_yaml
+from megarl.config.recipe_engines import engines
 from megarl.config.recipes import BaseConfig, GRPOConfig, RMConfig, SFTConfig
 from megarl.config.rollout import GenerationHyperparameters, ServerConfig
 from megarl.config.run import FrequencyConfig, ProfilerConfig, StatsLoggerConfig

@@ -11,9 +11,10 @@ from megarl.cli.rehearse.job import LONG_CONTEXT
 from megarl.cli.rehearse.layout import Shrunk, shrink_layouts
 from megarl.cli.rehearse.model import VOCAB
 from megarl.cli.rehearse.sizes import Degrees, is_mixed, shrink_model
-from megarl.config.check import check_config, engines, model_path
+from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe_engines import engines, model_path
 from megarl.config.recipes import BaseConfig
 from megarl.models.hf_config import check_layout, parse_hf_config
 from megarl.planning.shapes import find_shapes

@@ -17,8 +17,8 @@ from megarl.cli.rehearse.construct import Constructed
 from megarl.cli.rehearse.layout import DEGREES
 from megarl.cli.rehearse.plan import Plan
 from megarl.cli.rehearse.real import Ran
-from megarl.config.check import engines, smallest_world_size
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe_engines import engines, smallest_world_size
 from megarl.config.recipes import BaseConfig, GRPOConfig
 from megarl.config.secrets import masked
 from megarl.models.hf_config import parse_hf_config
