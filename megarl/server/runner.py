@@ -21,6 +21,7 @@ from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.prompt_logprobs import prompt_logprobs
 from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
+from megarl.utils import products
 from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ModelRunner:
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_torch_norms(self.model)
+        _use_fast_products(self.model)
         self.config: Any = self.model.config
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
@@ -238,6 +240,13 @@ def _use_torch_norms(model: torch.nn.Module) -> None:
         if plain and norm.weight.dtype == torch.float32:
             shape, eps = norm.weight.shape, norm.variance_epsilon
             norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)
+
+
+def _use_fast_products(model: torch.nn.Module) -> None:
+    """Has linear layers multiply by the faster of torch's libraries for CPUs."""
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.forward = partial(products.linear, weight=layer.weight, bias=layer.bias)  # type: ignore[method-assign]
 
 
 def _cache_memory(device: torch.device) -> int:
