@@ -24,10 +24,10 @@ def by_onednn() -> bool:
     equal machines give equal bits. Raises ValueError for a MEGARL_ONEDNN other than 0 or 1."""
     given = os.environ.get("MEGARL_ONEDNN", "")
     if given not in ("", "0", "1"):
-        raise ValueError(f"MEGARL_ONEDNN={given}: use 0 (never), 1 (where it can) or leave it unset")
-    has = torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+        raise ValueError(
+            f"MEGARL_ONEDNN={given}: use 0 (never), 1 (where it can) or leave it unset"
+        )
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return has and (given == "1" or (given == "" and wide and not _is_intel()))
 
