@@ -42,8 +42,18 @@ def _is_intel() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x [...,n,K] times the transpose of weight [N,K], plus bias [N]. Without gradients."""
     if takes(x, weight) and x.numel() >= _FEW_ROWS * x.shape[-1]:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        factors = _plain(x), _plain(weight)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(*factors, bias, "none", [], "")
+        return found
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Returns t, or a copy where it is neither whole rows nor a transposed matrix of such: oneDNN
+    refuses numbers that repeat in memory, as in an expanded gradient."""
+    if t.is_contiguous() or (t.ndim == 2 and t.t().is_contiguous()):
+        return t
+    return t.contiguous()
 
 
 def transposed_product(g: Tensor, x: Tensor) -> Tensor:

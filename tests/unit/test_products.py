@@ -37,6 +37,14 @@ def test_layers_products_with_and_without_bias(rows, make):
     torch.testing.assert_close(biased.double(), want + bias, **CLOSE)
 
 
+def test_a_gradient_that_repeats_one_number_is_taken():
+    g, x = torch.randn(1, 1).expand(50, 24), torch.randn(50, 64)
+    for a, b in ((g, x), (x, g), (g[:, :1], x), (x, torch.randn(50, 1).expand(50, 7))):
+        with torch.no_grad():
+            found = products.transposed_product(a, b)
+        torch.testing.assert_close(found.double(), a.double().t() @ b.double(), **CLOSE)
+
+
 @pytest.mark.parametrize(("wide", "narrow"), [(64, 24), (24, 64)])
 def test_gradients_of_weights_are_added_up(wide, narrow):
     g, x, total = torch.randn(50, wide), torch.randn(50, narrow), torch.randn(wide, narrow)
