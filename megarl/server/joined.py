@@ -57,7 +57,7 @@ class Joined:
         """Returns the layers' outputs, one behind the other in the last dimension."""
         if (found := self.whole()) is not None:
             return linear(x, *found)
-        biases = self._biases or [None] * len(self._weights)
+        biases: Sequence[Tensor | None] = self._biases or [None] * len(self._weights)
         pairs = zip(self._weights, biases, strict=True)
         return torch.cat([linear(x, w, b) for w, b in pairs], -1)
 

@@ -41,7 +41,7 @@ def _is_intel() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x [...,n,K] times the transpose of weight [N,K], plus bias [N]. Without gradients."""
-    if takes(x, weight) and x.numel() >= _FEW_ROWS * x.shape[-1]:
+    if takes(x, weight) and x.numel() >= _FEW_ROWS * x.shape[-1] > 0:
         factors = _plain(x), _plain(weight)
         found: Tensor = torch.ops.mkldnn._linear_pointwise(*factors, bias, "none", [], "")
         return found

@@ -37,6 +37,13 @@ def test_layers_products_with_and_without_bias(rows, make):
     torch.testing.assert_close(biased.double(), want + bias, **CLOSE)
 
 
+@pytest.mark.parametrize(("wide", "narrow"), [(64, 24), (24, 64)])
+def test_an_expert_without_tokens_adds_nothing(wide, narrow):
+    with torch.no_grad():
+        found = products.transposed_product(torch.randn(0, wide), torch.randn(0, narrow))
+    assert torch.equal(found, torch.zeros(wide, narrow))
+
+
 def test_a_gradient_that_repeats_one_number_is_taken():
     g, x = torch.randn(1, 1).expand(50, 24), torch.randn(50, 64)
     for a, b in ((g, x), (x, g), (g[:, :1], x), (x, torch.randn(50, 1).expand(50, 7))):
