@@ -73,17 +73,19 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """Returns all contenders. In an asynchronous run trainers and servers compute at the same time:
-    every process has one thread, and half of the processes are servers.
+    """Returns all contenders. A synchronous run has as many servers as trainers, of as many
+    threads: they compute in turns. In an asynchronous run they compute at the same time: every
+    process has one thread, and half of the processes are servers.
     """
-    server = f"server.threads={CORES}"
     asynchronous = ("rollout.max_head_offpolicyness=1", "actor.use_decoupled_loss=true")
     found = []
     for split, layout in ((False, f"1x{CORES}"), (True, f"{CORES}x1")):
+        count, threads = (CORES, 1) if split else (1, CORES)
+        servers = (f"server.count={count}", f"server.threads={threads}")
         found += [
             Contender(f"TRL {layout}", None, split),
-            Contender(f"megarl {layout} sync, TRL's work", (server, SAME_WORK), split),
-            Contender(f"megarl {layout} sync", (server, WITH_PASS), split),
+            Contender(f"megarl {layout} sync, TRL's work", (*servers, SAME_WORK), split),
+            Contender(f"megarl {layout} sync", (*servers, WITH_PASS), split),
         ]
     half = max(1, CORES // 2)
     beside = (f"server.count={CORES - half or 1}", "server.threads=1")

@@ -1,6 +1,7 @@
 """Measures trained tokens/s and memory of every parallel layout, beside transformers + torch AdamW.
 
     python benchmarks/layouts.py [--quick] [--models dense moe] [--only tp2 pp2] [--rounds 5]
+                                 [--budget 1024]
 
 A layout's processes (up to four, one thread each, fp32 on the CPU, gloo) and one process of Hugging
 Face transformers, with as many threads as the layout has processes (or the machine cores), train
@@ -10,6 +11,11 @@ step, so that the ratio means something where the rates do not, and every step's
 norm are compared. CPU time, of all processes and threads of a side, is the work; where the ratios
 of one process differ, something else ran on the machine. With more processes than cores the ratio
 of wall times says what a layout costs in work and waiting, not how it scales.
+
+A pipeline's stages wait for their first micro-batch and after their last. The schedule's bound is
+what that leaves of the rate: m v / (m v + p - 1) of the time of p stages of v chunks with m
+micro-batches (https://arxiv.org/abs/2104.04473), times the processes that share a core, which work
+while others wait. `--budget` sets the tokens of a micro-batch, and so m.
 
 Memory is the peak of resident memory: of the largest process, and of all together.
 """
@@ -186,15 +192,33 @@ def compare(
     return ours, theirs, tokens / rounds
 
 
+def micro_batches(case: Case, layout: tuple[int, dict[str, Any]]) -> int:
+    """Returns how many micro-batches a data-parallel replica has in a step."""
+    processes, parallel = layout
+    size = SIZES[case.size]
+    pp, cp = parallel.get("pp", 1), parallel.get("cp", 1)
+    rows = len(case.batch(0)["input_ids"]) // (processes // (pp * cp * parallel.get("tp", 1)))
+    m = -(-rows // (case.budget * cp // (size.longest // 2)))
+    return -(-m // pp) * pp if parallel.get("vpp", 1) > 1 else m
+
+
+def schedule_bound(case: Case, layout: tuple[int, dict[str, Any]]) -> float:
+    """Returns the most of the rate that the pipeline's schedule leaves, 1 without a pipeline."""
+    processes, parallel = layout
+    p, chunks = parallel.get("pp", 1), micro_batches(case, layout) * parallel.get("vpp", 1)
+    return float(min(1.0, processes / case.threads * chunks / (chunks + p - 1)))
+
+
 def row(model: str, name: str, ours: Sequence[Figures], theirs: Sequence[Figures], tokens: float,
-        processes: int) -> str:  # fmt: skip
+        processes: int, bound: float) -> str:  # fmt: skip
     ratios = sorted(t.wall / o.wall for o, t in zip(ours, theirs, strict=True))
     work = statistics.median(t.cpu / o.cpu for o, t in zip(ours, theirs, strict=True))
     rate = tokens / statistics.median(f.wall for f in ours)
     memory = theirs[-1].largest
     return (
         f"| {model} | {name} | {processes} | {rate:.0f} "
-        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {work:.2f} "
+        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
+        f"| {bound:.2f} | {work:.2f} "
         f"| {ours[-1].largest:.0f} ({ours[-1].largest / memory:.2f}) "
         f"| {ours[-1].together:.0f} ({ours[-1].together / memory:.2f}) |"
     )
@@ -205,6 +229,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--only", nargs="+", help="names of layouts")
     parser.add_argument("--rounds", type=int, default=5, help="after one to warm up")
+    parser.add_argument("--budget", type=int, help="tokens of a micro-batch")
     parser.add_argument("--quick", action="store_true", help="small batches, two rounds")
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
@@ -217,9 +242,9 @@ def main() -> None:
         "transformers (one process, as many threads, at most one a core), median (min-max) of "
         f"{rounds} rounds\n"
     )
-    print("| model | layout | processes | tokens/s | tokens/s, ratio | CPU time, ratio "
+    print("| model | layout | processes | tokens/s | tokens/s, ratio | schedule | CPU time, ratio "
           "| MiB of the largest (ratio) | MiB together (ratio) |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             path = Path(folder) / model
@@ -230,11 +255,17 @@ def main() -> None:
                 threads = min(layout[0], os.cpu_count() or 1)
                 os.environ["OMP_NUM_THREADS"] = str(threads)  # of HF's; ranks set their own
                 case = Case(
-                    size=model, lengths="equal", model=path, threads=threads, quick=args.quick
+                    size=model,
+                    lengths="equal",
+                    model=path,
+                    threads=threads,
+                    quick=args.quick,
+                    given_budget=args.budget,
                 )
                 with running("HF sorted", case) as hf:
                     ours, theirs, tokens = compare(case, hf, layout, rounds)
-                print(row(model, name, ours, theirs, tokens, layout[0]), flush=True)
+                bound = schedule_bound(case, layout)
+                print(row(model, name, ours, theirs, tokens, layout[0], bound), flush=True)
 
 
 if __name__ == "__main__":

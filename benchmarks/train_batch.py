@@ -79,6 +79,12 @@ class Case:
     model: Path
     threads: int
     quick: bool
+    given_budget: int | None = None
+
+    @property
+    def budget(self) -> int:
+        """Returns the tokens per micro-batch."""
+        return self.given_budget or SIZES[self.size].budget
 
     def batch(self, step: int) -> Batch:
         """Returns sequences of max/2 tokens each, or of lognormal lengths between 16 and max."""
@@ -135,7 +141,7 @@ def megarl_side(case: Case, parallel: dict[str, Any] | None = None) -> Any:
             path=str(case.model),
             dtype="float32",
             parallel=ParallelConfig(**(parallel or {})),
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=SIZES[case.size].budget),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=case.budget),
             optimizer=OptimizerConfig(
                 lr=LR, weight_decay=DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
                 gradient_clipping=CLIP,
@@ -168,7 +174,7 @@ def hf_side(case: Case, *, by_length: bool) -> Any:
 
     def step(batch: Batch) -> tuple[float, float]:
         total, weight = 0.0, loss_weight(batch)
-        for mb in padded_micro_batches(batch, SIZES[case.size].budget, by_length=by_length):
+        for mb in padded_micro_batches(batch, case.budget, by_length=by_length):
             logits = model(
                 input_ids=mb["input_ids"], attention_mask=mb["attention_mask"], use_cache=False
             ).logits[:, :-1]

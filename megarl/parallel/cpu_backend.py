@@ -22,6 +22,8 @@ on such a machine, so no working code changes its meaning. P7, P10 and P11 are n
   P14  large tensors                          are allocated in huge pages
   P15  the optimizer that is partly on CPUs   knows its host copies although all tensors are there
   P16  new weights of parallel layers         are drawn where they stand, not whole on every rank
+  P17  matmul of layers without autograd      is by oneDNN where that is faster than MKL
+  P18  sequence parallelism's reduce-scatter  sends each rank its part, not everything
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import cpu_kernels, cpu_torch
+from megarl.parallel import cpu_collectives, cpu_kernels, cpu_torch
 from megarl.parallel.cpu_adam import CpuFusedAdam
 from megarl.parallel.cpu_torch import nothing, patch
 from megarl.parallel.worlds import PerWorld
+from megarl.utils import products
 
 
 def p5_tracker() -> None:
@@ -294,6 +297,24 @@ def p16_no_whole_weights() -> None:
         patch(module, _initialize_affine_weight_cpu=mark_and_draw)
 
 
+def p17_matrix_products() -> None:
+    """The parallel layers' own forward and backward call torch.matmul and Tensor.matmul, with
+    gradients off, where nearly all of a pass goes; see megarl.utils.products."""
+    if products.by_onednn():
+        patch(torch, matmul=cpu_kernels.product)
+        patch(torch.Tensor, matmul=cpu_kernels.product)
+
+
+def p18_direct_reduce_scatter() -> None:
+    """torch makes gloo's reduce-scatter of an all-reduce of everything; see
+    megarl.parallel.cpu_collectives. The layers and the mappings between them call it by a name of
+    their own."""
+    from megatron.core.tensor_parallel import layers, mappings
+
+    for module in (layers, mappings):
+        patch(module, dist_reduce_scatter_func=cpu_collectives.reduce_scatter)
+
+
 _installed = False
 
 
@@ -305,7 +326,7 @@ def install_everywhere() -> None:
 
 
 def install() -> None:
-    """Installs P1 to P16, once. Raises AssertionError if megatron.core is imported already."""
+    """Installs P1 to P18, once. Raises AssertionError if megatron.core is imported already."""
     global _installed
     if _installed:
         return
@@ -328,4 +349,6 @@ def install() -> None:
         p13_one_rank_groups()
         p15_hybrid_optimizer()
         p16_no_whole_weights()
+        p17_matrix_products()
+        p18_direct_reduce_scatter()
     _installed = True

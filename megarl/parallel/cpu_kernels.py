@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.parallel.vocab_parallel import accumulate
+from megarl.utils import products
 
 
 class _Rotate(torch.autograd.Function):
@@ -100,3 +101,14 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
 def wgrad_accumulate(x: Tensor, g: Tensor, main_grad: Tensor) -> None:
     """Adds g [T,out] transposed times x [T,in] to main_grad [out,in]."""
     accumulate(main_grad, g, x)
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Returns a times b as torch.matmul does; that of a [...,n,K] and a matrix b [K,N] without
+    gradients by the faster library (megarl.utils.products)."""
+    if out is None and b.ndim == 2 and a.ndim > 1 and products.takes(a, b):
+        return products.linear(a, b.t())
+    return _matmul(a, b, out=out)
+
+
+_matmul = torch.matmul  # as it is before the patch

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megarl.parallel import vocab_given
 from megarl.parallel.vocab_given import GivenGrad
 from megarl.parallel.vocab_shard import VocabShard, local_target, rows_in_cache, top_k
+from megarl.utils import products
 
 # k numbers a token, n, all others one
 TOP_LOGPROBS, TOP_IDS, TOP_TAIL = "topk_logprobs", "topk_ids", "topk_tail"
@@ -55,7 +56,7 @@ def _logits(h: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.
 
     The result is fresh memory, so that callers may change it in place.
     """
-    product = h @ weight.t()
+    product = products.linear(h, weight)
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     return wide if temperature == 1.0 else wide.div_(temperature)
 
@@ -232,7 +233,7 @@ class _TokenOutputs(torch.autograd.Function):
             said = labels[s], given[s], of_chunk
             g = _grad_logits(log_p, *said, grad[s] / temperature, shard, at).to(hidden.dtype)
             if g_hidden is not None:
-                torch.mm(g, real, out=g_hidden[s])
+                g_hidden[s] = products.linear(g, real.t())
             if g_weight is not None:
                 accumulate(g_weight[: shard.real_rows], g, hidden[s])
         if g_weight is not None:
@@ -243,10 +244,10 @@ class _TokenOutputs(torch.autograd.Function):
 def accumulate(total: torch.Tensor, g: torch.Tensor, h: torch.Tensor) -> None:
     """Adds g [c,v] transposed times h [c,H] to total [v,H]: a weight's gradient. The product has
     the dtype of its factors, the sum that of `total`."""
-    if total.dtype == h.dtype:
+    if total.dtype == h.dtype and not products.takes(g, h):
         total.addmm_(g.t(), h)
     else:
-        total += g.t() @ h
+        total += products.transposed_product(g, h)
 
 
 def _grad_logits(

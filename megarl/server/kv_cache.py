@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from megarl.server.joined import Rotary
+
 ATTENTION = "megarl_slots"
 _POSITIONS_STEP = 64
 # a decode step splits rows by length when padding would more than double the work ...
@@ -120,7 +122,7 @@ class KVCache:
         self.values[:, index] = 0
 
 
-class Prefill:
+class Prefill(Rotary):
     """Plans the prefill of B right-padded prompts [B,S] into the rows from `row` on.
 
     Causality alone keeps real positions from seeing the padding behind them.
@@ -167,7 +169,7 @@ class Prefill:
         return out.transpose(1, 2)
 
 
-class Decode:
+class Decode(Rotary):
     """Plans one new position for each row first..first+B-1; `lengths` [B] positions are there
     already."""
 
@@ -256,8 +258,8 @@ def _attend_cpu(
     """
     shape = (*q.shape[:3], k.shape[2])
     q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
-    if mask is None:
-        scores = torch.bmm(q * scale, k)
+    if mask is None:  # beta=0: what is in the sum's memory is not read
+        scores = torch.baddbmm(q.new_empty(1), q, k, beta=0, alpha=scale)
     else:
         scores = torch.baddbmm(mask.expand(shape).flatten(0, 1), q, k, alpha=scale)
     return torch.bmm(scores.softmax(-1), v).view(*shape[:3], -1)

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megarl.server.args import ServerArgs
+from megarl.server.joined import join_layers
 from megarl.server.kv_cache import ATTENTION, Decode, KVCache, Prefill, kv_shape
 from megarl.server.prompt_logprobs import prompt_logprobs
 from megarl.server.routes import RouteRecorder
 from megarl.server.sequence import ServedSequence
+from megarl.utils import products
 from megarl.utils.transformers_config import transformers_config
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class ModelRunner:
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         _use_torch_norms(self.model)
+        _use_fast_products(self.model)
         self.config: Any = self.model.config
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
@@ -99,6 +102,8 @@ class ModelRunner:
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         want = self.model(ids, use_cache=False).logits[0, 3:].float()
         self.model.set_attn_implementation(ATTENTION)
+        if _joins(self.model):
+            join_layers(self.model)
         self.cache.reserve(1, 5, used=0)
         first = self._head(self._forward(ids[:, :4], 0, Prefill(self.cache, 0))[:, -1])
         plan = Decode(self.cache, 0, [4], exact=self.deterministic)
@@ -238,6 +243,19 @@ def _use_torch_norms(model: torch.nn.Module) -> None:
         if plain and norm.weight.dtype == torch.float32:
             shape, eps = norm.weight.shape, norm.variance_epsilon
             norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=eps)
+
+
+def _joins(model: Any) -> bool:
+    """Returns whether layers are joined: in float32 and float64, where the order of operations
+    shows in the last bits alone. In narrower dtypes transformers' own rounding is kept."""
+    return model.dtype in (torch.float32, torch.float64)
+
+
+def _use_fast_products(model: torch.nn.Module) -> None:
+    """Has linear layers multiply by the faster of torch's libraries for CPUs."""
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.forward = partial(products.linear, weight=layer.weight, bias=layer.bias)  # type: ignore[method-assign]
 
 
 def _cache_memory(device: torch.device) -> int:

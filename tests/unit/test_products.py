@@ -1,0 +1,89 @@
+"""Matrix products by oneDNN against those in double precision, forced also where MKL is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.parallel import cpu_kernels
+from megarl.parallel.vocab_parallel import accumulate
+from megarl.utils import products
+
+# sums of up to 96 products of normal numbers: some tens of fp32 roundings of values around ten
+CLOSE = dict(atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch):
+    monkeypatch.setattr(products, "by_onednn", lambda: True)
+    torch.manual_seed(0)
+
+
+def apart(*shape):
+    """A tensor whose rows are not neighbours in memory."""
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+
+
+@pytest.mark.parametrize("rows", [(1,), (7,), (3, 5), (0,)])
+@pytest.mark.parametrize("make", [torch.randn, apart])
+def test_layers_products_with_and_without_bias(rows, make):
+    x, weight, bias = make(*rows, 96), make(40, 96), torch.randn(40)
+    want = x.double() @ weight.double().t()
+    with torch.no_grad():
+        assert rows == (0,) or products.takes(x, weight)
+        plain = products.linear(x, weight)
+        biased = products.linear(x, weight, bias)
+    torch.testing.assert_close(plain.double(), want, **CLOSE)
+    torch.testing.assert_close(biased.double(), want + bias, **CLOSE)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(64, 24), (24, 64)])
+def test_an_expert_without_tokens_adds_nothing(wide, narrow):
+    with torch.no_grad():
+        found = products.transposed_product(torch.randn(0, wide), torch.randn(0, narrow))
+    assert torch.equal(found, torch.zeros(wide, narrow))
+
+
+def test_a_gradient_that_repeats_one_number_is_taken():
+    g, x = torch.randn(1, 1).expand(50, 24), torch.randn(50, 64)
+    for a, b in ((g, x), (x, g), (g[:, :1], x), (x, torch.randn(50, 1).expand(50, 7))):
+        with torch.no_grad():
+            found = products.transposed_product(a, b)
+        torch.testing.assert_close(found.double(), a.double().t() @ b.double(), **CLOSE)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(64, 24), (24, 64)])
+def test_gradients_of_weights_are_added_up(wide, narrow):
+    g, x, total = torch.randn(50, wide), torch.randn(50, narrow), torch.randn(wide, narrow)
+    want = total.double() + g.double().t() @ x.double()
+    with torch.no_grad():
+        accumulate(total, g, x)
+    torch.testing.assert_close(total.double(), want, **CLOSE)
+
+
+def test_autograd_goes_on_through_torchs_own_products():
+    x, weight = torch.randn(6, 96, requires_grad=True), torch.randn(40, 96, requires_grad=True)
+    for y in (products.linear(x, weight), cpu_kernels.product(x, weight.t())):
+        found = torch.autograd.grad(y.sum(), (x, weight))
+        torch.testing.assert_close(found[0], weight.detach().sum(0).expand_as(x), **CLOSE)
+
+
+def test_other_kinds_of_products_are_torchs():
+    with torch.no_grad():
+        for a, b in [((2, 5, 6), (2, 6, 4)), ((5, 6), (6,)), ((6,), (6, 4)), ((2, 5, 6), (6, 4))]:
+            a, b = torch.randn(a), torch.randn(b)
+            torch.testing.assert_close(cpu_kernels.product(a, b), a @ b, **CLOSE)
+            out = torch.empty((a @ b).shape)
+            assert cpu_kernels.product(a, b, out=out) is out
+            assert cpu_kernels.product(a.double(), b.double()).dtype == torch.float64
+
+
+def test_the_environment_overrules_the_machine(monkeypatch):
+    monkeypatch.undo()
+    choose = products.by_onednn.__wrapped__
+    for value, taken in (("0", False), ("1", True)):
+        monkeypatch.setenv("MEGARL_ONEDNN", value)
+        assert choose() is taken
+    monkeypatch.setenv("MEGARL_ONEDNN", "yes")
+    with pytest.raises(ValueError, match="MEGARL_ONEDNN=yes: use 0"):
+        choose()
