@@ -12,8 +12,10 @@ from megarl.weight_sync.slices import LOADER
 _SHOWN = 3  # parameters of a server rank
 
 
-def of_meta(meta: WeightUpdateMeta) -> str:
+def of_meta(meta: WeightUpdateMeta, backend: str) -> str:
     """Returns why an update is not sent by slices whatever the servers are, "" where it may be."""
+    if backend == "nccl" and meta.sharded == "auto":
+        return "slices have not been measured over NCCL yet; weight_sync.sharded=on sends them"
     if meta.bucket_bytes < 1:
         return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
     if meta.delta:
@@ -29,6 +31,8 @@ def of_servers(info: Mapping[str, ServerInfo]) -> str:
 
 
 def _of_server(info: ServerInfo) -> str:
+    if info.applies_delta:
+        return "is megarl's own, which keeps whole tensors"
     if LOADER not in info.loaders:
         return f"was not started with --custom-weight-loader {LOADER}"
     if info.replicas > 1 or info.stages > 1:

@@ -120,10 +120,10 @@ class SliceSync:
 
     def _prepare(self, meta: WeightUpdateMeta, deadline: Deadline) -> str:
         """Connects where that is needed. Returns why slices cannot be sent, "" where they can."""
-        if why := refusals.of_meta(meta):
+        backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
+        if why := refusals.of_meta(meta, backend):
             return why
         agreement = self.source.agreement
-        backend = meta.comm_backend or ("nccl" if self.source.device.type == "cuda" else "gloo")
         target = _Target(meta.addresses, backend, max(1, meta.bucket_bytes // 2))
         kept = agreement.together(self._still_met, target, deadline)
         if all(agreement.gather(kept)):
@@ -140,7 +140,7 @@ class SliceSync:
         self._target = target
         if self.source.rank == self._speaker:
             how = f"whole tensors: {self._why}" if self._why else "slices"
-            log.info("weights go to %d servers as %s", len(meta.addresses), how)
+            log.info("weights go to %d server(s) as %s", len(meta.addresses), how)
         return self._why
 
     def _still_met(self, target: _Target, deadline: Deadline) -> bool:
