@@ -156,7 +156,7 @@ class _Maker:
         env |= server_env(seat.gpus, env, here=not self.cluster)
         if releases:
             env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")  # graphs are released and kept
-        env["PYTHONPATH"] = python_path(server, self.env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = python_path(server, self.env.get("PYTHONPATH"), PACKAGE)
         return Task(
             role=role,
             index=index,

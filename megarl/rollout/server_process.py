@@ -26,6 +26,7 @@ from megarl.weight_sync.slices import LOADER, RECEIVER
 
 log = get_logger(__name__)
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 POLL_INTERVAL = 0.2
 PROBE_TIMEOUT = 30.0  # of one /health: SGLang's generates a token
 TERM_TIMEOUT = 20.0  # seconds between SIGTERM and SIGKILL
@@ -235,12 +236,13 @@ def _environment(server: ServerConfig) -> dict[str, str]:
     if server.threads:
         env["OMP_NUM_THREADS"] = str(server.threads)
     set_threads_default(env, processes=server.count)
-    env["PYTHONPATH"] = python_path(server, os.environ.get("PYTHONPATH"))
+    env["PYTHONPATH"] = python_path(server, os.environ.get("PYTHONPATH"), _PACKAGE)
     return env
 
 
-def python_path(server: ServerConfig, inherited: str | None) -> str:
-    """Returns PYTHONPATH for a server: where it finds this very package, installed or not, or for
-    SGLang what receives slices of weights there, which needs nothing else of megarl."""
-    own = RECEIVER if server.type == "sglang" else Path(__file__).resolve().parents[2]
+def python_path(server: ServerConfig, inherited: str | None, package: Path) -> str:
+    """Returns PYTHONPATH for a server: where it finds `package`, which is megarl, installed or not,
+    or for SGLang what receives slices of weights there, which needs nothing else of megarl."""
+    sglang = server.type == "sglang"
+    own = package / RECEIVER.relative_to(_PACKAGE) if sglang else package.parent
     return os.pathsep.join([str(own), inherited] if inherited else [str(own)])

@@ -114,22 +114,22 @@ def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
     assert [s.checksums() for s in pair.both] == held
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "llama": ({}, dict(tp=2), ()),
-    "qwen2": (dict(tie=True), dict(pp=2), ()),
-    "glm4": ({}, dict(tp=2), ()),
-    "mixtral": ({}, dict(tp=1, etp=2), ()),
-    "qwen3_moe": (dict(mlp_only_layers=[], norm_topk_prob=True), dict(ep=2), ("--ep-size", "2")),
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, dict(tp=2)),
+    "qwen2": (dict(tie=True), dict(pp=2)),
+    "glm4": ({}, dict(tp=2)),
+    "mixtral": ({}, dict(tp=1, etp=2)),
+    "qwen3_moe": (dict(mlp_only_layers=[], norm_topk_prob=True), dict(ep=2)),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families(world: World, tmp_path: Path, kind: str) -> None:
-    over, parallel, flags = FAMILIES[kind]
+    over, parallel = FAMILIES[kind]
     models = [
         save_model(tmp_path / str(seed), kind, seed, vocab_size=1000, **over) for seed in (0, 1)
     ]
-    server = launch(models[0], tmp_path / "log", tp=2, flags=flags)
+    server = launch(models[0], tmp_path / "log", tp=2)
     with serving(server):
         check(world, [server], (models[0], models[1]), tmp_path / "saved", parallel)

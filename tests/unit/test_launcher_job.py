@@ -210,7 +210,7 @@ def test_a_server_over_two_nodes(tmp_path: Path) -> None:
 def test_the_replicas_of_a_server_have_gpus_of_its_node(tmp_path: Path) -> None:
     way = ["server.type=sglang", "server.tp=2", "weight_sync.type=disk", "server.count=3"]
     job = make(tmp_path, "actor.parallel.tp=8", *way, "server.dp=2")
-    servers = [(s.node, s.gpus, s.command[-4:]) for s in job.of(SERVER)]
+    servers = [(s.node, s.gpus, (*s.command[-6:-4], *s.command[-2:])) for s in job.of(SERVER)]
     flags = ("--tp-size", "2", "--dp-size", "2")
     wanted = [(1, "@{gpus:0,1,2,3}", flags), (1, "@{gpus:4,5,6,7}", flags)]
     assert servers == [*wanted, (2, "@{gpus:0,1,2,3}", flags)]

@@ -4,4 +4,4 @@ from pathlib import Path
 
 # what stock SGLang is started with to take slices: --custom-weight-loader, and on its PYTHONPATH
 LOADER = "megarl_receiver.load"
-RECEIVER = Path(__file__).parent / "receiver"
+RECEIVER = Path(__file__).resolve().parent / "receiver"
