@@ -131,13 +131,15 @@ def _normed(module: Any, heads: Tensor, keys: int) -> Tensor:
 
 
 class Rotary:
-    """Keeps the tables of one forward's rotary embedding, the same for all layers."""
+    """Keeps the tables of a forward's rotary embedding for the layers that follow with the same."""
 
-    _tables: tuple[Tensor, Tensor] | None = None
+    _of: tuple[Tensor, Tensor] | None = None
+    _tables: tuple[Tensor, Tensor]
 
     def rotary(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and (-sin, sin) [B,S,1,D] of transformers' cos and sin [B,S,D]."""
-        if self._tables is None:
+        if self._of is None or self._of[0] is not cos or self._of[1] is not sin:
             low, high = sin.chunk(2, -1)
             self._tables = cos[:, :, None], torch.cat((-low, high), -1)[:, :, None]
+            self._of = cos, sin
         return self._tables
