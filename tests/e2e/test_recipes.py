@@ -303,16 +303,18 @@ def test_dpo(model, tmp_path):
     """The policy is data parallel, the reference tensor parallel; they begin as the same."""
     command = ["quickstart_dpo.yaml", f"model.path={model}", f"fileroot={tmp_path}", *SUMS]
     command += ["model.optimizer.lr=1e-3", "evaluator.freq_steps=null"]
-    done = launch(*command, "total_train_steps=10", "ref.parallel={tp: 2}")
+    done = launch(*command, "total_train_steps=16", "ref.parallel={tp: 2}")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("self check: the first update starts from ratio 1") == 1, done.stdout
     run = tmp_path / "e" / "dpo"
     rows = stats(run)
-    assert [r["step"] for r in rows] == list(range(11))
+    assert [r["step"] for r in rows] == list(range(17))
     assert not [name for r in rows for name in r if not documented().fullmatch(name)]
     assert rows[0]["eval/margin"] == pytest.approx(0.0, abs=1e-4)
-    assert rows[1]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6
-    assert rows[-1]["accuracy"] > 0.8 > rows[1]["accuracy"]
+    assert rows[1]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    last = rows[-5:]  # a batch has 16 pairs, and its loss wavers by a tenth
+    assert sum(r["loss"] for r in last) / 5 < 0.6
+    assert sum(r["accuracy"] for r in last) / 5 > 0.8 > rows[1]["accuracy"]
     assert rows[-1]["eval/margin"] > 0.02
     AutoModelForCausalLM.from_pretrained(run / "final")
 
