@@ -34,6 +34,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
+    os.environ.pop("MEGARL_JOB_TOKEN", None)  # of a test that ran when the ranks were started
     import torch
 
     torch.set_num_threads(1)
