@@ -129,7 +129,7 @@ slurm:  ## install Debian's Slurm and munge where they are missing
 	$$install >/dev/null 2>&1 || { timeout 120 apt-get update >/dev/null && $$install >/dev/null; }
 
 test-sglang: install install-sglang  ## 10 minutes: megarl against the real SGLang server, on CPU
-	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang
+	TIER="make test-sglang: 10" MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) -m "$(or $(MARK),not full)" tests/sglang
 
 test-te: install $(TE_STAMPS)  ## 3 minutes: Transformer Engine's layers and calls, its Python alone
 	TIER="make test-te: 3" MEGARL_TE_HOME=$(abspath $(TE_HOME)) $(PYTEST) tests/te
