@@ -1,4 +1,4 @@
-"""What an engine is made of, and when it is there: begun by `initialize`, over with `destroy`."""
+"""Builds what an engine works with in `initialize`, and takes it apart in `destroy`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Computes matrix products on CPUs by the faster of torch's two libraries.
 
 torch takes MKL for float32, which leaves half of a core's width unused where it is not Intel's:
-oneDNN, which torch brings too, does twice as many operations a second on an AMD core with AVX-512,
-and takes plain tensors. MEGARL_ONEDNN=0 or 1 in the environment overrules the choice. No function
+oneDNN, which torch brings too, uses all of it on an AMD core with AVX-512, and takes plain
+tensors. MEGARL_ONEDNN=0 or 1 in the environment overrules the choice. No function
 here knows gradients.
 """
 
