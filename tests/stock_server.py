@@ -8,7 +8,6 @@ import base64
 import io
 import json
 import multiprocessing as mp
-import os
 import pickle
 import threading
 from collections.abc import Iterable
@@ -49,7 +48,6 @@ class Rows(torch.nn.Module):
 
 def _rank(spec: Spec, rank: int, tp: int, how: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ.pop("MEGARL_JOB_TOKEN", None)  # as tests/dist/world.py does in the trainers
     from megarl.weight_sync.slices.receiver.megarl_receiver import commands
 
     commands._rank = lambda: rank

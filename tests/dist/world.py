@@ -22,6 +22,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+JOB_TOKEN = "MEGARL_JOB_TOKEN"
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -34,7 +36,6 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
-    os.environ.pop("MEGARL_JOB_TOKEN", None)  # of a test that ran when the ranks were started
     import torch
 
     torch.set_num_threads(1)
@@ -46,7 +47,10 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     )
     libraries_known = False
     while (job := pipe.recv()) is not None:
-        fn, args, kw = job
+        fn, args, kw, token = job
+        os.environ.pop(JOB_TOKEN, None)
+        if token is not None:
+            os.environ[JOB_TOKEN] = token
         if not libraries_known:  # engines collect garbage as they go: it need not look through them
             gc.freeze()  # once: what a job leaves behind in cycles, threads too, must be collected
             libraries_known = True
@@ -112,14 +116,15 @@ class World:
         self.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> list[Any]:
-        """fn(*args, **kw) on every rank; the list of results by rank."""
+        """fn(*args, **kw) on every rank; the list of results by rank. Ranks outlive tests: a call
+        brings the job's token of its caller, which servers that the caller starts ask for."""
         if self._ranks is None:
             idle = _idle.get(self.size)
             self._ranks = idle.pop() if idle else _Processes(self.size)
         pipes = self._ranks.pipes
         try:
             for pipe in pipes:
-                pipe.send((fn, args, kw))
+                pipe.send((fn, args, kw, os.environ.get(JOB_TOKEN)))
         except OSError:
             self.close(kill=True)
             raise
