@@ -165,12 +165,12 @@ class LMHead(torch.nn.Module):
         )
 
 
-def output_widths(vocab_size: int, topk: int) -> dict[str, int]:
-    """Returns the last dimension of each output [B,S,...] that is more than one number per token.
-    Raises ValueError for a topk above the vocabulary."""
+def output_widths(vocab_size: int, topk: int, given: int = 0) -> dict[str, int]:
+    """Returns the last dimension of each output [B,S,...] that is more than one number per token,
+    where the batch gives `given` ids a token. Raises ValueError for a topk above the vocabulary."""
     if topk > vocab_size:
         raise ValueError(f"lm_head_topk={topk} exceeds the vocabulary of {vocab_size}: lower it")
-    return {TOP_LOGPROBS: topk, TOP_IDS: topk, "logits": vocab_size}
+    return {TOP_LOGPROBS: topk, TOP_IDS: topk, GIVEN_LOGPROBS: given, "logits": vocab_size}
 
 
 def check_outputs(

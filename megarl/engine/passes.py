@@ -17,7 +17,7 @@ from megarl.api.engine import LossFn, LossWeightFn, Metrics
 from megarl.engine import intake, micro_batch, schedule, sharing
 from megarl.engine.input_check import check_input
 from megarl.engine.lm_head import output_widths
-from megarl.engine.micro_batch import Frame, MicroBatch
+from megarl.engine.micro_batch import GIVEN_IDS, Frame, MicroBatch
 from megarl.engine.probe import Probe
 from megarl.engine.routing import ROUTED
 from megarl.engine.setup import EngineState
@@ -139,7 +139,8 @@ def _collected(
     """Returns what a pass over `batch` kept, with `routes` what it recorded and with `probe` what
     that saw, as `given` is: a Batch at its home, or a plain dict. Collective."""
     frame = Frame.of(batch, everyone=not isinstance(given, Batch))
-    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk)
+    given_ids = batch[GIVEN_IDS].values.shape[-1] if GIVEN_IDS in batch else 0
+    widths = output_widths(state.model.vocab_size, state.config.lm_head_topk, given_ids)
     result = schedule.collect_outputs(job, mine, frame, state.groups, extra=widths)
     if state.routing is not None and routes:
         result[ROUTED] = state.routing.collect(mine, frame)

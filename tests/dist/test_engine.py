@@ -248,9 +248,10 @@ def drawn_to(path: str, parallel: dict[str, Any], k: int) -> dict[str, Any]:
     frozen.destroy()
     engine = make_engine(path, parallel, optimizer={"distributed": False})
     outputs = ("logprobs", "given_tail", "given_logprobs")
-    found: dict[str, Any] = engine.backward_batch(
-        b, Distillation(kind="jsd", beta=0.3), weight_fn, outputs=outputs, temperature=0.8
-    )
+    found: Any = engine.backward_batch(
+        b, Distillation(kind="jsd", beta=0.3), weight_fn, outputs=outputs, temperature=0.8,
+        keep=("given_logprobs",),
+    )  # fmt: skip
     again = engine.eval_batch(
         b, Distillation(kind="jsd", beta=0.3), weight_fn, outputs=outputs, temperature=0.8
     )
@@ -264,7 +265,10 @@ def drawn_to(path: str, parallel: dict[str, Any], k: int) -> dict[str, Any]:
         ),
     ]  # fmt: skip
     engine.destroy()
-    return dict(found=found, again=again["loss"], grads=grads, logits=logits, errors=errors)
+    return dict(
+        found=found, kept=found.kept["given_logprobs"], ids=b["given_ids"], again=again["loss"],
+        grads=grads, logits=logits, errors=errors,
+    )  # fmt: skip
 
 
 def exact_divergence(path: str, logits: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -300,6 +304,10 @@ def test_a_teacher_that_names_the_whole_vocabulary_gives_the_exact_divergence(
     for name, want in grads.items():
         close = 1e-5 + 1e-4 * want.abs().max()
         torch.testing.assert_close(got["grads"][name], want, rtol=0, atol=close, msg=name)
+    said = batch()["attention_mask"].clone()
+    said[:, 0] = False
+    logp = (got["logits"] / 0.8).log_softmax(-1).gather(-1, got["ids"].long())
+    torch.testing.assert_close(got["kept"][said], logp[said], rtol=0, atol=1e-5)
     forward, missing, shape = got["errors"]
     assert "for the losses" in forward and "no 'given_ids'" in missing and "[B,S,n]" in shape
 

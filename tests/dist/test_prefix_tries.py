@@ -122,7 +122,7 @@ def all_outputs(path: str, b: Tensors, share: bool, **over: Any) -> dict[str, An
     given = torch.randint(0, VOCAB, (*b["input_ids"].shape, 2), generator=torch.manual_seed(0))
     stats = engine.backward_batch(
         b | {"given_ids": given}, about_given, LOSSES["policy"].weight,
-        outputs=("given_tail", "logprobs", "given_logprobs"), keep=("given_tail",),
+        outputs=("given_tail", "logprobs", "given_logprobs"), keep=("given_tail", "given_logprobs"),
     )  # fmt: skip
     result = {"outputs": out | stats.kept, "loss": stats["loss"]}
     result["grads"] = state(engine, grads=True)
