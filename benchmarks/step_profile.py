@@ -90,9 +90,11 @@ def start_server(c: Contender, model: Path, trace: Path, steps: int) -> Any:
     from megarl.utils.processes import free_port
 
     host, port = "127.0.0.1", free_port("127.0.0.1", 0)
-    command = [sys.executable, __file__, "--serve", str(trace), str(steps), "--model-path", str(model),
-               "--port", str(port), "--dtype", "float32", "--context-length", "128",
-               "--threads", str(c.threads)]  # fmt: skip
+    command = [
+        *(sys.executable, __file__, "--serve", str(trace), str(steps)),
+        *("--model-path", str(model), "--port", str(port), "--threads", str(c.threads)),
+        *("--dtype", "float32", "--context-length", "128"),
+    ]
     env = {"MEGARL_DEVICE": "cpu", "OMP_NUM_THREADS": str(c.threads)}
     return ServerProcess(command, host=host, port=port, log_path=trace.with_suffix(".log"), env=env)
 
