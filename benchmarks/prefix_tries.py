@@ -12,7 +12,9 @@ thinking  the same, but what a turn thought is left out of the history of the ne
 apart     sequences that share nothing: what looking for prefixes costs
 
 Prints Markdown: tokens of the sequences for each that a step computes, the steps' speed against the
-flat ones, the share of the ratio that becomes speed, and how many micro-batches each needs.
+flat ones, the share of the ratio that becomes speed, how many micro-batches each needs, and memory
+by count: the bytes of all tensors that a micro-batch's forward leaves to its backward (weights,
+gradients and optimizer state are there before), summed over micro-batches and of the largest.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ class Found:
     tries: list[Spent] = field(default_factory=list)
     ratio: list[float] = field(default_factory=list)
     micro_batches: list[tuple[int, int]] = field(default_factory=list)
+    held: dict[bool, list[int]] = field(default_factory=dict)  # bytes of each micro-batch, by share
 
 
 def grpo(new: Any, unit: int) -> list[list[int]]:
@@ -121,9 +125,24 @@ def make_engine(path: Path, share: bool) -> Any:
 def step(engine: Any, batch: Batch, calls: list[int]) -> Any:
     def loss(outputs: Batch, b: Batch) -> Any:
         calls.append(len(b["input_ids"]))
-        return policy_gradient(outputs, b)
+        with torch.profiler.record_function("loss"):
+            return policy_gradient(outputs, b)
 
     return engine.train_batch(batch, loss, lambda b: float(b["loss_mask"].sum()))
+
+
+def bytes_held(work: Callable[[], Any]) -> list[int]:
+    """Returns the bytes that `work` has allocated and not freed as each loss begins."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        work()
+    held, found = 0, []
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+        elif event.name() == "loss":
+            found.append(held)
+    return found
 
 
 def measure(path: Path, name: str, vocab: int, unit: int, rounds: int) -> Found:
@@ -146,6 +165,8 @@ def measure(path: Path, name: str, vocab: int, unit: int, rounds: int) -> Found:
             found.tries.append(spent[True])
             found.ratio.append(stats[True]["prefix_ratio"])
             found.micro_batches.append((len(calls[False]), len(calls[True])))
+    for share, engine in engines.items():
+        found.held[share] = bytes_held(lambda e=engine: step(e, batch, []))
     for engine in engines.values():
         engine.destroy()
     return found
@@ -162,6 +183,9 @@ def row(size: str, name: str, tokens: int, found: Found) -> str:
     cells = [size, name, f"{tokens}", f"{tokens / ratio:.0f}", f"{ratio:.2f}"]
     cells += [f"{statistics.median(s):.2f} ({s[0]:.2f}-{s[-1]:.2f})" for s in (wall, cpu)]
     cells += [f"{statistics.median(cpu) / ratio:.2f}", f"{flat} / {tries}"]
+    for of in (sum, max):
+        a, b = (of(found.held[share]) for share in (False, True))
+        cells.append(f"{a / 2**20:.0f} / {b / 2**20:.0f} ({a / b:.2f})")
     return f"| {' | '.join(cells)} |"
 
 
@@ -182,8 +206,8 @@ def main() -> None:
     print(f"fp32, CPU, {args.threads} threads, micro-batches of {BUDGET} tokens, median (min-max) "
           f"of {args.rounds} rounds\n")  # fmt: skip
     print("| model | set | tokens | computed | ratio | speed, wall | CPU | CPU speed / ratio "
-          "| micro-batches |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+          "| micro-batches | MiB held, all of them | the largest |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
             model, vocab = Path(folder) / size, SIZES[size].config["vocab_size"]
