@@ -136,8 +136,7 @@ class Routing:
         config: MoEConfig,
         groups: ProcessGroups,
     ) -> None:
-        assert model.moe is not None
-        self.model, self.shape, self.config, self.groups = model, model.moe, config, groups
+        self.model, self.shape, self.config, self.groups = model, model.experts, config, groups
         self._tapes = {
             chunk: [RouterTape(m) for m in chunk.modules() if isinstance(m, TopKRouter)]
             for chunk in chunks

@@ -103,7 +103,7 @@ class SDPACoreAttention(MegatronModule):
     def _trie(
         self, q: Tensor, k: Tensor, v: Tensor, packed: TrieParams, plans: dict[Any, Any]
     ) -> Tensor:
-        assert packed.trie is not None and self.cp_group.size() == 1
+        assert self.cp_group.size() == 1
         assert self.window is None or packed.max_seqlen_q <= self.window
         if "trie" not in plans:
             plans["trie"] = prepare(packed.trie.segments, q.device)

@@ -36,21 +36,18 @@ def intermediate(m: ModelConfig) -> int:
 
 def expert_intermediate(m: ModelConfig) -> int:
     """Returns the inner size of one expert. Raises AssertionError for a dense model."""
-    assert m.moe is not None
-    return m.moe.intermediate_size
+    return m.experts.intermediate_size
 
 
 def shared_intermediate(m: ModelConfig) -> int:
     """Returns the inner size of the expert that every token meets, 0 where there is none. Raises
     AssertionError for a dense model."""
-    assert m.moe is not None
-    return m.moe.shared_intermediate_size
+    return m.experts.shared_intermediate_size
 
 
 def num_experts(m: ModelConfig) -> int:
     """Returns the number of routed experts in a layer. Raises AssertionError for a dense model."""
-    assert m.moe is not None
-    return m.moe.num_experts
+    return m.experts.num_experts
 
 
 def head_dim(m: ModelConfig) -> int:

@@ -205,8 +205,7 @@ def _place(model: ModelConfig, layout: Layout, param: Param, chunk: Chunk, rank:
     evenly."""
     if param.expert is None:
         return Place(*chunk, tp=rank)
-    assert model.moe is not None
-    return Place(*chunk, ep=param.expert * layout.ep // model.moe.num_experts, etp=rank)
+    return Place(*chunk, ep=param.expert * layout.ep // model.experts.num_experts, etp=rank)
 
 
 def _tensors(

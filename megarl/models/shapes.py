@@ -141,6 +141,12 @@ class ModelConfig:
         return {k: v for k, v in asdict(self).items() if k not in _NOT_THE_WEIGHTS}
 
     @property
+    def experts(self) -> MoEShape:
+        """Returns `moe`. Raises AssertionError for a dense model."""
+        assert self.moe is not None, "a dense model has no experts"
+        return self.moe
+
+    @property
     def num_attention_heads(self) -> int:
         """Returns the number of query heads."""
         return self.attention.heads

@@ -20,12 +20,12 @@ from megarl.parallel.trie import Trie
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrieParams(PackedSeqParams):
     """Holds a packed trie beside what megatron-core reads. To megatron-core the T tokens are one
     sequence, whose rotary angles are given for each token; max_seqlen is the longest path."""
 
-    trie: Trie | None = None
+    trie: Trie
 
 
 def check_share_prefixes(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -91,7 +91,6 @@ class RotaryByDepth(nn.Module):
         tokens, [T,1,1,d] for TrieParams; YaRN returns (angles, factor)."""
         if not isinstance(length, TrieParams):
             return self.rotary(length, *args, **kwargs)
-        assert length.trie is not None
         angles = self.rotary(length.max_seqlen_q, *args, **kwargs)
         if isinstance(angles, tuple):
             return (_at(angles[0], length.trie.depth), *angles[1:])

@@ -28,8 +28,7 @@ def server_tables(m: ModelConfig, tp: int, ep: int = 1) -> list[ServerTable]:
     for param, _ in family_of(m).params(m):
         ranks, first, offset, name = tp, 0, 0, param.name
         if param.expert is not None:
-            assert m.moe is not None
-            ranks, own = tp // ep, m.moe.num_experts // ep
+            ranks, own = tp // ep, m.experts.num_experts // ep
             first, offset = param.expert // own * ranks, param.expert % own
             name = name.replace(f".local_experts.{param.expert}.", ".")
         if (param.op, ranks) not in cuts:

@@ -80,8 +80,7 @@ def holdings(m: ModelConfig, layout: Layout) -> Iterator[Holding]:
         chunk = ends[param.stage] if layer is None else chunk_of[layer]
         ep = None
         if param.expert is not None:
-            assert m.moe is not None
-            ep = param.expert * layout.ep // m.moe.num_experts
+            ep = param.expert * layout.ep // m.experts.num_experts
         cuts = _cuts(m, param.op, layout.tp if ep is None else layout.etp, vocab)
         for name, (numel, shares) in zip(param.hf, cuts, strict=True):
             parts = tuple((place(chunk, ep, rank), n) for rank, n in shares)
