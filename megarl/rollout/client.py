@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
@@ -28,6 +29,14 @@ from megarl.rollout.workers import WorkerPool
 from megarl.wire.routes import RouteShape
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Driving:
+    """Holds what the driver's client has while it is open."""
+
+    executor: RolloutExecutor
+    pauses: Pauses
 
 
 class RemoteSGLangEngine(Requester):
@@ -57,10 +66,9 @@ class RemoteSGLangEngine(Requester):
         for problem in kv_problems(config.kv_after_sync, self._sync.pause_mode):
             raise ValueError(problem)
         self._updated: int | None = None  # the last version that update_weights saw arrive
-        self._executor: RolloutExecutor | None = None
+        self._driving: _Driving | None = None
         self._zero: RankZero | None = None  # while it is open
         self._loader: object = None  # the dataloader that all ranks were found to share
-        self._pauses: Pauses | None = None
         self._workers: WorkerPool | None = None
 
     # life
@@ -98,15 +106,14 @@ class RemoteSGLangEngine(Requester):
     def _connect(self, ft_spec: FinetuneSpec | None) -> list[str]:
         """Opens connections, on the driver; returns the servers' addresses."""
         at = self.connect()
-        self._executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
-        pipeline, opening = self._executor.pipeline, None
+        executor = RolloutExecutor(self.config, engine=self, loop=at.loop)
+        pipeline, opening = executor.pipeline, None
         if self.config.workers:
             self._workers = WorkerPool(self)
             opening = at.loop.submit(self._workers.open())  # servers load meanwhile
             at.pool.changed, pipeline.runner = self._tell_workers, self._workers.run
-        self._pauses = Pauses(
-            self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers
-        )
+        pauses = Pauses(self.config, self._sync, at=at, pipeline=pipeline, workers=self._workers)
+        self._driving = _Driving(executor, pauses)
         setup = self.config.setup_timeout
         at.loop.run(wait_healthy(at.pool, setup), timeout=setup + 2 * PROBE_TIMEOUT)
         if at.router is not None:
@@ -118,14 +125,14 @@ class RemoteSGLangEngine(Requester):
         if self.config.max_queue is not None and self.config.max_concurrent_rollouts is None:
             at.loop.submit(adapt(at.pool, at.samples, pipeline, self.config.max_queue))
         if ft_spec is not None:
-            self._executor.expect(ft_spec.total_train_steps)
+            executor.expect(ft_spec.total_train_steps)
         return at.pool.addresses
 
     def destroy(self) -> None:
         """Cancels episodes in flight, resumes servers that are paused, closes connections, ends the
         thread. Every rank calls it, none waits for another. May be called twice."""
         zero, workers = self._zero, self._workers
-        self._zero = self._executor = self._pauses = self._workers = None
+        self._zero = self._driving = self._workers = None
         if zero is not None:
             zero.close()
         try:
@@ -142,7 +149,7 @@ class RemoteSGLangEngine(Requester):
     def for_worker(self, index: int) -> Self:
         """Returns a client for a worker process; see Requester.for_worker."""
         twin = super().for_worker(index)
-        twin._executor = twin._zero = twin._loader = twin._pauses = twin._workers = None
+        twin._driving = twin._zero = twin._loader = twin._workers = None
         return twin
 
     @property
@@ -221,9 +228,7 @@ class RemoteSGLangEngine(Requester):
     @property
     def pauses(self) -> Pauses:
         """Returns what pauses the servers and has them release memory. On the driver only."""
-        self.opened()
-        assert self._pauses is not None
-        return self._pauses
+        return self._drive().pauses
 
     def drop_servers(self, lost: Mapping[str, str]) -> None:
         """Goes on without `lost` (address -> reason). Raises RuntimeError if no other is left."""
@@ -243,8 +248,12 @@ class RemoteSGLangEngine(Requester):
         that is not above the last."""
         zero = self._everyone()
         meta = meta.settled(self._version, self._updated)
-        arrival = self.opened().loop.submit(self._await_version(meta)) if zero.is_zero else None
-        if arrival is not None and zero.size == 1:
+        if zero.is_zero:
+            arrival = self.opened().loop.submit(self._await_version(meta))
+        else:
+            arrival = Future[None]()
+            arrival.set_result(None)
+        if zero.size == 1:
             return arrival
         return SharedArrival(zero, arrival, partial(self._arrived, meta))
 
@@ -269,17 +278,20 @@ class RemoteSGLangEngine(Requester):
         if self._updated is not None and version < self._updated:
             self._updated = None  # back at earlier weights, whose versions count anew
         self._tell_workers()
-        if self._executor is not None:
-            self._executor.pipeline.version_changed(version)
+        if self._driving is not None:
+            self._driving.executor.pipeline.version_changed(version)
 
     # rollouts
 
     @property
     def executor(self) -> RolloutExecutor:
         """Returns the executor of an open client, on the driver. Raises RuntimeError elsewhere."""
+        return self._drive().executor
+
+    def _drive(self) -> _Driving:
         self.opened()
-        assert self._executor is not None
-        return self._executor
+        assert self._driving is not None
+        return self._driving
 
     def submit(
         self,

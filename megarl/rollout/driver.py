@@ -26,28 +26,21 @@ _FIX = (
 
 class SharedArrival:
     """Shows every rank the Arrival of an update that the driver waits for: `result` is
-    collective."""
+    collective. arrival: the driver's; other ranks have one that is done."""
 
-    def __init__(
-        self, zero: RankZero, arrival: Future[None] | None, then: Callable[[], None]
-    ) -> None:
+    def __init__(self, zero: RankZero, arrival: Future[None], then: Callable[[], None]) -> None:
         self._zero, self._arrival, self._then = zero, arrival, then
 
     def done(self) -> bool:
         """Returns whether `result` would not wait, as far as this rank knows: on other ranks than
         the driver it is always True."""
-        return self._arrival is None or self._arrival.done()
+        return self._arrival.done()
 
     def result(self, timeout: float | None = None) -> None:
         """Waits until the servers have the weights, at most `timeout` s, and raises the driver's
         error on every rank. Collective."""
-        self._zero(self._wait, timeout)
+        self._zero(self._arrival.result, timeout)
         self._then()
-
-    def _wait(self, timeout: float | None) -> None:
-        """Waits for the update, on the driver."""
-        assert self._arrival is not None
-        self._arrival.result(timeout)
 
 
 def driver_of_world(

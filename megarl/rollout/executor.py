@@ -275,9 +275,8 @@ class RolloutExecutor:
 
 
 def _workflow(workflow: RolloutWorkflow | None, builder: WorkflowBuilder | None) -> RolloutWorkflow:
-    if (workflow is None) == (builder is None):
-        raise ValueError("pass either workflow or workflow_builder")
-    if workflow is not None:
+    if workflow is not None and builder is None:
         return workflow
-    assert builder is not None
-    return builder()
+    if builder is not None and workflow is None:
+        return builder()
+    raise ValueError("pass either workflow or workflow_builder")

@@ -76,14 +76,7 @@ class Generation:
         `step`, which are the version of the same number; {} where a signal ends the evaluation.
         Collective."""
         self._publisher.publish(step)
-        return self._client.on_driver(self._answered, samples_path, when)
-
-    def _answered(self, samples_path: Path, when: str | None) -> dict[str, float]:
-        assert self._held_out is not None  # on rank 0
-        try:
-            return self._held_out.evaluate(samples_path, when)
-        except StopRequested:  # the loop looks for itself, where all ranks agree
-            return {}
+        return self._client.on_driver(_answered, self._held_out, samples_path, when)
 
     def close(self) -> None:
         """Ends the client, its servers and the reward workers. Waits for no other rank."""
@@ -92,6 +85,13 @@ class Generation:
         finally:
             if self._pool is not None:
                 self._pool.close()
+
+
+def _answered(held_out: HeldOut, samples_path: Path, when: str | None) -> dict[str, float]:
+    try:
+        return held_out.evaluate(samples_path, when)
+    except StopRequested:  # the loop looks for itself, where all ranks agree
+        return {}
 
 
 def _client(
