@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,16 @@ STOP_TIMEOUT = 20.0
 TAIL = 20  # lines of what it printed last that an error shows
 
 
+@dataclass(frozen=True)
+class _Running:
+    """Holds a process and its pipes."""
+
+    process: asyncio.subprocess.Process
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+
 class WorkerError(RuntimeError):
     """Says that a worker did not do what it was asked: it ended, was too late, or refused."""
 
@@ -39,7 +50,7 @@ class Worker:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config, self._last = config, 0
-        self._process: asyncio.subprocess.Process | None = None
+        self._running: _Running | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._printed: deque[str] = deque(maxlen=TAIL)
         self._starting = asyncio.Lock()
@@ -53,23 +64,23 @@ class Worker:
     @property
     def pid(self) -> int | None:
         """Returns the process id; None where no process runs."""
-        return self._process.pid if self._process is not None else None
+        return self._running.process.pid if self._running is not None else None
 
     async def ask(self, op: str, *, timeout: float, **fields: Any) -> dict[str, Any]:
         """Returns the answer to a request. Raises WorkerError where the process ends or cannot
         start, after `timeout` seconds, and for an answer that is an error."""
-        process = await self._started()
+        running = await self._started()
         self._last += 1
         number = self._last
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout):
-                await self._send(process, {"id": number, "op": op} | fields)
+                await self._send(running, {"id": number, "op": op} | fields)
                 message = await answer
         except (TimeoutError, asyncio.CancelledError) as e:
             cancel = {"id": -number, "op": "cancel", "target": number}
             with contextlib.suppress(OSError, WorkerError):
-                process.stdin.write(_line(cancel))  # type: ignore[union-attr]
+                running.stdin.write(_line(cancel))
             if isinstance(e, TimeoutError):
                 raise WorkerError(f"{self._name}: no answer to {op} within {timeout:g} s") from None
             raise
@@ -79,11 +90,10 @@ class Worker:
             raise WorkerError(f"{self._name}: {message['error']}")
         return message
 
-    async def _send(self, process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
-        assert process.stdin is not None
+    async def _send(self, to: _Running, message: dict[str, Any]) -> None:
         try:
-            process.stdin.write(_line(message))
-            await process.stdin.drain()
+            to.stdin.write(_line(message))
+            await to.stdin.drain()
         except OSError:  # its end; the reader says what it was
             pass
 
@@ -93,17 +103,17 @@ class Worker:
 
     # -- the process
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _started(self) -> _Running:
         async with self._starting:
-            if self._process is None:
+            if self._running is None:
                 await self._start()
-            if self._process is None:
+            if self._running is None:
                 raise WorkerError(f"{self._name}: the worker ended at once")
-            return self._process
+            return self._running
 
     async def _start(self) -> None:
         self._printed.clear()
-        self._process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             os.path.abspath(self._config.python),
             str(SCRIPT),
             stdin=asyncio.subprocess.PIPE,
@@ -114,11 +124,13 @@ class Worker:
             start_new_session=True,
         )
         ready = self._waiting[0] = asyncio.get_running_loop().create_future()
-        self._serving = asyncio.create_task(self._serve(self._process))
+        assert process.stdin and process.stdout and process.stderr
+        running = _Running(process, process.stdin, process.stdout, process.stderr)
+        self._running, self._serving = running, asyncio.create_task(self._serve(running))
         seconds = self._config.start_timeout
         try:
             async with asyncio.timeout(seconds):
-                await self._send(self._process, self._config.settings)
+                await self._send(running, self._config.settings)
                 await ready
         except TimeoutError:
             await self.close()
@@ -128,13 +140,12 @@ class Worker:
         finally:
             self._waiting.pop(0, None)
 
-    async def _serve(self, process: asyncio.subprocess.Process) -> None:
+    async def _serve(self, running: _Running) -> None:
         """Takes the worker's answers until it ends, and then ends what is left of it; every request
         that waits then fails at once."""
-        assert process.stdout is not None and process.stderr is not None
-        printing = asyncio.create_task(self._show(process.stderr))
+        printing = asyncio.create_task(self._show(running.stderr))
         try:
-            while line := await process.stdout.readline():
+            while line := await running.stdout.readline():
                 message = json.loads(line)
                 answer = self._waiting.get(message["id"])
                 if answer is not None and not answer.done():
@@ -142,21 +153,21 @@ class Worker:
         except ValueError as e:
             log.error("%s: an answer that cannot be read: %s", self._name, e)
         finally:
-            if self._process is process:
-                self._process = None
+            if self._running is running:
+                self._running = None
             waiting, self._waiting = self._waiting, {}  # the next process's are others
-            end = self._end(process, printing, list(waiting.values()))
+            end = self._end(running, printing, list(waiting.values()))
             await asyncio.shield(asyncio.ensure_future(end))
 
     async def _end(
         self,
-        process: asyncio.subprocess.Process,
+        running: _Running,
         printing: asyncio.Task[None],
         waiting: list[asyncio.Future[dict[str, Any]]],
     ) -> None:
         """Ends a process with all that it started, and fails the requests that wait for it."""
-        assert process.stdin is not None
-        process.stdin.close()
+        process = running.process
+        running.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
         with contextlib.suppress(ProcessLookupError):
@@ -181,8 +192,8 @@ class Worker:
 
     async def close(self) -> None:
         """Ends the process; requests that wait fail."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._running is not None:
+            self._running.stdin.close()
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=2 * STOP_TIMEOUT)
 
