@@ -255,7 +255,7 @@ def _merge(
         if key is None or (key.choices and value and isinstance(value, dict)):
             problems += [_unknown(root, n) for n in _leaves(value, f"{prefix}{name}")]
         elif key.element is not None and isinstance(value, dict):
-            _merge_elements(node, key, value, problems, root)
+            _merge_elements(node[name], key.name, key.element, value, problems, root)
         elif key.section is None or value is None or _is_interpolation(value):
             _set(node, str(name), key, value, problems)
         elif not isinstance(value, dict):
@@ -268,18 +268,16 @@ def _merge(
 
 
 def _merge_elements(
-    node: DictConfig, key: Key, sections: Tree, problems: list[str], root: type
+    node: DictConfig, key: str, element: type, sections: Tree, problems: list[str], root: type
 ) -> None:
-    """Sets the sections of a dict by name, each of the dataclass `key.element`."""
-    assert key.element is not None
-    inside = node[key.name.rsplit(".", 1)[-1]]
+    """Sets the sections of the dict at `key`, by name, each of the dataclass `element`."""
     for name, value in sections.items():
         if not isinstance(value, dict):
-            problems.append(f"{key.name}.{name}={show(value)}: a section, not a value")
+            problems.append(f"{key}.{name}={show(value)}: a section, not a value")
             continue
-        if name not in inside:
-            inside[name] = OmegaConf.structured(key.element)
-        _merge(inside[name], value, key.element, f"{key.name}.{name}.", problems, root)
+        if name not in node:
+            node[name] = OmegaConf.structured(element)
+        _merge(node[name], value, element, f"{key}.{name}.", problems, root)
 
 
 def _allocate(node: DictConfig, tree: Tree, cls: type[BaseConfig], problems: list[str]) -> None:

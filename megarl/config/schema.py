@@ -143,10 +143,9 @@ def find_key(cls: type, name: str) -> Key | None:
     for one that there is not."""
     if (key := key_table(cls).get(name)) is not None:
         return key
-    for above in (k for k in key_table(cls).values() if k.element is not None):
+    for above in key_table(cls).values():
         _, _, rest = name.removeprefix(above.name + ".").partition(".")
-        if name.startswith(above.name + ".") and rest:
-            assert above.element is not None
+        if above.element is not None and name.startswith(above.name + ".") and rest:
             return find_key(above.element, rest)
     return None
 

@@ -232,6 +232,8 @@ class Reaper:
             text=True,
             pass_fds=(self.tether.held,),
         )
+        assert self._process.stdin is not None
+        self._orders = self._process.stdin
 
     def watch(self, pgid: int) -> None:
         """Has the group ended with this process."""
@@ -244,17 +246,15 @@ class Reaper:
 
     def close(self) -> None:
         """Ends the reaper, which then ends the groups it still watches."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._orders.close()
         self._process.wait(KILL_TIMEOUT)
         self.tether.close()
 
     def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody ended it; we still clean up ourselves
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+            self._orders.write(line + "\n")
+            self._orders.flush()
 
 
 _REAPER = """
