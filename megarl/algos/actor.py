@@ -336,25 +336,14 @@ class Actor(Role):
         spec, own = self.loss, takes_own_prox(self.config, batch, self.reason_for_pass())
         if own and isinstance(batch, Batch):
             self.place(batch)  # else what the update keeps would be of other rows than held here
-        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
-        keys += ["routed_experts"] if self.config.moe.replays else []
-        keys += ["ref_logp"] if self.config.kl_controller else []
-        keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
-        need(batch, [key for key in keys if key not in MADE])
-        keys += [name for name in (*spec.uses, CHECK) if name in batch and name not in keys]
+        keys = self._update_keys(batch, own)
         whole = as_batch(batch)
         gap, trained = self._gap(whole), trained_tokens(whole)
         parts = self._minibatches(whole)
         if spec.pick is not None:
             put(batch, "picked", spec.pick(whole, self._step_seed()))
-        add_made(
-            batch,
-            keys,
-            parts,
-            trained,
-            kl_scale=self.kl.scale,
-            version=self.engine.get_version(),
-        )
+        version = self.engine.get_version()
+        add_made(batch, keys, parts, trained, kl_scale=self.kl.scale, version=version)
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)
         for rows, minibatch in minibatches(batch, keys, parts, trained):
@@ -379,6 +368,17 @@ class Actor(Role):
             stats = on_every_rank(f"actor.loss={self.config.loss.type}", derive, whole.comm)
         stats |= self.kl.after_update(as_batch(batch))
         return stats | gap | skipped_metrics(trained, skipped)
+
+    def _update_keys(self, batch: Data, own: bool) -> list[str]:
+        """Returns the fields that the update reads, with `own` not the PROX that its own pass
+        tells. Raises ValueError for one that is missing."""
+        spec = self.loss
+        keys = ["input_ids", "attention_mask", "loss_mask", "logprobs", self.config.old_logp]
+        keys += ["routed_experts"] if self.config.moe.replays else []
+        keys += ["ref_logp"] if self.config.kl_controller else []
+        keys = [k for k in dict.fromkeys([*keys, *spec.needs]) if not (own and k == PROX)]
+        need(batch, [key for key in keys if key not in MADE])
+        return keys + [k for k in (*spec.uses, CHECK) if k in batch and k not in keys]
 
     def _gap(self, batch: Batch) -> dict[str, float]:
         bound, version = self.config.logp_gap_warn, self.engine.get_version()

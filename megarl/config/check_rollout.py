@@ -10,7 +10,7 @@ from megarl.config.check_actor import temperature_problems
 from megarl.config.check_data import model_path_problems
 from megarl.config.gateway import MATCHES
 from megarl.config.recipes import GRPOConfig, held_out_key, held_out_sets
-from megarl.config.rollout import GenerationHyperparameters, ServerConfig
+from megarl.config.rollout import GenerationHyperparameters, RolloutConfig, ServerConfig
 from megarl.config.servers import addresses_in
 from megarl.config.transports import Requirements, built_in_transport, transport_name
 from megarl.config.turns import turn_problems
@@ -55,6 +55,20 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             "episodes.entropy=true: comes of the pass that recomputes logprobs; set "
             "actor.recompute_logprob=true"
         )
+    yield from _address_problems(cfg)
+    yield from _gateway_problems(r)
+    yield from _in_flight_problems(cfg)
+    if r.addresses_file:
+        yield from _address_file_problems(r.addresses_file)
+    embedded = cfg.server.type == "embedded" and cfg.server.count > 0
+    yield from kv_problems(r.kv_after_sync, sync.pause_mode, embedded=embedded)
+    yield from turn_problems(cfg)
+    if (built_in := built_in_transport(sync.type)) is not None:
+        yield from transport_problems(cfg, built_in.requirements)
+
+
+def _address_problems(cfg: GRPOConfig) -> Iterator[str]:
+    r = cfg.rollout
     for key in ("addresses", "reward_addresses"):
         for address in getattr(r, key):
             if not is_address(address):
@@ -66,6 +80,9 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             f"rollout.router={r.router}: it passes no request for routes on, which "
             "actor.moe.router_replay=rollout needs; leave one of the two out"
         )
+
+
+def _gateway_problems(r: RolloutConfig) -> Iterator[str]:
     for match in r.gateway.match:
         if match not in MATCHES:
             yield f"rollout.gateway.match: {match!r} is none of {', '.join(MATCHES)}"
@@ -74,6 +91,10 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             f"rollout.gateway.port={r.gateway.port}: the rollout.workers={r.workers} workers take "
             "the ports behind it, of which 65535 is the last; use a lower one, or 0 for free ones"
         )
+
+
+def _in_flight_problems(cfg: GRPOConfig) -> Iterator[str]:
+    r = cfg.rollout
     in_flight = r.max_concurrent_rollouts or cfg.train_dataset.batch_size * (
         r.max_head_offpolicyness + 1
     )
@@ -88,13 +109,6 @@ def rollout_problems(cfg: GRPOConfig) -> Iterator[str]:
             f"rollout.max_concurrent_rollouts={r.max_concurrent_rollouts} fixes; leave one of them "
             "out"
         )
-    if r.addresses_file:
-        yield from _address_file_problems(r.addresses_file)
-    embedded = cfg.server.type == "embedded" and cfg.server.count > 0
-    yield from kv_problems(r.kv_after_sync, sync.pause_mode, embedded=embedded)
-    yield from turn_problems(cfg)
-    if (built_in := built_in_transport(sync.type)) is not None:
-        yield from transport_problems(cfg, built_in.requirements)
 
 
 def kv_problems(kv_after_sync: str, pause_mode: str, *, embedded: bool = False) -> Iterator[str]:

@@ -37,13 +37,7 @@ def arithmetic(
     Train and test never share a problem, nor its mirror image b+a, for any two seeds.
     """
     levels, ops = _levels(level), list(ops)
-    if not ops or set(ops) - set(_OPS):
-        raise ValueError(f"arithmetic: ops={''.join(ops)!r}: use one or more of {list(_OPS)}")
-    for name, number in (("count", count), ("demos", demos)):
-        if number < 1:
-            raise ValueError(f"arithmetic: {name}={number}: must be > 0")
-    if not 0 <= careless <= 1 or (careless and set(ops) != {"+"}):
-        raise ValueError(f"arithmetic: careless={careless}: a probability, and for ops='+' only")
+    _check_settings(ops, count, demos, careless)
     wanted = count if cfg.size is None else cfg.size
     if wanted > (most := len(set(ops)) * sum(10 ** (2 * n) for n in set(levels))):
         raise _too_few(cfg, level, ops, most, wanted)
@@ -54,14 +48,8 @@ def arithmetic(
         digits, op = rng.choice(levels), rng.choice(ops)
         a, b = _number(rng, digits), _number(rng, digits)
         if in_split(_key(a, op, b), cfg.split, test_percent=TEST_PERCENT):
-            question = f"{a}{op}{b}"
-            made[question] = Problem(
-                question=question,
-                answer=(answer := str(_OPS[op](a, b))),
-                task=f"arithmetic{op}{digits}",
-                wrong=_wrong(question, op, answer),
-                extra={"difficulty": digits},
-            )
+            problem = _problem(a, op, b, digits)
+            made[problem.question] = problem
     if len(made) < wanted:
         raise _too_few(cfg, level, ops, len(made), wanted)
     return [  # every problem `demos` times; each time the teacher is careless by chance
@@ -69,6 +57,28 @@ def arithmetic(
         for p in made.values()
         for _ in range(demos)
     ]
+
+
+def _check_settings(ops: list[str], count: int, demos: int, careless: float) -> None:
+    """Raises ValueError for a setting that `arithmetic` cannot take."""
+    if not ops or set(ops) - set(_OPS):
+        raise ValueError(f"arithmetic: ops={''.join(ops)!r}: use one or more of {list(_OPS)}")
+    for name, number in (("count", count), ("demos", demos)):
+        if number < 1:
+            raise ValueError(f"arithmetic: {name}={number}: must be > 0")
+    if not 0 <= careless <= 1 or (careless and set(ops) != {"+"}):
+        raise ValueError(f"arithmetic: careless={careless}: a probability, and for ops='+' only")
+
+
+def _problem(a: int, op: str, b: int, digits: int) -> Problem:
+    question, answer = f"{a}{op}{b}", str(_OPS[op](a, b))
+    return Problem(
+        question=question,
+        answer=answer,
+        task=f"arithmetic{op}{digits}",
+        wrong=_wrong(question, op, answer),
+        extra={"difficulty": digits},
+    )
 
 
 def _too_few(

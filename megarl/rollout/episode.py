@@ -124,27 +124,36 @@ async def run_episode(
         if batch is not None and (accept is None or accept(batch)):
             episode.batch, episode.oldest = batch, _oldest_version(batch)
     # handed to whoever waits for the episode, see RolloutExecutor.wait
-    except (Exception, asyncio.CancelledError, SystemExit) as cause:
-        error = cause
-        if not isinstance(error, Exception):  # it would end the loop, or pass for our cancellation
-            if task is not None and task.cancelling():
-                raise
-            error = RuntimeError(f"{type(episode.workflow).__name__} ended with {cause!r}")
-        late = clock.expired() and isinstance(error, TimeoutError)
-        if late:
-            error = TimeoutError(
-                f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
-            )
-        if late and episode.drawn:  # another row takes its place
-            log.warning("%s; its rollouts count as failed", error)
-            episode.failed = [*episode.failed, *_cut_short(episode)]
-        else:
-            error.add_note(f"in the episode of {episode.name}")
-            episode.error = error
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
+        if task is not None and task.cancelling() and not isinstance(error, Exception):
+            raise
+        if clock.expired() and isinstance(error, TimeoutError):
+            _too_late(episode, timeout)
+        elif isinstance(error, Exception):
+            _failed(episode, error)
+        else:  # it would end the loop, or pass for our cancellation
+            name = type(episode.workflow).__name__
+            _failed(episode, RuntimeError(f"{name} ended with {error!r}"))
     if episode.answers is not None:
         episode.answers.end()
     episode.latency = time.monotonic() - begun
     show(episode, start)
+
+
+def _too_late(episode: Episode, timeout: float) -> None:
+    error = TimeoutError(
+        f"episode of {episode.name} took longer than rollout.episode_timeout={timeout:g} s"
+    )
+    if episode.drawn:  # another row takes its place
+        log.warning("%s; its rollouts count as failed", error)
+        episode.failed = [*episode.failed, *_cut_short(episode)]
+    else:
+        _failed(episode, error)
+
+
+def _failed(episode: Episode, error: Exception) -> None:
+    error.add_note(f"in the episode of {episode.name}")
+    episode.error = error
 
 
 def judge(episode: Episode) -> None:
@@ -154,8 +163,8 @@ def judge(episode: Episode) -> None:
         if accept is not None and episode.batch is not None and not accept(episode.batch):
             episode.batch = None
     except Exception as error:
-        error.add_note(f"in the episode of {episode.name}")
-        episode.batch, episode.error = None, error
+        episode.batch = None
+        _failed(episode, error)
 
 
 def show(episode: Episode, start: float) -> None:

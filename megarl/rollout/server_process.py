@@ -184,38 +184,33 @@ def server_command(
     command = [
         (server.python if sglang else "") or python or sys.executable,
         *(["-c", _SGLANG_WITH_KEY] if sglang and with_key else module),
-        "--model-path",
-        server.path or model_path,
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--dtype",
-        dtype if server.dtype == "auto" else server.dtype,
-        "--context-length",
-        str(server.context_length),
-        "--max-running-requests",
-        str(server.max_running_requests),
+        *("--model-path", server.path or model_path, "--host", host, "--port", str(port)),
+        *("--dtype", dtype if server.dtype == "auto" else server.dtype),
+        *("--context-length", str(server.context_length)),
+        *("--max-running-requests", str(server.max_running_requests)),
     ]
     if override_config:
         command += ["--json-model-override-args", json.dumps(override_config)]
     if routes:
         command += ["--enable-return-routed-experts"]
     command += releases
-    if sglang:
-        command += ["--tp-size", str(server.tp)]
-        command += ["--custom-weight-loader", LOADER]
-        if server.dp > 1:
-            command += ["--dp-size", str(server.dp)]
-        if server.deterministic:
-            command += ["--enable-deterministic-inference"]
-        if server.enforce_eager:
-            command += ["--disable-cuda-graph"]
-    else:
-        command += ["--threads", str(server.threads)]
-        if server.deterministic:
-            command += ["--deterministic"]
-    return command + server.arguments
+    return command + (_sglang_flags(server) if sglang else _own_flags(server)) + server.arguments
+
+
+def _sglang_flags(server: ServerConfig) -> list[str]:
+    flags = ["--tp-size", str(server.tp), "--custom-weight-loader", LOADER]
+    if server.dp > 1:
+        flags += ["--dp-size", str(server.dp)]
+    if server.deterministic:
+        flags += ["--enable-deterministic-inference"]
+    if server.enforce_eager:
+        flags += ["--disable-cuda-graph"]
+    return flags
+
+
+def _own_flags(server: ServerConfig) -> list[str]:
+    deterministic = ["--deterministic"] if server.deterministic else []
+    return ["--threads", str(server.threads), *deterministic]
 
 
 def release_flags(server: ServerConfig, *, on_gpus: bool, keeps_weights: bool) -> list[str]:
