@@ -87,6 +87,11 @@ def _start(argv: Sequence[str] | None) -> int:
         under = " under one controller" if cfg.trainer.mode == "controller" else ""
         _say(f"the configuration is sound, for {world_size} trainer process(es){under}")
         return 0
+    return _run_whole(cfg)
+
+
+def _run_whole(cfg: BaseConfig) -> int:
+    """Runs the recipe; returns the exit status."""
     try:
         from megarl.config.loader import run_dir
 

@@ -347,16 +347,8 @@ class Actor(Role):
         updates = []
         skipped = torch.zeros(len(whole), dtype=torch.bool)
         for rows, minibatch in minibatches(batch, keys, parts, trained):
-            update = self.train_batch(
-                minibatch,
-                with_own_prox(spec.fn) if own else spec.fn,
-                spec.weight,
-                outputs=spec.outputs,
-                temperature=self.temperature,
-                **({"keep": ("logprobs", *self.also)} if own else {}),
-            )
-            skipped[rows] = not update["update_successful"]
-            updates.append(update)
+            updates.append(self._update(minibatch, own))
+            skipped[rows] = not updates[-1]["update_successful"]
         batch["skipped"] = skipped
         if own:
             put_kept(batch, updates[0])
@@ -368,6 +360,17 @@ class Actor(Role):
             stats = on_every_rank(f"actor.loss={self.config.loss.type}", derive, whole.comm)
         stats |= self.kl.after_update(as_batch(batch))
         return stats | gap | skipped_metrics(trained, skipped)
+
+    def _update(self, minibatch: Data, own: bool) -> Any:
+        """Makes one optimizer step; returns its Metrics, with `own` with what it tells of PROX."""
+        return self.train_batch(
+            minibatch,
+            with_own_prox(self.loss.fn) if own else self.loss.fn,
+            self.loss.weight,
+            outputs=self.loss.outputs,
+            temperature=self.temperature,
+            **({"keep": ("logprobs", *self.also)} if own else {}),
+        )
 
     def _update_keys(self, batch: Data, own: bool) -> list[str]:
         """Returns the fields that the update reads, with `own` not the PROX that its own pass

@@ -54,18 +54,29 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
     if dist.is_initialized():
         return
     _collective_timeout = timeout or _collective_timeout
-    bound = timedelta(seconds=_collective_timeout)
-    if "WORLD_SIZE" not in os.environ:
-        if CONTROLS in os.environ:
-            raise ValueError(
-                "trainer.mode=controller: this process starts the trainers and is none itself; "
-                "wrap the role in megarl.TrainController(role, config, scheduler), or leave "
-                "trainer.mode=spmd, where every trainer runs the script"
-            )
-        dist.init_process_group(
-            mcore.comm_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=bound
+    rank, world_size = 0, 1
+    store: dist.Store = dist.HashStore()
+    if "WORLD_SIZE" in os.environ:
+        host, port, rank, world_size = _place_in_world(addr)
+        store = meet(host, port, rank=rank, world_size=world_size, timeout=_collective_timeout)
+    elif CONTROLS in os.environ:
+        raise ValueError(
+            "trainer.mode=controller: this process starts the trainers and is none itself; "
+            "wrap the role in megarl.TrainController(role, config, scheduler), or leave "
+            "trainer.mode=spmd, where every trainer runs the script"
         )
-        return
+    dist.init_process_group(
+        mcore.comm_backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_collective_timeout),
+    )
+
+
+def _place_in_world(addr: str | None) -> tuple[str, int, int, int]:
+    """Returns host and port where the ranks meet, this rank and the number of ranks, of torchrun's
+    environment. Raises ValueError where it is incomplete."""
     missing = [k for k in ("RANK", "WORLD_SIZE") if k not in os.environ]
     if addr is None:
         missing += [k for k in ("MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
@@ -73,16 +84,8 @@ def init_distributed(addr: str | None = None, *, timeout: float | None = None) -
         raise ValueError(
             f"WORLD_SIZE is set but {', '.join(missing)} is not: start the processes with torchrun"
         )
-    place = addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-    host, port = split_address(place)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        mcore.comm_backend(),
-        store=meet(host, port, rank=rank, world_size=world_size, timeout=_collective_timeout),
-        rank=rank,
-        world_size=world_size,
-        timeout=bound,
-    )
+    host, port = split_address(addr or "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
+    return host, port, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def collective_timeout() -> float:

@@ -6,14 +6,14 @@ b sequences, S positions (right-padded), T packed tokens, N questions to the out
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.parallel.packing import TOKENS, UNALIGNED, Alignment, Cost, Packed, fill, first_fit
-from megarl.parallel.trie import Bytes, build_trie, common_prefixes, sort_rows
+from megarl.parallel.trie import Bytes, Trie, build_trie, common_prefixes, sort_rows
 
 
 def pack_trie(
@@ -38,29 +38,34 @@ def pack_trie(
     valid = real & (t >= 1)
     token = torch.full_like(trie.input_ids, -1)
     token[trie.place[real]] = torch.arange(input_ids.numel()).view(input_ids.shape)[real]
-    at, labels, index = trie.parent, trie.input_ids, trie.place
-    if given is not None:
-        at, labels = trie.parent[trie.place[valid]], input_ids.long()[valid]
-        index = torch.zeros_like(index)
-        index[valid] = torch.arange(len(at))
-        given = given[valid]
-        if not len(at):  # the output layer wants a question
-            at, labels = at.new_zeros(1), at.new_zeros(1)
-            given = given.new_full((1, given.shape[1]), -1)
-    longest = int(trie.depth.max()) + 1
-    return Packed(
+    packed = Packed(
         input_ids=trie.input_ids,
-        labels=labels,
+        labels=trie.input_ids,
         position_ids=trie.depth,
         token=token,
         cu_seqlens=torch.tensor([0, len(trie.input_ids)], dtype=torch.int32),
-        index=index,
+        index=trie.place,
         valid=valid,
-        max_slot=longest,
-        given=given,
-        at=at,
+        max_slot=int(trie.depth.max()) + 1,
+        at=trie.parent,
         trie=trie,
     )
+    return packed if given is None else _asked_by_row(packed, trie, input_ids.long(), given)
+
+
+def _asked_by_row(
+    packed: Packed, trie: Trie, input_ids: torch.Tensor, given: torch.Tensor
+) -> Packed:
+    """Returns the packed trie with a question for every token of every row [b,S], about its own
+    given ids [b,S,n]."""
+    at, labels = trie.parent[trie.place[packed.valid]], input_ids[packed.valid]
+    index = torch.zeros_like(trie.place)
+    index[packed.valid] = torch.arange(len(at))
+    given = given[packed.valid]
+    if not len(at):  # the output layer wants a question
+        at, labels = at.new_zeros(1), at.new_zeros(1)
+        given = given.new_full((1, given.shape[1]), -1)
+    return replace(packed, at=at, labels=labels, index=index, given=given)
 
 
 class Item(NamedTuple):

@@ -113,16 +113,20 @@ class Sample:
         response.output_tokens += tokens
         response.output_logprobs += logprobs
         response.output_versions += versions
+        self._take_reason(finish)
+        return len(tokens)
+
+    def _take_reason(self, finish: dict[str, Any]) -> None:
+        """Ends the sample where the answer's finish_reason says so."""
         reason = finish.get("type")
         if reason == "abort":
             self._check_abort(finish)
-            if response.output_len >= self.request.gconfig.max_new_tokens:
+            if self.response.output_len >= self.request.gconfig.max_new_tokens:
                 self._finish("length")
         elif reason in ("stop", "length"):
             self._finish(reason)
         else:
             raise ValueError(f"finish_reason {shown(finish)} is not known; {_FIX}")
-        return len(tokens)
 
     def _finish(self, reason: str) -> None:
         self.response.stop_reason = reason

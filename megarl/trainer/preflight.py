@@ -94,33 +94,37 @@ def check_models(cfg: BaseConfig) -> None:
             continue
         if largest >= model.vocab_size:
             problems.append(
-                f"{name}.path={model_path(cfg, name)}: the tokenizer in {tokenizer} has the token "
+                f"{name}.path={path}: the tokenizer in {tokenizer} has the token "
                 f"{token!r} with id {largest}, the model's vocab_size is {model.vocab_size}; name "
                 "the tokenizer that belongs to the model in tokenizer_path, take its added tokens "
                 "out, or enlarge the model's embedding (resize_token_embeddings)"
             )
-        if engine.moe.router_replay == "rollout" and model.moe is None:
-            problems.append(
-                f"{name}.moe.router_replay=rollout: the model in {path} has no experts to route "
-                "to; leave it off"
-            )
-        if name == "reward_model" and model.new_head:
-            problems.append(
-                f"reward_model.path={engine.path}: a language model without a score; name a "
-                "ForSequenceClassification model with one label"
-            )
-        if isinstance(cfg, DistillConfig):
-            problems += _teacher_problems(cfg, name, path, model.vocab_size)
-        if name == "actor" and isinstance(cfg, GRPOConfig):
-            problems += _stop_token_problems(cfg, model.vocab_size)
-            room, most = cfg.server.context_length, model.max_position_embeddings
-            if room > most:
-                problems.append(
-                    f"server.context_length={room}: the model's max_position_embeddings is {most}"
-                )
+        problems += _model_problems(cfg, name, path, model)
     if "ref" in saved_engines(cfg) and {"actor", "ref"} <= set(models):
         problems += _follower_problems(models["actor"].meaning(), models["ref"].meaning())
     raise_if_any(problems)
+
+
+def _model_problems(cfg: BaseConfig, name: str, path: str, model: ModelConfig) -> Iterator[str]:
+    """Yields why the model in `path` is not one for the engine `name`."""
+    engine = engines(cfg)[name]
+    if engine.moe.router_replay == "rollout" and model.moe is None:
+        yield (
+            f"{name}.moe.router_replay=rollout: the model in {path} has no experts to route to; "
+            "leave it off"
+        )
+    if name == "reward_model" and model.new_head:
+        yield (
+            f"reward_model.path={engine.path}: a language model without a score; name a "
+            "ForSequenceClassification model with one label"
+        )
+    if isinstance(cfg, DistillConfig):
+        yield from _teacher_problems(cfg, name, path, model.vocab_size)
+    if name == "actor" and isinstance(cfg, GRPOConfig):
+        yield from _stop_token_problems(cfg, model.vocab_size)
+        room, most = cfg.server.context_length, model.max_position_embeddings
+        if room > most:
+            yield f"server.context_length={room}: the model's max_position_embeddings is {most}"
 
 
 def _follower_problems(actor: dict[str, Any], ref: dict[str, Any]) -> Iterator[str]:

@@ -177,13 +177,7 @@ class RLTrainer:
         over = step >= total or self._out_of_time()
         if self.recovery.ended_already(self.saver, total=total, over=over):
             return
-        self.session.expect(total - step)
-        # servers may hold anything: other weights, or those of an earlier run
-        self.publisher.publish(self.actor.get_version())
-        stats = {} if step else self._evaluate(step=0, epoch=0, epoch_ended=False)
-        if stats:
-            self.ctx.log_stats(0, stats, total_steps=total, completions=self.session.completions())
-        stopping.work_begins()
+        self._begin(step, total)
         while step < total and not self._out_of_time():
             try:
                 stats = self.whole_step(step)
@@ -214,6 +208,17 @@ class RLTrainer:
                 break
         if total:
             self.saver.save_final()
+
+    def _begin(self, step: int, total: int) -> None:
+        """Brings the weights after `step` steps to the servers, and evaluates those of before the
+        first step."""
+        self.session.expect(total - step)
+        # servers may hold anything: other weights, or those of an earlier run
+        self.publisher.publish(self.actor.get_version())
+        stats = {} if step else self._evaluate(step=0, epoch=0, epoch_ended=False)
+        if stats:
+            self.ctx.log_stats(0, stats, total_steps=total, completions=self.session.completions())
+        stopping.work_begins()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the models. Rank 0 only."""
