@@ -28,7 +28,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
-	bench-controller bench-tries
+	bench-controller bench-tries bench-step
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -185,6 +185,9 @@ bench-server: install  ## the embedded server beside model.generate
 
 bench-grpo: install  ## a GRPO step beside TRL's
 	$(CPU) $(BIN)/python benchmarks/grpo_vs_trl.py
+
+bench-step: install  ## where the seconds of a GRPO step go, down to operations
+	$(CPU) $(BIN)/python benchmarks/step_profile.py
 
 bench-convert: install  ## converting checkpoints beside copying them
 	$(CPU) $(BIN)/python benchmarks/convert.py

@@ -5,9 +5,9 @@
 
 Runs megarl's side of grpo_vs_trl.py once, with TRL's work: some plain steps, then steps with
 torch's profiler in trainer 0 and in the loop of server 0. Prints Markdown tables: the plain steps
-by phase, the update and the server's loop by kind of work (see trace_times.py), and the operations
-that take longest. The profiler makes small operations slower: its tables are for shares, seconds
-are those of the plain steps.
+by phase, the update and the rollout by kind of work (see trace_times.py), and the operations that
+take longest. The profiler makes small operations slower: its tables are for shares, the seconds are
+those of the plain steps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ FIRST = WARMUP + PLAIN + 1  # profiled step
 OPERATIONS = 8  # rows of a table of operations
 # what the server's loop does -> the methods that do it
 LOOP = {
-    "waiting": ("scheduler:Scheduler._take_inbox",),
-    "weight update": ("scheduler:Scheduler._run_exclusive",),
     "prefill": ("running:RunningSequences.prefill",),
     "decode": ("running:RunningSequences.decode",),
     "attention": ("kv_cache:Prefill.attend", "kv_cache:Decode.attend"),
     "sampling": ("sampler:SamplingBatch.sample",),
 }
-PARTS, COMPUTING = ("waiting", "weight update", "prefill", "decode"), ("prefill", "decode")
+TRAIN, PREFILL, DECODE = "train", "prefill", "decode"
 
 
 def serve(out: str, steps: int, flags: list[str]) -> int:
@@ -139,18 +137,20 @@ def operations(part: str, spent: Spent, steps: int) -> None:
 
 def report(c: Contender, train: Spent, server: dict[str, Spent], steps: int) -> None:
     """Prints all tables. c: with the rows of plain steps, then of `steps` profiled ones."""
-    breakdown(replace(c, rows=c.rows[:-steps]))
-    profiled = c.rows[-steps:]
-    print(f"\nWith the profiler a step takes {mean(profiled, 'seconds'):.2f} s.")
+    plain, profiled = c.rows[:-steps], c.rows[-steps:]
+    breakdown(replace(c, rows=plain))
+    took = [f"{1e3 * mean(rows, f'timing/{phase}_s'):.0f}"
+            for phase in (TRAIN, "rollout") for rows in (profiled, plain)]  # fmt: skip
+    print("\nWith the profiler (without), ms: train {} ({}), rollout {} ({}).".format(*took))
     kinds("the update, trainer 0", train.kinds.most_common(), train.whole, steps)
     operations("the update", train, steps)
-    step, rollout = (1e6 * sum(row[k] for row in profiled) for k in ("seconds", "timing/rollout_s"))
-    computed = sum(server[part].whole for part in COMPUTING)
-    rows = [(f"{p}: {kind}", t) for p in COMPUTING for kind, t in server[p].kinds.most_common()]
-    rows += [("rollout outside of them: requests, HTTP, the other server", rollout - computed)]
-    rows += [(part, server[part].whole) for part in PARTS if part not in COMPUTING]
-    kinds("the loop of server 0, of the step", rows, step, steps)
-    operations("decode", server["decode"], steps)
+    rollout = 1e6 * sum(row["timing/rollout_s"] for row in profiled)
+    prefill, decode = server[PREFILL].whole, server[DECODE]
+    rows = [(f"decode: {kind}", micros) for kind, micros in decode.kinds.most_common()]
+    rows += [("prefill", prefill)]
+    rows += [("requests, HTTP, rewards, the other servers", rollout - prefill - decode.whole)]
+    kinds("the rollout, server 0", rows, rollout, steps)
+    operations("decode", decode, steps)
 
 
 def main() -> None:
@@ -168,8 +168,8 @@ def main() -> None:
     root.mkdir(parents=True)
     os.environ["MEGARL_DEVICE"] = "cpu"
     c, train, server = measure(ours[args.layout], root, args.lengths, args.profiled)
-    spent = by_part(events_of(train), ["train"])["train"]
-    report(c, spent, by_part(events_of(server), PARTS), args.profiled)
+    spent = by_part(events_of(train), [TRAIN])[TRAIN]
+    report(c, spent, by_part(events_of(server), [PREFILL, DECODE]), args.profiled)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Adds up the operations of a Chrome trace of torch's profiler by kind of work.
 
-An operation's time is its own, without that of the operations it calls. What lies between
-operations is Python, autograd's engine and waiting for other processes.
+An operation's time is its own, without that of the operations it calls. What follows a collective
+up to the next operation is waiting for the other processes; what else lies between operations is
+Python and autograd's engine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 BETWEEN, OTHERS = "between operations", "elementwise, reductions"
+COLLECTIVES = "collectives, and waiting in them"
 # kind -> parts of the names of its ranges and operations; whatever an operation or range of one of
 # INSIDE calls is of the same kind
 INSIDE = {
@@ -22,7 +24,7 @@ INSIDE = {
     "output layer": ("_TokenOutputs",),
     "sampling": ("sampling",),
     "optimizer": ("Optimizer.step",),
-    "collectives": ("gloo:", "c10d::", "nccl:"),
+    COLLECTIVES: ("gloo:", "c10d::", "nccl:"),
 }
 KINDS = INSIDE | {
     "products with weights": (
@@ -48,6 +50,22 @@ class Spent:
         self.operations[name] += micros  # type: ignore[assignment]
 
 
+@dataclass
+class Open:
+    """Holds an operation or range that has begun, and what it called last."""
+
+    name: str
+    kind: str
+    part: str
+    end: float
+    called: str = ""  # the kind of that
+    since: float = 0.0  # when that ended
+
+    def waited(self, until: float) -> float:
+        """Returns the microseconds from the end of a collective to what is called next."""
+        return until - self.since if self.called == COLLECTIVES != self.kind else 0.0
+
+
 def kind_of(name: str, above: str) -> str:
     """Returns the kind of an operation or range that one of kind `above` has called."""
     if above in INSIDE:
@@ -62,22 +80,27 @@ def by_part(events: Iterable[Event], parts: Iterable[str]) -> dict[str, Spent]:
     timed = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
     thread = next(e["tid"] for e in timed if e["name"] in wanted)
     timed = [e for e in timed if e["tid"] == thread]
-    open_: list[tuple[Event, str, str]] = []  # with the kind of each, and the part it is in
+    stack = [Open("", BETWEEN, "", float("inf"))]
     for e in sorted(timed, key=lambda e: (e["ts"], -e["dur"])):
-        while open_ and e["ts"] >= open_[-1][0]["ts"] + open_[-1][0]["dur"]:
-            open_.pop()
-        caller, above, part = open_[-1] if open_ else (None, BETWEEN, "")
-        kind = kind_of(e["name"], above)
-        if e["name"] in wanted:
-            part = e["name"]
-            found[part].whole += e["dur"]
-        elif caller is not None and part:
-            found[part].take(caller["name"], above, -e["dur"])
-        if part:
-            found[part].take(e["name"], kind, e["dur"])
-            found[part].calls[e["name"]] += 1
-        open_.append((e, kind, part))
-    return found
+        name, start, micros = e["name"], e["ts"], e["dur"]
+        while start >= stack[-1].end:
+            stack.pop()
+        caller = stack[-1]
+        part = name if name in wanted else caller.part
+        here = Open(name, kind_of(name, caller.kind), part, start + micros)
+        spent = found[part]
+        if part != caller.part:
+            spent.whole += micros
+        else:
+            spent.take(caller.name, caller.kind, -micros)
+            waited = caller.waited(start)
+            spent.kinds[caller.kind] -= waited  # type: ignore[assignment]
+            spent.kinds[COLLECTIVES] += waited  # type: ignore[assignment]
+        spent.take(name, here.kind, micros)
+        spent.calls[name] += 1
+        caller.called, caller.since = here.kind, here.end
+        stack.append(here)
+    return {part: found[part] for part in wanted}
 
 
 def events_of(path: Path) -> list[Event]:
