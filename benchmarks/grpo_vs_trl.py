@@ -51,6 +51,7 @@ Row = dict[str, Any]
 
 # TRL makes no pass for the old logprobs: it uses the update's own, as `auto` does
 SAME_WORK, WITH_PASS = (f"actor.recompute_logprob={way}" for way in ("auto", "true"))
+ONCE = "actor.mb_spec.share_prefixes=true"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ def contenders() -> list[Contender]:
         found += [
             Contender(f"TRL {layout}", None, split),
             Contender(f"megarl {layout} sync, TRL's work", (*servers, SAME_WORK), split),
+            Contender(
+                f"megarl {layout} sync, TRL's work, prompts once",
+                (*servers, SAME_WORK, ONCE),
+                split,
+            ),
             Contender(f"megarl {layout} sync", (*servers, WITH_PASS), split),
         ]
     half = max(1, CORES // 2)
