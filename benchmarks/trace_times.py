@@ -93,9 +93,9 @@ def by_part(events: Iterable[Event], parts: Iterable[str]) -> dict[str, Spent]:
             spent.whole += micros
         else:
             spent.take(caller.name, caller.kind, -micros)
-            waited = caller.waited(start)
-            spent.kinds[caller.kind] -= waited  # type: ignore[assignment]
-            spent.kinds[COLLECTIVES] += waited  # type: ignore[assignment]
+            if waited := caller.waited(start):
+                spent.kinds[caller.kind] -= waited  # type: ignore[assignment]
+                spent.kinds[COLLECTIVES] += waited  # type: ignore[assignment]
         spent.take(name, here.kind, micros)
         spent.calls[name] += 1
         caller.called, caller.since = here.kind, here.end
