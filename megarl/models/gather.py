@@ -177,6 +177,25 @@ class BucketGatherer:
             self._send(data, root)
         return None
 
+    def lying(self, bucket: Bucket) -> Tensor | None:
+        """Returns the bytes of a bucket, uint8 [nbytes], where its root has all of them one after
+        another in its own parameters, in the dtypes of the bucket; else, and on other ranks, None.
+        It is the memory of the parameters: nothing is copied, and nobody need gather."""
+        parts = [p for message in self._plans[bucket.index].get(self.rank, []) for p in message]
+        names = [m.name for m in bucket.members]
+        if self.rank != self.roots[bucket.index] or [p.name for p in parts] != names:
+            return None
+        views = [local_view(self.params[p.piece.param], p.piece) for p in parts]
+        storage, start = views[0].untyped_storage(), views[0].data_ptr()
+        for member, view in zip(bucket.members, views):
+            fits = view.dtype == member.dtype and view.is_contiguous()
+            same = view.untyped_storage().data_ptr() == storage.data_ptr()
+            at = view.data_ptr() - start == member.offset
+            if not (fits and same and at and view.nbytes == member.nbytes):
+                return None
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return flat.set_(storage, start - storage.data_ptr(), (bucket.nbytes,), (1,))
+
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
         """Fills a shared bucket; each source sends a byte when its parts are in place."""
         sources = self._remote(bucket)

@@ -34,6 +34,8 @@ class Gatherer:
     def __init__(self, plan: SyncPlan, rank: int, log: list[str]) -> None:
         self.plan, self.rank, self.log = plan, rank, log
 
+    def lying(self, _: Bucket) -> None: ...
+
     def gather(self, bucket: Bucket, out: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
         if self.plan.senders[bucket.index] != self.rank:
             return None

@@ -279,19 +279,21 @@ class GroupStream(BucketStream):
         index, device = bucket.index, self.gatherer.device
         buffers = self.buffers[self.plan.senders[index]]
         with self.phases.time_on(device, "gather"):
-            flat = self.gatherer.gather(
-                bucket,
-                buffers.slot(self.plan.turns[index]),
-                shared=buffers.shared,
-                packing=partial(self.phases.time_on, device, "pack"),
-            )
+            lying = flat = self.gatherer.lying(bucket)
+            if flat is None:
+                flat = self.gatherer.gather(
+                    bucket,
+                    buffers.slot(self.plan.turns[index]),
+                    shared=buffers.shared,
+                    packing=partial(self.phases.time_on, device, "pack"),
+                )
         if flat is None:
             return None
         last = self.is_last(bucket)
         with self.phases.time_on(device, "encode"):
             if self.meta.quantization == "fp8_block":
                 bucket, flat = quantize_bucket(bucket, flat)
-            ready = Ready(bucket, flat, [flat])
+            ready = Ready(bucket, flat, [flat], lent=flat is lying)
             if not self.meta.flattened:
                 ready.tensors = [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
             if self.changes is not None:
