@@ -81,7 +81,8 @@ class DistributedTransport(Transport):
         need, target = plan.sizes, self._target(plan, meta)
         self._hold(need)
         holds = [self._buffers[o].hold(n) for o, n in need.items()]
-        met = agreement.together(self._still_met, target, deadline)
+        with phases.time("session"):
+            met = agreement.together(self._still_met, target, deadline)
         states = agreement.gather((holds, met))
         try:
             self._take_buffers(need, [held for held, _ in states])
@@ -89,9 +90,13 @@ class DistributedTransport(Transport):
                 changes = self._changes(plan, meta, deadline)
                 if self._met is None or not all(met for _, met in states):
                     self._connect(target, deadline)
-            stream = agreement.together(self._open, plan, gatherer, changes, meta, deadline, phases)
+            with phases.time("session"):
+                stream = agreement.together(
+                    self._open, plan, gatherer, changes, meta, deadline, phases
+                )
             stream.run()
-            agreement.together(self._close_session, deadline)
+            with phases.time("session"):
+                agreement.together(self._close_session, deadline)
             if stream.changes is not None:
                 self._base.id = stream.changes.id
             if meta.verify != "off":
