@@ -238,8 +238,8 @@ def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, flo
 
 COLUMNS = (
     "trainer", "plain GB/s", "in pieces GB/s", "sync GB/s", "ratio", "plain CPU s/GB",
-    "sync CPU s/GB", "paused s", "connect s", "session s", "gather s", "of it pack s", "broadcast s",
-    "load wait s", "checksum s", "verify s", "broadcasts/GB", "extra MB",
+    "sync CPU s/GB", "paused s", "connect s", "session s", "gather s", "of it pack s",
+    "broadcast s", "load wait s", "checksum s", "verify s", "broadcasts/GB", "extra MB",
 )  # fmt: skip
 
 
@@ -266,7 +266,8 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
     yield f"{median(lambda s: s.plain[1]) / gb:.2f}"
     yield f"{median(lambda s: s.sync[1]) / gb:.2f}"
     for phase in (
-        "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait", "checksum", "verify",
+        "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait", "checksum",
+        "verify",
     ):  # fmt: skip
         yield f"{figure(phase + '_s'):.3f}"
     yield f"{figure('broadcasts') / gb:.0f}"
