@@ -46,7 +46,8 @@ def plan_buckets(
     unit: Callable[[str], str] = str,
 ) -> tuple[Bucket, ...]:
     """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
-    the first bucket has at most as many bytes, and the limit doubles from each bucket to the next.
+    the first bucket has at most as many bytes, and the next ones twice as many as the limit, or the
+    bytes where a tensor is larger, of the one before.
 
     Offsets are multiples of the member's itemsize. Tensors that follow each other and for whose
     names `unit` says the same share a bucket; a unit larger than a bucket gets its own.
@@ -59,7 +60,7 @@ def plan_buckets(
         nonlocal members, end, limit
         if members:
             buckets.append(Bucket(len(buckets), tuple(members), end))
-            limit = min(2 * limit, bucket_bytes)
+            limit = min(2 * max(limit, end), bucket_bytes)
         members, end = [], 0
 
     for _, group in groupby(table.tensors, key=lambda t: unit(t.name)):
