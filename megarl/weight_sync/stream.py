@@ -30,7 +30,9 @@ class BucketStream(ABC):
     until every server has answered for k-1. Servers get k from the sender of k-1, so they take them
     in this order. A sender that did not send k-1 waits for the answer to it, of which it hears at
     the end of the step, and one that has yet to hear from other ranks where they have bucket k
-    (`exchanges`) waits for that: they send k at the beginning of the next step.
+    (`exchanges`) waits for that: they send k at the beginning of the next step. The last bucket,
+    with which the version arrives, leaves when the servers have all others: one that refused k-1
+    could still take k.
     """
 
     exchanges: ClassVar[bool] = False
@@ -78,9 +80,11 @@ class BucketStream(ABC):
             ready = self.gather(self.plan.buckets[index])
             if ready is not None:
                 self._ready[index] = ready
-        if self._follows_at_once(k):
+        if self._follows_at_once(k) and not self.is_last(self.plan.buckets[k]):
             self._send(k)
         self._settle(k - 1)
+        if self._follows_at_once(k) and self.is_last(self.plan.buckets[k]):
+            self._send(k)
 
     def finish(self) -> None:
         """Sends the last bucket, if it still has to be. Returns when servers have loaded it."""
