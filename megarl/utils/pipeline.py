@@ -93,7 +93,7 @@ class Pipeline:
                 if not self._waiting:
                     self._served = False
                     return
-                self._outbox = outbox = queue.SimpleQueue()
+                self._outbox = outbox = queue.SimpleQueue[_Request | None]()
                 for waiting in self._waiting:
                     outbox.put(waiting)
             try:
