@@ -5,12 +5,14 @@
 
 Both run in turn, in the same processes, so that the ratio holds where other load changes the rates:
 1.0 would be a sync that costs nothing beyond the broadcast. A sync also gathers the shards, and the
-servers load the weights and answer control calls. Processor time per GB, of trainer and server
-together, is the cost of a sync where the processors are busy anyway.
+servers load the weights and answer control calls. A broadcast of the same bytes in pieces as large
+as the buckets, one after another, shows what gloo itself is slower by in pieces. Processor time per
+GB, of trainer and server together, is the cost of a sync where the processors are busy anyway.
 
 Prints a Markdown table: one row for each layout of the trainer, then tensor by tensor instead of in
 buckets, and with checksums of a few tensors and of all. Seconds are medians over the rounds; the
-first one, which connects and faults pages in, is left out.
+first one, which connects and faults pages in, is left out. A second table says where the time goes:
+what each part would take alone, and what all of them cost the processors.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from megarl.parallel.layout import Layout
 from megarl.rollout.server_process import start_server
 from megarl.utils.http import call_json
 from megarl.utils.processes import free_port
+from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.sender import WeightSender
+from megarl.weight_sync.senders import split_budget
 from megarl.weight_sync.transports import WeightSource
 from megarl.wire.process_group import destroy_update_group, init_update_group
 
@@ -74,6 +78,7 @@ class Sample:
     """One round: seconds of wall clock and of processor, and the sender's metrics."""
 
     plain: tuple[float, float]
+    pieces: tuple[float, float]
     sync: tuple[float, float]
     figures: dict[str, float]
 
@@ -130,22 +135,31 @@ def timed(fn: Callable[[], Any]) -> tuple[float, float]:
     return time.monotonic() - start, processor_seconds() - used
 
 
-def plain_broadcast(data: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Returns when the data has arrived, not only left."""
-    dist.broadcast(data, src=0, group=group)
+def plain_broadcast(data: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
+    """Sends pieces of these sizes in turn. Returns when all have arrived, not only left."""
+    for piece in data.split(sizes):
+        dist.broadcast(piece, src=0, group=group)
     dist.barrier(group=group)
 
 
-def receive(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> None:
-    """Runs the receiving end of the plain broadcast."""
+def bucket_sizes(model: Path, bucket_mib: int) -> list[int]:
+    """Returns the bytes of the buckets that a sync from one rank sends."""
+    table = build_piece_table(read_hf_config(model), Layout())
+    plan = plan_sync(table, torch.bfloat16, split_budget(bucket_mib << 20)[0])
+    return [bucket.nbytes for bucket in plan.buckets]
+
+
+def receive(rank: int, world_size: int, port: int, sizes: list[int], rounds: int) -> None:
+    """Runs the receiving end of the plain broadcasts."""
     torch.set_num_threads(1)
-    data = torch.ones(nbytes, dtype=torch.uint8)
+    data = torch.ones(sum(sizes), dtype=torch.uint8)
     group = init_update_group(
         master_address="127.0.0.1", master_port=port, rank=rank, world_size=world_size,
         group_name="plain", backend="gloo", timeout=600,
     )  # fmt: skip
     for _ in range(rounds):
-        plain_broadcast(data, group)
+        plain_broadcast(data, [sum(sizes)], group)
+        plain_broadcast(data, sizes, group)
     destroy_update_group(group)
 
 
@@ -157,33 +171,36 @@ def train(rank: int, args: argparse.Namespace, model: Path, port: int, plain_por
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size(args.only)
     )
-    plain: Callable[[], None] | None = None
+    plain: Callable[[list[int]], None] | None = None
+    sizes = bucket_sizes(model, args.bucket_mib)
     if rank == 0:
         group = init_update_group(
             master_address="127.0.0.1", master_port=plain_port, rank=0,
             world_size=1 + len(addresses), group_name="plain", backend="gloo", timeout=600,
         )  # fmt: skip
-        plain = functools.partial(
-            plain_broadcast, torch.ones(model_bytes(model), dtype=torch.uint8), group
-        )
+        data = torch.ones(sum(sizes), dtype=torch.uint8)
+        plain = functools.partial(plain_broadcast, data, group=group)
     results = {}
     for name in args.only:
         ranks = list(range(CASES[name].layout.world_size))
         members = dist.new_group(ranks)
         if rank in ranks:
-            results[name] = measure(CASES[name], rank, members, args, model, addresses, plain)
+            results[name] = measure(
+                CASES[name], rank, members, args, model, addresses, plain, sizes
+            )
         dist.barrier()
     if rank == 0:
-        report(args, model_bytes(model), results)
+        report(args, sizes, results)
+        report_parts(sizes, results, addresses[0])
         destroy_update_group(group)
     dist.destroy_process_group()
 
 
 def measure(
     case: Case, rank: int, group: dist.ProcessGroup, args: argparse.Namespace, model: Path,
-    addresses: tuple[str, ...], plain: Callable[[], None] | None,
+    addresses: tuple[str, ...], plain: Callable[[list[int]], None] | None, sizes: list[int],
 ) -> list[Sample]:  # fmt: skip
-    """Uploads 1 + `reps` times, after a plain broadcast each; returns the samples on rank 0."""
+    """Uploads 1 + `reps` times, after the plain broadcasts each; returns the samples on rank 0."""
     table = build_piece_table(read_hf_config(model), case.layout)
     shapes = table.local_params(case.layout.coords(rank))
     params = {n: torch.full(p.shape, 0.01, dtype=torch.bfloat16) for n, p in shapes.items()}
@@ -195,12 +212,13 @@ def measure(
             bucket_bytes=args.bucket_mib << 20, flattened=case.flattened, verify=case.verify,
             senders=case.senders,
         )  # fmt: skip
-        before = timed(plain) if plain else (0.0, 0.0)
+        if plain:
+            before = [timed(functools.partial(plain, s)) for s in ([sum(sizes)], sizes)]
         dist.barrier(group=group)
         figures: dict[str, float] = {}
         if plain:
             took = timed(lambda: figures.update(paused_upload(sender, meta)))  # noqa: B023
-            samples.append(Sample(before, took, figures))
+            samples.append(Sample(*before, took, figures))
         else:
             sender.upload(meta)
     sender.close()
@@ -219,13 +237,14 @@ def paused_upload(sender: WeightSender, meta: WeightUpdateMeta) -> dict[str, flo
 
 
 COLUMNS = (
-    "trainer", "plain GB/s", "sync GB/s", "ratio", "plain CPU s/GB", "sync CPU s/GB", "paused s",
-    "connect s", "gather s", "of it pack s", "broadcast s", "load wait s", "checksum s",
-    "verify s", "broadcasts/GB", "extra MB",
+    "trainer", "plain GB/s", "in pieces GB/s", "sync GB/s", "ratio", "plain CPU s/GB",
+    "sync CPU s/GB", "paused s", "connect s", "session s", "gather s", "of it pack s",
+    "broadcast s", "load wait s", "checksum s", "verify s", "broadcasts/GB", "extra MB",
 )  # fmt: skip
 
 
-def report(args: argparse.Namespace, nbytes: int, results: dict[str, list[Sample]]) -> None:
+def report(args: argparse.Namespace, sizes: list[int], results: dict[str, list[Sample]]) -> None:
+    nbytes = sum(sizes)
     print(f"{nbytes / 1e6:.0f} MB of bf16 in buckets of {args.bucket_mib} MiB, "
           f"{args.servers} server(s), {args.reps} rounds\n")  # fmt: skip
     print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
@@ -242,24 +261,55 @@ def row(name: str, gb: float, samples: list[Sample]) -> Iterator[str]:
 
     plain, total = median(lambda s: s.plain[0]), figure("total_s")
     yield name
-    yield from (f"{gb / plain:.2f}", f"{gb / total:.2f}", f"{plain / total:.2f}")
+    yield from (f"{gb / plain:.2f}", f"{gb / median(lambda s: s.pieces[0]):.2f}")
+    yield from (f"{gb / total:.2f}", f"{plain / total:.2f}")
     yield f"{median(lambda s: s.plain[1]) / gb:.2f}"
     yield f"{median(lambda s: s.sync[1]) / gb:.2f}"
     for phase in (
-        "paused", "connect", "gather", "pack", "broadcast", "load_wait", "checksum", "verify",
+        "paused", "connect", "session", "gather", "pack", "broadcast", "load_wait", "checksum",
+        "verify",
     ):  # fmt: skip
         yield f"{figure(phase + '_s'):.3f}"
     yield f"{figure('broadcasts') / gb:.0f}"
     yield f"{figure('peak_extra_bytes') / 1e6:.0f}"
 
 
+def report_parts(sizes: list[int], results: dict[str, list[Sample]], address: str) -> None:
+    """Prints what the parts of a sync take alone, and the least that the processors need for all of
+    them, beside the sync."""
+    gb, cores = sum(sizes) / 1e9, len(os.sched_getaffinity(0))
+    copy = statistics.median(timed(functools.partial(pack, sizes))[0] for _ in range(5))
+    ask = functools.partial(call_json, "GET", address, "/model_info", timeout=60)
+    call = statistics.median(timed(ask)[0] for _ in range(20))
+    said = f"copying {gb / copy:.2f} GB/s, a control call {1e3 * call:.1f} ms, {cores} cores"
+    columns = ("trainer", "plain s", "in pieces s", "packing alone s", "buckets", "sync s")
+    columns += ("processors at least s", "ratio at best by them", "ratio")
+    print(f"\nAlone: {said}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for name, samples in results.items():
+        plain = statistics.median(s.plain[0] for s in samples)
+        pieces = statistics.median(s.pieces[0] for s in samples)
+        total = statistics.median(s.figures["weight_sync/total_s"] for s in samples)
+        least = (statistics.median(s.plain[1] for s in samples) + copy) / cores
+        buckets = samples[0].figures["weight_sync/buckets"]
+        cells = [name, *(f"{s:.3f}" for s in (plain, pieces, copy)), f"{buckets:.0f}"]
+        cells += [f"{total:.3f}", f"{least:.3f}", f"{plain / max(plain, least):.2f}"]
+        print(f"| {' | '.join(cells)} | {plain / total:.2f} |", flush=True)
+
+
+def pack(sizes: list[int]) -> None:
+    """Copies as many bytes as all buckets have, as packing does, into one of two buckets."""
+    source, room = _memory(sum(sizes)), _memory(max(sizes))
+    for piece in source.split(sizes):
+        room[: len(piece)].copy_(piece)
+
+
+@functools.cache
+def _memory(nbytes: int) -> torch.Tensor:
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
 def world_size(names: list[str]) -> int:
     return max(CASES[n].layout.world_size for n in names)
-
-
-def model_bytes(model: Path) -> int:
-    table = build_piece_table(read_hf_config(model), Layout())
-    return 2 * sum(t.numel for t in table.tensors)
 
 
 def main() -> None:
@@ -281,10 +331,11 @@ def main() -> None:
             jobs = [
                 context.Process(target=train, args=(r, args, model, port, plain_port, addresses))
                 for r in range(world_size(args.only))
-            ] + [
+            ]
+            sizes = bucket_sizes(model, args.bucket_mib)
+            jobs += [
                 context.Process(
-                    target=receive,
-                    args=(r + 1, args.servers + 1, plain_port, model_bytes(model), rounds),
+                    target=receive, args=(r + 1, args.servers + 1, plain_port, sizes, rounds)
                 )
                 for r in range(args.servers)
             ]

@@ -46,7 +46,8 @@ def plan_buckets(
     unit: Callable[[str], str] = str,
 ) -> tuple[Bucket, ...]:
     """Fills buckets of at most `bucket_bytes` with the table's tensors in HF order. With `first`,
-    the first bucket has at most as many bytes, and the limit doubles from each bucket to the next.
+    the first bucket has at most as many bytes, and the next ones twice as many as the limit, or the
+    bytes where a tensor is larger, of the one before.
 
     Offsets are multiples of the member's itemsize. Tensors that follow each other and for whose
     names `unit` says the same share a bucket; a unit larger than a bucket gets its own.
@@ -59,7 +60,7 @@ def plan_buckets(
         nonlocal members, end, limit
         if members:
             buckets.append(Bucket(len(buckets), tuple(members), end))
-            limit = min(2 * limit, bucket_bytes)
+            limit = min(2 * max(limit, end), bucket_bytes)
         members, end = [], 0
 
     for _, group in groupby(table.tensors, key=lambda t: unit(t.name)):
@@ -176,6 +177,25 @@ class BucketGatherer:
                 self._pack(message, data)
             self._send(data, root)
         return None
+
+    def lying(self, bucket: Bucket) -> Tensor | None:
+        """Returns the bytes of a bucket, uint8 [nbytes], where its root has all of them one after
+        another in its own parameters, in the dtypes of the bucket; else, and on other ranks, None.
+        It is the memory of the parameters: nothing is copied, and nobody need gather."""
+        parts = [p for message in self._plans[bucket.index].get(self.rank, []) for p in message]
+        names = [m.name for m in bucket.members]
+        if self.rank != self.roots[bucket.index] or [p.name for p in parts] != names:
+            return None
+        views = [local_view(self.params[p.piece.param], p.piece) for p in parts]
+        storage, start = views[0].untyped_storage(), views[0].data_ptr()
+        for member, view in zip(bucket.members, views):
+            fits = view.dtype == member.dtype and view.is_contiguous()
+            same = view.untyped_storage().data_ptr() == storage.data_ptr()
+            at = view.data_ptr() - start == member.offset
+            if not (fits and same and at and view.nbytes == member.nbytes):
+                return None
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return flat.set_(storage, start - storage.data_ptr(), (bucket.nbytes,), (1,))
 
     def _meet(self, bucket: Bucket, out: Tensor, packing: Packing) -> None:
         """Fills a shared bucket; each source sends a byte when its parts are in place."""

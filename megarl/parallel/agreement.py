@@ -6,6 +6,7 @@ Two ways through one set of rules: `together` for a rare act, over the group tha
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ SLACK = 30.0
 # waits for this very rank, and nothing but its end frees them.
 FAIL_GRACE = 10.0
 CONNECT_TIMEOUT = 120.0
+# bytes of a rank's row in the table that goes around: the length of its value, and a small value
+_ROW, _LENGTH = 1024, 4
 
 
 def together(what: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -105,13 +108,28 @@ class Agreement:
 
     def gather(self, value: T) -> list[T]:
         """Returns every rank's picklable `value`, by rank. Collective. Raises RuntimeError where a
-        rank is not heard of within the timeout."""
+        rank is not heard of within the timeout.
+
+        Small values go to rank 0 and from there to all at once: gloo's all_gather passes them from
+        rank to rank, and all_gather_object does so twice.
+        """
         if self._group is None:
             return [value]
+        raw = pickle.dumps(value)
+        row = torch.zeros(_ROW, dtype=torch.uint8)
+        row[:_LENGTH].view(torch.int32)[0] = len(raw)
+        small = torch.frombuffer(bytearray(raw[: _ROW - _LENGTH]), dtype=torch.uint8)
+        row[_LENGTH : _LENGTH + len(small)] = small
         values: list[Any] = [None] * self.size
         with self._in_touch():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            table = self._table(row)
+            lengths = table[:, :_LENGTH].contiguous().view(torch.int32).flatten().tolist()
+            if max(lengths) > len(row) - _LENGTH:
+                dist.all_gather_object(values, value, group=self._group)
+                return values
+        return [
+            pickle.loads(r[_LENGTH : _LENGTH + n].numpy().tobytes()) for r, n in zip(table, lengths)
+        ]
 
     def gather_from(self, ranks: Collection[int], value: T) -> list[T]:
         """Returns the `value` of these ranks alone, which may be large: `gather` takes as much room
@@ -135,10 +153,17 @@ class Agreement:
                 f"ended, or did not get this far within {self._bound}. Cause: {e}"
             ) from e
 
+    def _table(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of all ranks, [ranks, numbers in a row]."""
+        table = row.new_empty(self.size, len(row))
+        rows = list(table.unbind(0)) if self.rank == 0 else None
+        dist.gather(row, rows, group=self._group, group_dst=0)
+        dist.broadcast(table, group=self._group, group_src=0)
+        return table
+
     def _gather_failures(self, failure: Failure | None) -> dict[int, Failure]:
         """Returns the failures by rank. Almost always there are none, which takes a byte to rank 0
-        and one from there: a sync asks after every bucket, and gloo's all_gather passes its bytes
-        from rank to rank."""
+        and one from there: a sync asks after every bucket."""
         if self._group is None:
             return {} if failure is None else {self.rank: failure}
         any_failed = torch.tensor([failure is not None], dtype=torch.uint8)

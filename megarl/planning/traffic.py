@@ -146,7 +146,7 @@ def _buckets(
     for unit in held:
         if tensors and _end(unit, end) > limit:
             yield BucketTraffic(index, sender, end, tensors, sources)
-            index, limit = index + 1, min(2 * limit, bucket_bytes)
+            index, limit = index + 1, min(2 * max(limit, end), bucket_bytes)
             sources, end, tensors = {}, 0, 0
         for h in unit:
             for place, n in h.parts:

@@ -48,6 +48,7 @@ class WeightUpdates:
         self.store, self.device, self._timeout = store, device, timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._receiving: dist.ProcessGroup | None = None
+        self._leaving: set[dist.ProcessGroup] = set()
         self._session = False
         self.adapters = Adapters(store)
         self.weights_id: str | None = None
@@ -133,9 +134,13 @@ class WeightUpdates:
 
     def interrupt(self, name: str) -> None:
         """Ends the wait for tensors of this group, which may never come, as another of its members
-        is gone. Call it in any thread, before `destroy_group`."""
+        is gone, and keeps waits for more of them from beginning. Call it in any thread, before
+        `destroy_group`."""
         group = self._groups.get(name)
-        if group is not None and group is self._receiving:
+        if group is None:
+            return
+        self._leaving.add(group)
+        if group is self._receiving:
             abort_collectives(group)
 
     def destroy_group(self, name: str) -> None:
@@ -143,6 +148,7 @@ class WeightUpdates:
         group = self._groups.pop(name, None)
         if group is None:
             raise ControlError(f"there is no group {name!r}")
+        self._leaving.discard(group)
         try:
             destroy_update_group(group)
         except RuntimeError as e:  # its other members may be gone already; it is out of use anyway
@@ -306,6 +312,8 @@ class WeightUpdates:
         """Turns the loss of a sender into a ControlError, so that the server goes on."""
         self._receiving = group
         try:
+            if group in self._leaving:  # looked at after `interrupt` could see who receives
+                raise RuntimeError("the group is being left")
             yield
         except (RuntimeError, ValueError) as e:
             first = next(iter(tensors.specs), "(no tensors)")

@@ -70,14 +70,22 @@ def call_json(
         connection.request(method, path, payload, headers)
         response = connection.getresponse()
         status, raw = response.status, response.read()
-    except TimeoutError as e:
-        raise HttpError(address, path, f"gave no answer within {timeout:.1f} s") from e
     except (OSError, http.client.HTTPException) as e:
-        reason = shown(str(e)) if str(e) else "connection closed"
-        raise HttpError(address, path, f"failed: {type(e).__name__}: {reason}") from e
+        raise unanswered(address, path, timeout, e) from e
     finally:
         connection.close()
     return accepted(address, path, status, decode_answer(raw))
+
+
+def unanswered(address: str, path: str, timeout: float, error: Exception) -> HttpError:
+    """Returns the error of a call that got no answer because of `error`; it is its cause."""
+    if isinstance(error, TimeoutError):
+        said = f"gave no answer within {timeout:.1f} s"
+    else:
+        said = f"failed: {type(error).__name__}: {shown(str(error) or 'connection closed')}"
+    wrapped = HttpError(address, path, said)
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def authorization() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Sends one bucket at a time through a group with all servers, from the sender's side."""
+"""Sends buckets through a group with all servers, one after another, from the sender's side."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class UpdateChannel:
         # Broadcasts have a stream of their own: what waits for one, or for a server that is gone,
         # is not in the way of the stream that gathers.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: cf.Future[float] | None = None  # the broadcast before
 
     def deliver(
         self,
@@ -75,14 +76,17 @@ class UpdateChannel:
     ) -> BucketTransfer:
         """Starts sending `tensors`, in order, to every server; `what` names them in errors. They
         stay untouched until the transfer's `wait` has returned. Its `ours` gives the moment when
-        they had left."""
+        they had left.
+
+        Another transfer may be under way: the servers have this one's request beside them, and its
+        broadcast begins when the other's has left.
+        """
         set_group_timeout(self.group, deadline.left + MARGIN)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        answers = self.servers.start("/update_weights_from_distributed", body, deadline.left)
-        return BucketTransfer(
-            what, in_thread(_broadcast, tensors, self.group, self._stream), answers
-        )
+        answers = self.servers.follow("/update_weights_from_distributed", body, deadline.left)
+        self._last = in_thread(_broadcast, tensors, self.group, self._stream, self._last)
+        return BucketTransfer(what, self._last, answers)
 
     def close(self, *, abort: bool = False) -> list[str]:
         """Leaves the group, servers first, and ends an open session. Returns what the servers
@@ -101,13 +105,19 @@ class UpdateChannel:
 
 
 def _broadcast(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, stream: torch.cuda.Stream | None
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream | None,
+    before: cf.Future[float] | None,
 ) -> float:
-    """Sends from rank 0 and blocks until everything has left. Runs in a thread of its own: NCCL
+    """Sends from rank 0, after the broadcast `before`, and blocks until everything has left. Where
+    that one failed, nothing is sent, and its error raised. Runs in a thread of its own: NCCL
     connects at the first broadcast, and without a receiver that call never returns. On a GPU it
     waits on `stream`: a thread's current stream is the device's default one, which the main
     thread's work is queued on.
     """
+    if before is not None:
+        before.result()
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
         for work in works:

@@ -36,7 +36,7 @@ class WeightSender:
         with bounded(self._source.group, meta.timeout + SLACK):  # gathers go through this group
             transport.upload(meta, deadline, phases)
         phases.metrics["servers"] = float(len(meta.addresses))
-        return agreement.gather(phases.stats())[transport.lead]
+        return agreement.gather_from((transport.lead,), phases.stats())[0]
 
     def _transport(self, meta: WeightUpdateMeta) -> Transport:
         key = f"{meta.type} {dict(meta.options)}"

@@ -80,7 +80,8 @@ def split_budget(bucket_bytes: int) -> tuple[int, int]:
 
 
 def first_bytes(bucket_bytes: int) -> int:
-    """Returns the bytes of a sender's first bucket; each of the next has twice as much as the one
-    before, up to `bucket_bytes`. Nothing is sent while the first is gathered, so it is a small one;
-    and to gather twice as much takes less than to send what was gathered before."""
+    """Returns the bytes of a sender's first bucket; each of the next has twice as many as the one
+    before, which may be one large tensor, up to `bucket_bytes`. Nothing is sent while the first is
+    gathered, so it is a small one; and to gather twice as much takes less than to send what was
+    gathered before."""
     return -(-bucket_bytes // 16)

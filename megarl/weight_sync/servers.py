@@ -18,6 +18,7 @@ import torch
 from megarl.api.records import INITIAL_VERSION, ServersLost
 from megarl.utils.http import STRANGER, HttpError, as_object, shown
 from megarl.utils.liveness import LINGER, Answer, Calls, Deadline, absent, start_calls, wait_for
+from megarl.utils.pipeline import Pipeline
 
 # A broken broadcast shows sooner than the server's own words about it; wait this long for them.
 GRACE = 5.0
@@ -86,6 +87,7 @@ class Servers:
             raise ValueError(f"server addresses {list(addresses)}: one is given twice; remove it")
         self.addresses = tuple(addresses)
         self._in_session = False
+        self._pipelines = {address: Pipeline(address) for address in addresses}
 
     def start(
         self,
@@ -99,6 +101,14 @@ class Servers:
         caller waits `timeout` s and words the error; a thread ends a little later.
         """
         return start_calls(self.addresses, method, path, body, timeout + LINGER)
+
+    def follow(
+        self, path: str, body: Mapping[str, Any], timeout: float
+    ) -> dict[str, Future[Answer]]:
+        """Posts to every server as `start` does. A server that still works on such a call gets this
+        one over the same connection, and begins with it when it has answered."""
+        lines = self._pipelines.items()
+        return {server: line.post(path, body, timeout + LINGER) for server, line in lines}
 
     def call(
         self,

@@ -26,10 +26,13 @@ class BucketStream(ABC):
     """Brings all buckets of a plan to the servers. Every rank takes the same steps, together; all
     but the senders only gather.
 
-    Step k gathers what `plan.gathers` says while bucket k-1 is under way, waits until every server
-    has answered for k-1, and lets k follow. A sender that has not heard of that answer itself
-    (another one sent k-1), or has yet to hear from other ranks where they have bucket k
-    (`exchanges`), sends k at the beginning of the next step.
+    Step k gathers what `plan.gathers` says while bucket k-1 is under way, lets k follow, and waits
+    until every server has answered for k-1. Servers get k from the sender of k-1, so they take them
+    in this order. A sender that did not send k-1 waits for the answer to it, of which it hears at
+    the end of the step, and one that has yet to hear from other ranks where they have bucket k
+    (`exchanges`) waits for that: they send k at the beginning of the next step. The last bucket,
+    with which the version arrives, leaves when the servers have all others: one that refused k-1
+    could still take k.
     """
 
     exchanges: ClassVar[bool] = False
@@ -43,7 +46,8 @@ class BucketStream(ABC):
     verifier: Verifier | None
     counts: Counter[str] = field(default_factory=Counter)
     _ready: dict[int, Ready] = field(default_factory=dict)
-    _under_way: tuple[BucketTransfer, Ready] | None = None
+    _under_way: dict[int, tuple[BucketTransfer, Ready]] = field(default_factory=dict)
+    _answered: float = 0.0
 
     @abstractmethod
     def gather(self, bucket: Bucket) -> Ready | None:
@@ -76,8 +80,10 @@ class BucketStream(ABC):
             ready = self.gather(self.plan.buckets[index])
             if ready is not None:
                 self._ready[index] = ready
-        self._settle()
-        if self._follows_at_once(k):
+        if self._follows_at_once(k) and not self.is_last(self.plan.buckets[k]):
+            self._send(k)
+        self._settle(k - 1)
+        if self._follows_at_once(k) and self.is_last(self.plan.buckets[k]):
             self._send(k)
 
     def finish(self) -> None:
@@ -85,7 +91,7 @@ class BucketStream(ABC):
         last = len(self.plan.buckets) - 1
         if not self._follows_at_once(last):
             self._send(last)
-        self._settle()
+        self._settle(last)
 
     def verify(self) -> None:
         """Compares what all senders have sent with what the servers hold. Collective."""
@@ -133,7 +139,7 @@ class BucketStream(ABC):
 
     def in_memory(self) -> list[Ready]:
         """Returns the buckets that are gathered, or under way."""
-        return [*self._ready.values(), *([self._under_way[1]] if self._under_way else ())]
+        return [*self._ready.values(), *(ready for _, ready in self._under_way.values())]
 
     def _follows_at_once(self, k: int) -> bool:
         senders = self.plan.senders
@@ -145,7 +151,8 @@ class BucketStream(ABC):
         ready = self._ready.pop(k)
         self.counts.update(compared=ready.compared, changed=ready.changed)
         if ready.tensors:
-            self._under_way = self.deliver(ready, self._describe(self.plan.buckets[k])), ready
+            what = self._describe(self.plan.buckets[k])
+            self._under_way[k] = self.deliver(ready, what), ready
         if self.verifier is not None:
             with self.phases.time("checksum"):
                 self.verifier.add(ready.bucket.views(ready.flat))
@@ -157,13 +164,15 @@ class BucketStream(ABC):
             f"{len(self.plan.buckets)} ({first} to {final})"
         )
 
-    def _settle(self) -> None:
-        """Waits until every server has loaded the bucket under way, if there is one."""
-        if self._under_way is None:
+    def _settle(self, k: int) -> None:
+        """Waits until every server has loaded bucket k, if this rank has sent it."""
+        if k not in self._under_way:
             return
-        transfer, self._under_way = self._under_way[0], None
+        transfer = self._under_way[k][0]
         transfer.wait(self.deadline)
-        left, answered = transfer.ours.result(), transfer.answered()
+        del self._under_way[k]
+        left, begun = transfer.ours.result(), max(transfer.begun, self._answered)
         if left > transfer.begun:  # else nothing had to leave
-            self.phases.add("broadcast", left - transfer.begun)
-        self.phases.add("load_wait", max(0.0, answered - left))
+            self.phases.add("broadcast", max(0.0, left - begun))
+        self._answered = transfer.answered()
+        self.phases.add("load_wait", max(0.0, self._answered - max(left, begun)))

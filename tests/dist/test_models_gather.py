@@ -119,6 +119,43 @@ def test_any_rank_can_gather(
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
 
 
+def run_lying(path: Path, parallel: dict[str, Any], dtype: torch.dtype) -> set[str]:
+    """Returns the HF names of the tensors in buckets that lie in parameters of rank 0 as they are
+    to be sent. Buckets hold one tensor; gate and up, which follow each other there, share one."""
+    with built_model(path, parallel) as (model, groups):
+        params = {n: p.detach() for n, p in named_params(model.chunks).items()}
+        buckets = plan_buckets(model.table, dtype, 1, unit=lambda n: n.replace("up_", "gate_"))
+        gatherer = BucketGatherer(model.table, groups.layout, groups.rank, params, buckets)
+        want, found = load_file(path / "model.safetensors"), set()
+        for bucket in buckets:
+            if (flat := gatherer.lying(bucket)) is not None:
+                for name, view in bucket.views(flat):
+                    assert torch.equal(view, want[name])
+                    found.add(name.removeprefix("model.").removeprefix("layers.0."))
+                for p in params.values():
+                    p.neg_()  # it is their memory
+                assert torch.equal(-want[bucket.members[0].name], next(bucket.views(flat))[1])
+                for p in params.values():
+                    p.neg_()
+        return found
+
+
+def test_what_lies_in_parameters_as_it_is_sent(world: World, model_path: Path) -> None:
+    def found(parallel: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+        first, *others = world.run(run_lying, model_path, parallel, dtype)
+        assert others == [set()] * 3
+        return {name for name in first if not name.startswith("layers.")}
+
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    norms |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    mlp = {f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")}
+    assert found({}, HALF) == set()
+    assert found(dict(tp=2)) == norms | {"norm.weight"}
+    ours = norms | mlp | {"self_attn.o_proj.weight", "embed_tokens.weight"}
+    assert found(dict(pp=2)) == ours
+    assert found({}) == ours | {"norm.weight", "lm_head.weight"}
+
+
 @contextmanager
 def batched() -> Iterator[list[torch.Tensor]]:
     """Yields the list of tensors that this rank sends in batches inside the context."""

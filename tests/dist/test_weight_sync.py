@@ -611,6 +611,22 @@ def test_an_error_of_one_is_an_error_of_all(world: World) -> None:
     assert world.run(run_agreeing, (0, 1)) == ["KeyError: 'broken 0'", "KeyError: 'broken 1'"]
 
 
+def run_gathering(sizes: list[int]) -> list[Any]:
+    agreement = Agreement(None)
+    try:
+        mine = {"rank": agreement.rank, "text": "x" * sizes[agreement.rank]}
+        values = agreement.gather(mine)
+        assert [v["rank"] for v in values] == [0, 1]
+        return [len(v["text"]) for v in values]
+    finally:
+        agreement.close()
+
+
+@pytest.mark.parametrize("sizes", ([0, 3], [900, 0], [5, 1000], [5000, 70_000]))
+def test_ranks_tell_each_other_what_is_small_and_large(world: World, sizes: list[int]) -> None:
+    assert world.run(run_gathering, sizes) == [sizes] * 2
+
+
 # ---- versions
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
 
+from megarl.server.errors import ControlError
+from megarl.server.updates import WeightUpdates
 from megarl.server.weights import Spec, WeightStore
 from tests.tiny import tiny_hf
 
@@ -100,3 +103,21 @@ def test_experts_are_fused_so_no_memory_becomes_theirs() -> None:
     assert store.span(specs) is None
     halves = {n: specs[n] for n in sorted(specs) if "down" not in n}
     assert len(halves) == 2 and store.span(halves) is not None
+
+
+def test_no_bucket_is_waited_for_in_a_group_that_is_being_left() -> None:
+    """The server may come to its next request, whose sender has given up, before it leaves."""
+    updates = WeightUpdates(WeightStore(untied()), torch.device("cpu"), timeout=60)
+    updates._groups["g"] = object()  # type: ignore[assignment]
+    name = "model.norm.weight"
+    body = {
+        "names": [name],
+        "dtypes": ["float32"],
+        "shapes": [[*updates.store.tensors[name].shape]],
+    }
+    updates.begin()
+    updates.interrupt("g")
+    for kind in (None, "flattened_bucket"):
+        with pytest.raises(ControlError, match=f"{name} .*: the group is being left"):
+            updates.from_distributed(body | {"group_name": "g", "load_format": kind}, lambda: None)
+    assert not updates.store.torn

@@ -81,7 +81,8 @@ class DistributedTransport(Transport):
         need, target = plan.sizes, self._target(plan, meta)
         self._hold(need)
         holds = [self._buffers[o].hold(n) for o, n in need.items()]
-        met = agreement.together(self._still_met, target, deadline)
+        with phases.time("session"):
+            met = agreement.together(self._still_met, target, deadline)
         states = agreement.gather((holds, met))
         try:
             self._take_buffers(need, [held for held, _ in states])
@@ -89,9 +90,13 @@ class DistributedTransport(Transport):
                 changes = self._changes(plan, meta, deadline)
                 if self._met is None or not all(met for _, met in states):
                     self._connect(target, deadline)
-            stream = agreement.together(self._open, plan, gatherer, changes, meta, deadline, phases)
+            with phases.time("session"):
+                stream = agreement.together(
+                    self._open, plan, gatherer, changes, meta, deadline, phases
+                )
             stream.run()
-            agreement.together(self._close_session, deadline)
+            with phases.time("session"):
+                agreement.together(self._close_session, deadline)
             if stream.changes is not None:
                 self._base.id = stream.changes.id
             if meta.verify != "off":
@@ -279,19 +284,21 @@ class GroupStream(BucketStream):
         index, device = bucket.index, self.gatherer.device
         buffers = self.buffers[self.plan.senders[index]]
         with self.phases.time_on(device, "gather"):
-            flat = self.gatherer.gather(
-                bucket,
-                buffers.slot(self.plan.turns[index]),
-                shared=buffers.shared,
-                packing=partial(self.phases.time_on, device, "pack"),
-            )
+            lying = flat = self.gatherer.lying(bucket)
+            if flat is None:
+                flat = self.gatherer.gather(
+                    bucket,
+                    buffers.slot(self.plan.turns[index]),
+                    shared=buffers.shared,
+                    packing=partial(self.phases.time_on, device, "pack"),
+                )
         if flat is None:
             return None
         last = self.is_last(bucket)
         with self.phases.time_on(device, "encode"):
             if self.meta.quantization == "fp8_block":
                 bucket, flat = quantize_bucket(bucket, flat)
-            ready = Ready(bucket, flat, [flat])
+            ready = Ready(bucket, flat, [flat], lent=flat is lying)
             if not self.meta.flattened:
                 ready.tensors = [block_fp8.as_sent(t) for _, t in bucket.views(flat)]
             if self.changes is not None:
