@@ -58,6 +58,10 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, pipe: Connection) -> None:
             params = {n.replace("/", "."): p.data.numpy() for n, p in model.held.items()}
             pipe.send(params)
             continue
+        if request == "load":  # from elsewhere, as SGLang's loaders do it
+            next(model.parameters()).data.fill_(-1)
+            pipe.send(True)
+            continue
         commands.load(model, pickle.load(io.BytesIO(base64.b64decode(request))))
         pipe.send(True)
 
@@ -173,6 +177,8 @@ class StockServer:
             self.commands.append(json.loads(name)["do"])
             self.ask(texts[0])
             self.version = body.get("weight_version", self.version)
+        elif path == "/update_weights_from_disk":
+            self.ask("load")
         elif path == "/restart":
             self.restart()
         else:

@@ -20,7 +20,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
-from tests.dist.uploads import Upload, run_uploads, sharded
+from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World
 from tests.stock_server import StockServer
 from tests.tiny import save_tiny
@@ -83,6 +83,32 @@ def test_every_rank_gets_its_slice_and_no_more(bench: Bench, world: World, way: 
     bench.check(0, 3)
     asked = bench.two.paths[before:].count("/update_weights_from_tensor")
     assert asked == 2 + 3 * 2 + 1, "recorded and joined once; received and accepted; left"
+
+
+def test_changes_alone_are_sent_to_servers_that_hold_the_rest(
+    bench: Bench, world: World, tmp_path: Path
+) -> None:
+    """Everything; again, as one has loaded something else; other weights; a part; nothing."""
+    few = flipped(bench.paths[0], tmp_path / "few", 0.01)
+    sources = (bench.paths[1], bench.paths[1], bench.paths[0], few, few)
+    load = (bench.two.address, "/update_weights_from_disk", {})
+    uploads = [
+        Upload(path, None, bench.meta(i + 31, delta=True), load if i == 1 else None)
+        for i, path in enumerate(sources)
+    ]
+    whole = 0.0
+    for figures in world.run(run_uploads, TP2, uploads):
+        assert all(isinstance(f, dict) for f in figures), figures
+        nbytes = [f["weight_sync/bytes"] for f in figures]
+        heads, whole = nbytes[4], figures[2]["weight_sync/bytes_whole"]
+        assert nbytes[:3] == [whole + heads] * 3 and heads < 0.02 * whole
+        assert 0.01 * whole < nbytes[3] < 0.06 * whole
+        changed = [f.get("weight_sync/changed") for f in figures]
+        assert changed[:2] == [None, None] and changed[4] == 0
+        assert changed[2] > 0.8 and changed[3] == pytest.approx(0.01, rel=0.2)
+        assert all(f["weight_sync/server_extra_bytes"] <= SOME for f in figures)
+    for server in (bench.two, bench.one):
+        assert server.holds(load_file(next(few.glob("*.safetensors"))))
 
 
 class Tripwire(dict[str, torch.Tensor]):

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
-from tests.dist.uploads import Upload, run_uploads
+from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import RealServer, launch, save_model, serving
@@ -111,6 +111,41 @@ def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
         assert [f["weight_sync/sharded"] for f in figures] == [1, 0, 1], figures
     held = [s.checksums() for s in pair.both]
     pair.load(pair.m1)
+    assert [s.checksums() for s in pair.both] == held
+
+
+def test_changes_alone(pair: Pair, world: World, tmp_path: Path) -> None:
+    """Everything; one number in a hundred; everything, as a server has loaded other weights from
+    disk; one in a hundred. What they then hold is what a load from disk makes of it."""
+    few = [flipped(pair.m0, tmp_path / str(seed), 0.01, seed) for seed in (0, 1)]
+    saved = tmp_path / "saved"
+    load = (pair.two.address, "/update_weights_from_disk", {"model_path": str(pair.m1)})
+    steps = ((pair.m0, None, None), (few[0], None, None), (few[0], None, load))
+    uploads = [
+        Upload(
+            source,
+            save_to,
+            WeightUpdateMeta(
+                type="distributed",
+                version=next(_versions),
+                addresses=pair.addresses,
+                bucket_bytes=SOME,
+                timeout=120.0,
+                sharded="on",
+                delta=True,
+            ),
+            before,
+        )
+        for source, save_to, before in (*steps, (few[1], saved, None))
+    ]
+    for figures in world.run(run_uploads, dict(tp=2), uploads):
+        assert all(isinstance(f, dict) for f in figures), figures
+        sent = [f["weight_sync/bytes"] for f in figures]
+        changed = [f.get("weight_sync/changed", 0.0) for f in figures]
+        assert sent[0] == sent[2] and max(sent[1], sent[3]) < 0.1 * sent[0]
+        assert changed == pytest.approx([0, 0.01, 0, 0.02], rel=0.2)
+    held = [s.checksums() for s in pair.both]
+    pair.load(saved)
     assert [s.checksums() for s in pair.both] == held
 
 

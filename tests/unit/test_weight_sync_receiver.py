@@ -119,11 +119,11 @@ def send(
     """Has the rank receive a plan of one sender; bytes come by hand instead of through a group."""
     tensors, real = values(1), commands._post
 
-    def post(order: Any, messages: Any, number: int) -> Any:
+    def post(order: Any, messages: Any, number: int, heads: Any) -> Any:
         monkeypatch.setattr(commands.dist, "batch_isend_irecv", lambda ops: [])
         monkeypatch.setattr(commands.dist, "P2POp", lambda *a, **kw: None)
         monkeypatch.setattr(commands.held, "group", object())
-        parts, buffers, works = real(order, messages, number)
+        parts, buffers, works = real(order, messages, number, heads)
         monkeypatch.setattr(commands.held, "group", None)
         for (_, slices), buffer in zip(messages, buffers):
             end = 0

@@ -17,7 +17,8 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,11 +33,12 @@ from megarl.utils.liveness import Deadline
 from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.reallocate import copy_views
-from megarl.weight_sync.reallocation_plan import Side
 from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
 from megarl.weight_sync.slices import refusals
+from megarl.weight_sync.slices.changes import Names, SliceChanges
+from megarl.weight_sync.slices.figures import memory, metrics
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
+from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
@@ -57,14 +59,6 @@ class _Target:
     round_bytes: int
 
 
-@dataclass
-class _Parts:
-    """Holds a message's slices, and where each is in its bytes."""
-
-    nbytes: int
-    slots: list[tuple[Side, torch.dtype, int, int]]
-
-
 class SliceSync:
     """Sends slices, on every rank of an engine alike. One of them speaks to the servers."""
 
@@ -75,7 +69,8 @@ class SliceSync:
         self._link: Link | None = None
         self._info: dict[str, ServerInfo] = {}
         self._servers: Servers | None = None
-        self._groups: list[list[tuple[int, int, _Parts]]] = []
+        self._groups: list[Group] = []
+        self._sent = SliceChanges()
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
         """Sends the weights, and returns True; or returns False, with nothing sent, where whole
@@ -100,6 +95,7 @@ class SliceSync:
         object, which is logged."""
         link, servers = self._link, self._servers
         self._target, self._link, self._servers, self._groups = None, None, None, []
+        self._sent.forget()
         if link is None:
             return
         try:
@@ -185,7 +181,7 @@ class SliceSync:
         )
         agreement.together(self._share, plan, by_rank)
         self._groups = [
-            [(m.round, self._number(members, m), self._parts(m)) for m in group]
+            [(m.round, self._number(members, m), lay_out(m, s.rank, self._dtype)) for m in group]
             for group in plan.sends(s.rank)
         ]
         agreement.together(self._join, deadline, meta.timeout)
@@ -267,52 +263,45 @@ class SliceSync:
         if self._servers is not None:
             self._servers.end_update(deadline)
 
-    # ---- messages
-
     def _number(self, members: Members, message: Message) -> int:
         return members.firsts[message.receiver.server] + message.receiver.rank
 
-    def _parts(self, message: Message) -> _Parts:
-        """Lays out a message as receivers do: each slice at a multiple of its item size."""
-        slots, end = [], 0
-        for part in message.slices:
-            dtype = export_dtype(self.source.table.by_name[part.tensor], self.source.dtype)
-            start = -(-end // dtype.itemsize) * dtype.itemsize
-            end = start + part.numel * dtype.itemsize
-            slots.append((Side(self.source.rank, part.param, part.views), dtype, start, end))
-        return _Parts(end, slots)
-
-    @torch.no_grad()
-    def _pack(self, parts: _Parts, device: torch.device) -> torch.Tensor:
-        message = torch.empty(parts.nbytes, dtype=torch.uint8, device=device)
-        for side, dtype, start, stop in parts.slots:
-            copy_views(self.source.params, side, message[start:stop].view(dtype), out=True)
-        return message
+    def _dtype(self, name: str) -> torch.dtype:
+        return export_dtype(self.source.table.by_name[name], self.source.dtype)
 
     # ---- every sync
 
     def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Sends everything, then names the version. Collective."""
+        """Sends everything or what has changed, then names the version. Collective."""
         agreement = self.source.agreement
+        names = self._from_speaker(self._begin, meta, deadline)
         with phases.time("broadcast"):
-            sent, received = agreement.together(self._transfer, meta, deadline)
+            sent, received = agreement.together(self._transfer, meta, deadline, names)
         agreement.together(self._accept, meta, deadline)
+        if names is None:
+            self._sent.forget()
+        else:
+            keep = partial(self._sent.keep, on_host=meta.delta_on_host)
+            agreement.together(keep, names.id, self._groups, self.source.params)
+            phases.add("encode", self._sent.seconds)
         if meta.verify != "off":
             with phases.time("verify"):
                 verified = agreement.gather(agreement.together(self._verify, meta, deadline))
             phases.metrics["verified"] = float(any(verified))
-        figures = agreement.gather((sent, self._memory(), received))
-        slices = figures[self._speaker][2]
-        phases.metrics |= {
-            "bytes": float(sum(n for n, _, _ in figures)),
-            "senders": float(sum(n > 0 for n, _, _ in figures)),
-            "peak_extra_bytes": float(max(extra for _, extra, _ in figures)),
-            "slice_bytes": float(max(r["received"] for r in slices)),
-            "server_extra_bytes": float(max(r["peak"] for r in slices)),
-        }
+        mine = Counter(self._sent.counts, bytes=sent)
+        extra = memory(self._groups, changes=names is not None)
+        figures = agreement.gather((mine, extra, received))
+        phases.metrics |= metrics([f[:2] for f in figures], figures[self._speaker][2])
+
+    def _begin(self, meta: WeightUpdateMeta, deadline: Deadline) -> Names | None:
+        """Opens a session. Returns the names of the weights before and after, None where changes
+        are not asked for."""
+        assert self._servers is not None and self._link is not None
+        self._servers.begin_update(deadline)
+        return self._sent.ask(self._link, meta.number, deadline) if meta.delta else None
 
     def _transfer(
-        self, meta: WeightUpdateMeta, deadline: Deadline
+        self, meta: WeightUpdateMeta, deadline: Deadline, names: Names | None
     ) -> tuple[int, Sequence[dict[str, Any]]]:
         """Sends this rank's messages. Returns its bytes and, on the rank that speaks, what every
         server rank received."""
@@ -321,23 +310,27 @@ class SliceSync:
         theirs = None
         try:
             if self._servers is not None:
-                self._servers.begin_update(deadline)
-                theirs = link.start("receive", deadline, plan=PLAN)
+                changes = None if names is None else names._asdict()
+                theirs = link.start("receive", deadline, plan=PLAN, changes=changes)
             if (
                 link.device.type == "cuda"
             ):  # what computed the parameters is on this thread's stream
                 torch.cuda.synchronize(link.device)
-            groups = (
-                [(step, peer, partial(self._pack, parts, link.device)) for step, peer, parts in g]
-                for g in self._groups
-            )
-            ours = in_thread(link.send, groups, deadline)
+            ours = in_thread(link.send, self._messages(names), deadline)
             link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
         except BaseException as e:  # or others would wait for this rank
             link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
         answers = [f.result().value for f in (theirs or {}).values()]
         return ours.result(), [reply for ranks in answers for reply in ranks]
+
+    def _messages(self, names: Names | None) -> Iterator[Sequence[Outgoing]]:
+        """Returns groups of messages, which are packed as they are asked for."""
+        assert self._link is not None
+        params, device = self.source.params, self._link.device
+        if names is None:
+            return whole_messages(self._groups, params, device)
+        return self._sent.messages(self._groups, params, device, whole=names.base is None)
 
     def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
         """Names the version, once every rank has received, and ends the session."""
@@ -354,11 +347,6 @@ class SliceSync:
             return False
         verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
         return verifier is not None and verifier.check(deadline)
-
-    def _memory(self) -> int:
-        """Returns the bytes of two groups of messages, the largest that follow each other."""
-        sizes = [sum(parts.nbytes for _, _, parts in group) for group in self._groups]
-        return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
 
 def _table(found: dict[str, Any], packed: bytes) -> ServerTable:
