@@ -116,7 +116,7 @@ def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
 
 def test_changes_alone(pair: Pair, world: World, tmp_path: Path) -> None:
     """Everything; one number in a hundred; everything, as a server has loaded other weights from
-    disk; one in a hundred. What they then hold is what a load from disk makes of it."""
+    disk; two in a hundred. What they then hold is what a load from disk makes of it."""
     few = [flipped(pair.m0, tmp_path / str(seed), 0.01, seed) for seed in (0, 1)]
     saved = tmp_path / "saved"
     load = (pair.two.address, "/update_weights_from_disk", {"model_path": str(pair.m1)})

@@ -224,7 +224,7 @@ class DistributedTransport(Transport):
             unable = [s for s, i in channel.info.items() if not i.applies_delta]
             if changes is not None and unable and speaks:
                 log.warning(
-                    "weight_sync.delta: all weights are sent, for %s cannot apply changes (megarl's "
+                    "weight_sync.delta: all weights are sent, for %s cannot apply changes (the "
                     "embedded server can, a stock SGLang server with weight_sync.sharded=on)",
                     ", ".join(unable),
                 )
