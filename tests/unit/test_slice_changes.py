@@ -11,7 +11,8 @@ import torch
 from megarl.models.piece_table import View
 from megarl.weight_sync.reallocation_plan import Side
 from megarl.weight_sync.slices.changes import SliceChanges
-from megarl.weight_sync.slices.messages import Parts
+from megarl.weight_sync.slices.messages import Parts, Slot
+from megarl.weight_sync.slices.plan import Slice
 from megarl.weight_sync.slices.receiver.megarl_receiver.holding import Holding
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import View as There
 from megarl.weight_sync.slices.receiver.megarl_receiver.messages import land
@@ -30,7 +31,8 @@ def parts() -> Parts:
     w = Side(0, "w", (View(0, (ROWS, COLUMNS), (COLUMNS, 1)),))
     ends = [0, 200, 200 + 2 * NUMBERS, NBYTES]
     dtypes = [torch.float32, torch.bfloat16, torch.bfloat16]
-    return Parts(NBYTES, [*zip([b, w, w], dtypes, ends, ends[1:])])
+    slices = [Slice("", (), (), side.param, side.views) for side in (b, w, w)]
+    return Parts(NBYTES, [*map(Slot, slices, [b, w, w], dtypes, ends, ends[1:])])
 
 
 # transposed, in two views with other numbers between; held in a wider dtype

@@ -94,7 +94,7 @@ class SliceChanges:
         """Copies the parameters that messages are made of. id_: as servers name them."""
         begun = time.monotonic()
         slots = (slot for group in groups for _, _, parts in group for slot in parts.slots)
-        for name, dtype in {side.param: dtype for side, dtype, _, _ in slots}.items():
+        for name, dtype in {slot.side.param: slot.dtype for slot in slots}.items():
             param = params[name].detach()
             if name not in self._held:
                 where = torch.device("cpu") if on_host else param.device

@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from megarl.weight_sync.reallocate import copy_views
 from megarl.weight_sync.reallocation_plan import Side
-from megarl.weight_sync.slices.plan import Message
+from megarl.weight_sync.slices.plan import Message, Slice
+from megarl.weight_sync.slices.quantized import FP8, BlockFp8
+
+
+class Slot(NamedTuple):
+    """Says where a slice is: on this rank, and in the bytes [start, stop) of a message."""
+
+    part: Slice
+    side: Side
+    dtype: torch.dtype
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds where a message's slices are: in this rank's parameters, and in the message's `nbytes`
-    bytes (first, last)."""
+    """Holds where a message's slices are in its `nbytes` bytes."""
 
     nbytes: int
-    slots: list[tuple[Side, torch.dtype, int, int]]
+    slots: Sequence[Slot]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Returns (bytes of an element, bytes) of each slice, larger elements first."""
-        return [(dtype.itemsize, end - start) for _, dtype, start, end in self.slots]
+        return [(s.dtype.itemsize, s.stop - s.start) for s in self.slots]
 
 
 # messages that go at once: (round, the receiver's number in the link, message)
@@ -40,22 +51,35 @@ def lay_out(message: Message, rank: int, dtype_of: Callable[[str], torch.dtype])
     typed = [(part, dtype_of(part.tensor)) for part in message.slices]
     for part, dtype in sorted(typed, key=lambda p: -p[1].itemsize):
         start, end = end, end + part.numel * dtype.itemsize
-        slots.append((Side(rank, part.param, part.views), dtype, start, end))
+        slots.append(Slot(part, Side(rank, part.param, part.views), dtype, start, end))
     return Parts(end, slots)
 
 
 @torch.no_grad()
-def pack(params: Mapping[str, torch.Tensor], parts: Parts, device: torch.device) -> torch.Tensor:
-    """Returns a message, uint8 [nbytes], of these parameters."""
+def pack(
+    params: Mapping[str, torch.Tensor],
+    parts: Parts,
+    device: torch.device,
+    fp8: BlockFp8 | None = None,
+) -> torch.Tensor:
+    """Returns a message, uint8 [nbytes], of these parameters. fp8: quantises linear maps."""
     message = torch.empty(parts.nbytes, dtype=torch.uint8, device=device)
-    for side, dtype, start, stop in parts.slots:
-        copy_views(params, side, message[start:stop].view(dtype), out=True)
+    for part, side, dtype, start, stop in parts.slots:
+        out = message[start:stop].view(dtype)
+        if fp8 is not None and dtype == FP8:
+            read = partial(copy_views, params, side, out=True)
+            fp8.quantize(part.tensor, (part.start, part.stop), read, out)
+        else:
+            copy_views(params, side, out, out=True)
     return message
 
 
 def whole_messages(
-    groups: Iterable[Group], params: Mapping[str, torch.Tensor], device: torch.device
+    groups: Iterable[Group],
+    params: Mapping[str, torch.Tensor],
+    device: torch.device,
+    fp8: BlockFp8 | None,
 ) -> Iterator[list[Outgoing]]:
     """Yields what to send where everything goes as it is, by groups of messages."""
     for group in groups:
-        yield [(n, to, partial(pack, params, parts, device)) for n, to, parts in group]
+        yield [(n, to, partial(pack, params, parts, device, fp8)) for n, to, parts in group]

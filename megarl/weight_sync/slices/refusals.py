@@ -18,8 +18,6 @@ def of_meta(meta: WeightUpdateMeta, backend: str) -> str:
         return "slices have not been measured over NCCL yet; weight_sync.sharded=on sends them"
     if meta.bucket_bytes < 1:
         return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
-    if meta.quantization != "none":
-        return f"weight_sync.quantization={meta.quantization} is made of whole tensors"
     return ""
 
 

@@ -27,6 +27,7 @@ import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
+from megarl.models.piece_table import PieceTable
 from megarl.utils.env import is_here, is_loopback
 from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
@@ -40,6 +41,7 @@ from megarl.weight_sync.slices.figures import memory, metrics
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
 from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
+from megarl.weight_sync.slices.quantized import BlockFp8
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -57,6 +59,7 @@ class _Target:
     addresses: tuple[str, ...]
     backend: str
     round_bytes: int
+    quantization: str
 
 
 class SliceSync:
@@ -71,6 +74,7 @@ class SliceSync:
         self._servers: Servers | None = None
         self._groups: list[Group] = []
         self._sent = SliceChanges()
+        self._fp8: BlockFp8 | None = None
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
         """Sends the weights, and returns True; or returns False, with nothing sent, where whole
@@ -120,7 +124,8 @@ class SliceSync:
         if why := refusals.of_meta(meta, backend):
             return why
         agreement = self.source.agreement
-        target = _Target(meta.addresses, backend, max(1, meta.bucket_bytes // 2))
+        half = max(1, meta.bucket_bytes // 2)
+        target = _Target(meta.addresses, backend, half, meta.quantization)
         kept = agreement.together(self._still_met, target, deadline)
         if all(agreement.gather(kept)):
             return self._why
@@ -161,20 +166,21 @@ class SliceSync:
         spots = agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
         if is_loopback(address_for(servers)) and len({where for where, _ in spots}) > 1:
             return "servers are at 127.0.0.1 and trainers on several machines; name their address"
+        self._fp8 = BlockFp8(s) if target.quantization == "fp8_block" else None
         self._open(members, deadline)
         tables = self._from_speaker(self._record, deadline)
         # servers alike have equal tables: each is read once
         distinct = {raw for _, ranks in tables for raw in ranks}
         read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
-        made = {raw: _table(found, raw) for raw, found in read.items()}
+        made = {raw: _server_table(found, raw) for raw, found in read.items()}
         by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
         if why := refusals.of_tables(by_rank):
             return why
         nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
         plan = plan_slices(
-            s.table,
+            self._table,
             [[made[raw] for raw in ranks] for _, ranks in tables],
-            itemsizes={t.name: export_dtype(t, s.dtype).itemsize for t in s.table.tensors},
+            itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
             round_bytes=target.round_bytes,
             trainer_nodes=[where for where, _ in spots],
             server_nodes=nodes,
@@ -220,8 +226,8 @@ class SliceSync:
     def _record(self, deadline: Deadline) -> list[tuple[str, list[bytes]]]:
         """Has all servers record, and returns their tables, packed, by server and rank."""
         assert self._servers is not None and self._link is not None
-        s, box = self.source, self._link.box
-        spec = [(t.name, t.shape, _name(export_dtype(t, s.dtype))) for t in s.table.tensors]
+        box = self._link.box
+        spec = [(t.name, t.shape, _name(self._dtype(t.name))) for t in self._table.tensors]
         box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
         self._servers.begin_update(deadline)  # it undoes what is packed in place
         replies = self._link.call("record", deadline, spec="spec")
@@ -266,7 +272,14 @@ class SliceSync:
     def _number(self, members: Members, message: Message) -> int:
         return members.firsts[message.receiver.server] + message.receiver.rank
 
+    @property
+    def _table(self) -> PieceTable:
+        """Returns the table of the tensors as they are sent."""
+        return self._fp8.table if self._fp8 else self.source.table
+
     def _dtype(self, name: str) -> torch.dtype:
+        if self._fp8 is not None:
+            return self._fp8.dtype(name)
         return export_dtype(self.source.table.by_name[name], self.source.dtype)
 
     # ---- every sync
@@ -275,6 +288,9 @@ class SliceSync:
         """Sends everything or what has changed, then names the version. Collective."""
         agreement = self.source.agreement
         names = self._from_speaker(self._begin, meta, deadline)
+        if self._fp8 is not None:
+            with phases.time("encode"):
+                self._fp8.measure()
         with phases.time("broadcast"):
             sent, received = agreement.together(self._transfer, meta, deadline, names)
         agreement.together(self._accept, meta, deadline)
@@ -329,7 +345,8 @@ class SliceSync:
         assert self._link is not None
         params, device = self.source.params, self._link.device
         if names is None:
-            return whole_messages(self._groups, params, device)
+            params = params if self._fp8 is None else self._fp8.params()
+            return whole_messages(self._groups, params, device, self._fp8)
         return self._sent.messages(self._groups, params, device, whole=names.base is None)
 
     def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
@@ -349,7 +366,7 @@ class SliceSync:
         return verifier is not None and verifier.check(deadline)
 
 
-def _table(found: dict[str, Any], packed: bytes) -> ServerTable:
+def _server_table(found: dict[str, Any], packed: bytes) -> ServerTable:
     return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
 
 
