@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
+from megarl.wire import block_fp8
 from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World
 from tests.stock_server import StockServer
@@ -59,6 +60,23 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     spec = {n: tuple(t.shape) for n, t in tensors[0].items()}
     with StockServer(spec, tp=2) as two, StockServer(spec) as one:
         yield Bench(two, one, paths, tensors)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def fp8(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, dict[str, torch.Tensor], StockServer]]:
+    """A model with several blocks in a matrix, what it is in FP8, and a server for that."""
+    sizes = dict(hidden_size=160, intermediate_size=200, moe_intermediate_size=150)
+    home = tmp_path_factory.mktemp("fp8")
+    path = save_tiny(home / "m", "qwen3_moe", layers=2, seed=0, **sizes)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, t in load_file(next(path.glob("*.safetensors"))).items():
+        tensors[name] = t
+        if block_fp8.is_linear(name):
+            tensors[name], tensors[name + block_fp8.SUFFIX] = block_fp8.quantize(t)
+    with StockServer({n: tuple(t.shape) for n, t in tensors.items()}, tp=2) as server:
+        yield path, tensors, server
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": TP2, "pp2": dict(pp=2), "ep2": dict(ep=2)}
@@ -211,6 +229,27 @@ def test_a_server_that_starts_again_records_again(bench: Bench, world: World) ->
         assert [f["weight_sync/sharded"] for f in figures] == [1, 1, 1]
     bench.check(0, 23)
     assert bench.one.commands.count("record") == recorded + 2
+
+
+@pytest.mark.parametrize("way", ("tp2", "pp2", "etp2"))
+def test_fp8_is_what_quantising_the_whole_gives(
+    fp8: tuple[Path, dict[str, torch.Tensor], StockServer], world: World, way: str
+) -> None:
+    """Ranks hold 64 rows of q and 100 of gate, so that blocks of 128 lie on both."""
+    path, tensors, server = fp8
+    layout = dict(tp=1, etp=2) if way == "etp2" else LAYOUTS[way]
+    meta = WeightUpdateMeta(
+        type="distributed", version=1 + int(server.version.replace("default", "0")),
+        addresses=(server.address,), bucket_bytes=SOME, timeout=60.0, sharded="on",
+        quantization="fp8_block",
+    )  # fmt: skip
+    again = replace(meta, version=meta.number + 1)
+    uploads = [Upload(path, None, meta), Upload(path, None, again)]
+    for figures in world.run(run_uploads, layout, uploads):
+        assert all(isinstance(f, dict) for f in figures), figures
+        nbytes = sum(t.nbytes * (2 if len(t) % 2 or t.dim() == 1 else 1) for t in tensors.values())
+        assert figures[1]["weight_sync/bytes"] == nbytes
+    assert server.holds({n: t.float() for n, t in tensors.items()})
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
