@@ -221,9 +221,6 @@ def _sharded_problem(cfg: GRPOConfig) -> str:
         return ""
     if transport_name(sync.type) != "distributed":
         return f"{key}: goes with weight_sync.type=distributed, not with {sync.type}"
-    if sync.quantization != "none":
-        less = f"quantization={sync.quantization}"
-        return f"{key}: does not go with weight_sync.{less}; use weight_sync.sharded=auto"
     if cfg.server.type != "sglang" and cfg.server.count > 0:
         return (
             f"{key}: server.type={cfg.server.type} takes whole tensors; use server.type=sglang or "

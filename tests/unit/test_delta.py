@@ -189,10 +189,6 @@ def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
         (["weight_sync.quantization=fp8_block", "server.type=sglang"], "set server.path to"),
         (["weight_sync.sharded=on", "weight_sync.type=disk"], "goes with weight_sync.type=dist"),
         (["weight_sync.sharded=on", "server.type=embedded"], "takes whole tensors; use"),
-        (
-            ["weight_sync.sharded=on", "weight_sync.quantization=fp8_block"],
-            "not go with weight_sync.quantization=fp8_block",
-        ),
     ),
 )
 def test_configurations_that_cannot_work(overrides: list[str], said: str) -> None:
