@@ -86,6 +86,7 @@ def launch(
     *,
     tp: int = 1,
     dp: int = 1,
+    dtype: str = "float32",
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> RealServer:
@@ -95,7 +96,7 @@ def launch(
     if tp * dp > 1:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     process = start_server(
-        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype="float32",
+        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype=dtype,
         log_path=log, env=env, wait=False,
     )  # fmt: skip
     return RealServer(process)

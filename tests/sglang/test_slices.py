@@ -208,8 +208,10 @@ def test_fp8(world: World, tmp_path: Path, kind: str) -> None:
     (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_AMX)
     quantised = [in_fp8(m, tmp_path / f"q{i}") for i, m in enumerate(models)]
     path = f"{tmp_path / 'site'}:{RECEIVER}"
-    flags = ["--skip-server-warmup"]
-    server = launch(quantised[0], tmp_path / "log", tp=2, flags=flags, env={"PYTHONPATH": path})
+    server = launch(
+        quantised[0], tmp_path / "log", tp=2, dtype="bfloat16", flags=["--skip-server-warmup"],
+        env={"PYTHONPATH": path},
+    )  # fmt: skip
     meta = WeightUpdateMeta(
         type="distributed", version=1, addresses=(server.address,), bucket_bytes=SOME,
         timeout=120.0, sharded="on", quantization="fp8_block",

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class SliceChanges:
         device: torch.device,
         *,
         whole: bool,
-    ) -> Iterator[list[Outgoing]]:
+    ) -> Iterator[Sequence[Outgoing]]:
         """Yields what to send, by groups of messages that go at once: the heads of a group, then
         what they tell of. whole: everything goes as it is."""
         self.counts, self.seconds = Counter(), 0.0

@@ -79,7 +79,7 @@ def whole_messages(
     params: Mapping[str, torch.Tensor],
     device: torch.device,
     fp8: BlockFp8 | None,
-) -> Iterator[list[Outgoing]]:
+) -> Iterator[Sequence[Outgoing]]:
     """Yields what to send where everything goes as it is, by groups of messages."""
     for group in groups:
         yield [(n, to, partial(pack, params, parts, device, fp8)) for n, to, parts in group]

@@ -304,7 +304,7 @@ class SliceSync:
             with phases.time("verify"):
                 verified = agreement.gather(agreement.together(self._verify, meta, deadline))
             phases.metrics["verified"] = float(any(verified))
-        mine = Counter(self._sent.counts, bytes=sent)
+        mine = self._sent.counts + Counter(bytes=sent)
         extra = memory(self._groups, changes=names is not None)
         figures = agreement.gather((mine, extra, received))
         phases.metrics |= metrics([f[:2] for f in figures], figures[self._speaker][2])

@@ -38,7 +38,7 @@ def laid_out(
     named, end = [], 0
     for part in slices:
         e = entries[part if isinstance(part, int) else part[0]]
-        whole = [[e.offset, e.shape, e.strides]]
+        whole: Any = [[e.offset, e.shape, e.strides]]
         named.append((e.param, dtypes[e.tensor], whole if isinstance(part, int) else part[1]))
     for param, dtype, views in sorted(named, key=lambda n: -n[1].itemsize):
         for offset, shape, strides in views:
