@@ -151,9 +151,15 @@ class Outcome:
 
 
 def run_failing(
-    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta, rank: int, kill: int | None
+    source: Path,
+    bad: WeightUpdateMeta,
+    good: WeightUpdateMeta,
+    rank: int,
+    kill: int | None,
+    before: WeightUpdateMeta | None = None,
 ) -> Outcome:
-    """In the middle of `bad`, `rank` has an error, or kills a process. Then uploads `good`."""
+    """Uploads `before`. In the middle of `bad`, `rank` has an error, or kills a process. Then
+    uploads `good`."""
 
     def trip() -> None:
         if kill is None:
@@ -161,9 +167,11 @@ def run_failing(
         os.kill(kill, 9)
 
     table, layout, mine, params = sharded(source, TP2)
-    if mine == rank:
-        params = Tripwire(params, 20, trip)
+    params = Tripwire(params, 0, trip)
     sender = WeightSender(WeightSource(table, layout, mine, params))
+    if before is not None:
+        sender.upload(before)
+    params.left = 20 if mine == rank else 0
     began = time.monotonic()
     try:
         sender.upload(bad)
@@ -180,11 +188,12 @@ def run_failing(
 @pytest.mark.parametrize("rank", (0, 1), ids=("the one that speaks", "another"))
 def test_a_trainer_that_fails_in_the_middle(bench: Bench, world: World, rank: int) -> None:
     world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
-    bad, good = bench.meta(2), bench.meta(3)
-    for outcome in world.run(run_failing, bench.paths[1], bad, good, rank, None):
+    before, bad, good = (bench.meta(n, delta=rank == 1) for n in (2, 3, 4))
+    for outcome in world.run(run_failing, bench.paths[1], bad, good, rank, None, before):
         assert f"rank {rank}" in outcome.error and "a trainer tripped" in outcome.error
         assert outcome.seconds < 20
-    bench.check(1, 3)
+        assert "weight_sync/changed" not in outcome.recovered, "everything was sent"
+    bench.check(1, 4)
 
 
 @pytest.mark.system
