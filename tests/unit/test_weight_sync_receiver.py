@@ -98,7 +98,7 @@ class Bench:
             timeout=5.0, backend="gloo", spec="x", plan="p",
         )  # fmt: skip
         commands.load(self.model, [(json.dumps(command | more), torch.empty(0))])
-        return dict(json.loads(self.box.take(f"reply/{what}/0/0")))
+        return dict(json.loads(self.box.take(f"reply/{(command | more)['id']}/0/0")))
 
 
 @pytest.fixture
@@ -194,6 +194,21 @@ def test_a_plan_for_other_parameters_is_refused(
     assert "not those that the table was recorded for" in reply["error"]
     assert "record first" in bench.do("hash")["error"]
     assert bench.do("record")["ok"] and bench.do("hash", id="hash")["ok"]
+
+
+def test_changes_of_other_weights_are_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.do("record")["ok"]
+    reply = send(bench, monkeypatch, [])
+    assert reply["ok"] and bench.do("holds") == {"ok": True, "weights": None}
+    changes = [{"base": None, "id": "v1"}, {"base": "v1", "id": "v2"}, {"base": "v1", "id": "v3"}]
+    replies = [bench.do("receive", id=f"receive {c['id']}", changes=c) for c in changes]
+    assert [r["ok"] for r in replies] == [True, True, False]
+    assert "these are changes to v1, and v2 is held" in replies[2]["error"]
+    assert bench.do("holds", id="again")["weights"] == "v2"
+    bench.model.a.data[0, 0] += 1
+    assert bench.do("holds", id="and again")["weights"] is None
 
 
 class Odd(Model):
