@@ -292,7 +292,9 @@ class SliceSync:
         agreement.together(self._accept, meta, deadline)
         if meta.verify != "off":
             with phases.time("verify"):
-                verified = agreement.gather(agreement.together(self._verify, meta, deadline, proved))
+                verified = agreement.gather(
+                    agreement.together(self._verify, meta, deadline, proved)
+                )
             phases.metrics["verified"] = float(any(verified))
         figures = agreement.gather((sent, self._memory(), received))
         slices = figures[self._speaker][2]
