@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megarl.api.records import WeightUpdateMeta
+from megarl.utils.http import call_json
+from megarl.weight_sync.slices.fingerprints import Fingerprints
+from megarl.wire import handles
+from megarl.wire.buckets import Bucket, Member
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
@@ -109,9 +114,52 @@ def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
     ]
     for figures in world.run(run_uploads, dict(tp=2), uploads):
         assert [f["weight_sync/sharded"] for f in figures] == [1, 0, 1], figures
+        assert [f["weight_sync/verified"] for f in figures] == [1, 1, 1], "of all servers"
     held = [s.checksums() for s in pair.both]
     pair.load(pair.m1)
     assert [s.checksums() for s in pair.both] == held
+
+
+def run_with_a_stranger(upload: Upload, server: str, tp: int, tensor: str) -> Any:
+    """Somebody else writes a tensor's last row once the weights are there: the upload's error."""
+    value = load_file(next(upload.source.glob("*.safetensors")))[tensor]
+    value[-1] += 1
+    bucket = Bucket(
+        0, (Member(tensor, tuple(value.shape), value.dtype, 0, value.nbytes),), value.nbytes
+    )
+    memory = handles.allocate(value.nbytes, torch.device("cpu"))
+    memory.copy_(value.view(torch.uint8).flatten())
+    compare = Fingerprints.compare
+
+    def compare_later(mine: Fingerprints) -> Any:
+        if mine.source.rank == 0:
+            texts = [handles.pack(bucket, memory, flattened=False) for _ in range(tp)]
+            body = {"serialized_named_tensors": texts, "flush_cache": False}
+            call_json("POST", server, "/update_weights_from_tensor", body, timeout=60)
+        return compare(mine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fingerprints, "compare", compare_later)
+        return run_uploads(dict(tp=2), [upload])[0]
+
+
+@pytest.mark.parametrize("sharded", ("on", "off"))
+def test_what_a_stranger_wrote_is_found(pair: Pair, world: World, sharded: str) -> None:
+    """In a parameter that is made of three HF tensors, of which rank 1 has the last row."""
+    meta = WeightUpdateMeta(
+        type="distributed",
+        version=next(_versions),
+        addresses=pair.addresses,
+        timeout=120.0,
+        sharded=sharded,
+        verify="full",
+    )
+    name = "model.layers.1.self_attn.k_proj.weight"
+    upload = Upload(pair.m1, None, meta)
+    for error in world.run(run_with_a_stranger, upload, pair.two.address, 2, name):
+        assert isinstance(error, str) and f"{pair.two.address}, rank 1: {name} [" in error, error
+        assert "in model.layers.1.self_attn.qkv_proj.weight" in error
+        assert error.count(", rank ") == 1 and pair.one.address not in error, error
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
