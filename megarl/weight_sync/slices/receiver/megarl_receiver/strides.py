@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 Ints = Sequence[int]
-Dim = tuple[int, int, int]  # step in the HF tensor, size, step in the parameter
+# step in the HF tensor, size, and another number: the step in the parameter, or a start
+Dim = tuple[int, int, int]
 Box = tuple[Ints, Ints, int, list[tuple[int, int]]]
 MODULUS = 1 << 64
 ON_HOST, ON_DEVICE = 1 << 16, 1 << 22  # elements at a time: those of a cache, and more
@@ -125,27 +126,36 @@ def box_numbers(
 ) -> torch.Tensor:
     """Returns int64 [count], the numbers in a tensor of `shape` of the elements of box
     [start, stop) in row-major order, from the `first` of the box on."""
-    left = torch.arange(first, first + count, device=device)
-    numbers = torch.zeros_like(left)
-    for step, size, low, last in _merged(shape, start, stop):
-        numbers += low * step + (left if last else left % size) * step
-        if not last:
-            left = left // size
-    return numbers
+    return _numbers(_merged(shape, start, stop), first, count, device)
 
 
-def _merged(shape: Ints, start: Ints, stop: Ints) -> Iterator[tuple[int, int, int, bool]]:
-    """Yields the dimensions of a box from the innermost, those it spans joined with the next:
-    (step in the tensor, size in the box, its start, whether it is the outermost)."""
+def _numbers(dims: list[Dim], first: int, count: int, device: torch.device) -> torch.Tensor:
+    (step, size, low), *outer = dims
+    if not outer:
+        return torch.arange(low + first, low + first + count, device=device).mul_(step)
+    (row, begin), (rows, rest) = divmod(first, size), divmod(count, size)
+    if begin or rest:  # no whole rows
+        at = torch.arange(begin, begin + count, device=device)
+        there = _numbers(outer, row, -(-(begin + count) // size), device)
+        return there[at // size] + (at % size).add_(low).mul_(step)
+    inner = torch.arange(low, low + size, device=device).mul_(step)
+    return (_numbers(outer, row, rows, device).unsqueeze(1) + inner).flatten()
+
+
+def _merged(shape: Ints, start: Ints, stop: Ints) -> list[Dim]:
+    """Returns the dimensions of a box from the innermost on, those that it spans joined with the
+    next: (step in the tensor, size in the box, its start), the last two in such steps."""
     dims = list(zip(shape, start, stop, strict=True)) or [(1, 0, 1)]
+    found: list[Dim] = []
     step, inner = 1, 1  # inner: elements of the dimensions that the box spans
     for d in range(len(dims) - 1, -1, -1):
         n, low, high = dims[d]
-        if d and low == 0 and high == n:
-            inner *= n
+        inner, spanned = inner * n, inner
+        if d and (low, high) == (0, n):
             continue
-        yield step, (high - low) * inner, low * inner, d == 0
-        step, inner = step * n * inner, 1
+        found.append((step, (high - low) * spanned, low * spanned))
+        step, inner = step * inner, 1
+    return found
 
 
 def _chunks(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
