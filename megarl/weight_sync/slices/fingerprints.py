@@ -250,21 +250,27 @@ class Fingerprints:
                 if ranks[order[name] % len(ranks)] == s.rank:
                     yield next(p for p in alike if p.place.holds(coords))
 
-        sums = []
-        for part in parts:
+        sums = [0] * len(parts)
+        read: dict[str, torch.Tensor] = {}
+        # in HF order, so that a parameter is read once: adapters are merged as it is read
+        for i in sorted(range(len(parts)), key=lambda i: order[parts[i].tensor]):
+            part = parts[i]
             if part.tensor not in mine:
                 mine[part.tensor] = list(own(part.tensor))
-            sums.append(sum(self._sum(part, p) for p in mine[part.tensor]) % MODULUS)
-        return sums
+            for piece in mine[part.tensor]:
+                if piece.param not in read:
+                    read = {piece.param: s.params[piece.param]}
+                sums[i] += self._sum(part, piece, read[piece.param])
+        return [n % MODULUS for n in sums]
 
-    def _sum(self, part: Part, piece: Piece) -> int:
+    def _sum(self, part: Part, piece: Piece, param: torch.Tensor) -> int:
         """Returns the fingerprint of what a piece has of a part, as it is once it has been sent and
         copied into the server's parameter."""
         whole = piece.start, piece.stop
         box = intersection(whole, (part.start, part.stop))
         if box is None:
             return 0
-        tensor, param = self.source.table.by_name[part.tensor], self.source.params[piece.param]
+        tensor = self.source.table.by_name[part.tensor]
         casts = export_dtype(tensor, self.source.dtype), getattr(torch, part.dtype)
         total, first = 0, 0
         for v in cut(piece.view, whole, box):
