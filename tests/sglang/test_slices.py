@@ -48,6 +48,7 @@ def check(
                 bucket_bytes=SOME,
                 timeout=120.0,
                 sharded="on",
+                verify="full",
             ),
         )
         for i, last in ((1, False), (0, False), (1, True))
@@ -55,6 +56,7 @@ def check(
     found: dict[str, float] = {}
     for figures in world.run(run_uploads, parallel, uploads):
         assert all(isinstance(f, dict) and f["weight_sync/sharded"] for f in figures), figures
+        assert all(f["weight_sync/verified"] for f in figures), figures
         found = figures[-1]
     assert [s.version for s in servers] == [str(uploads[-1].meta.version)] * len(servers)
     held, said = [s.checksums() for s in servers], [s.said() for s in servers]

@@ -224,13 +224,20 @@ class Fingerprints:
     def _tell(self, server: str, unclear: Mapping[str, str]) -> None:
         """Says that a server holds nothing wrong, and which tensors that does not prove."""
         count = len(self.source.table.tensors) - len(unclear)
-        rest = _few([f"{name} ({why})" for name, why in unclear.items()])
+        if not unclear:
+            log.log(
+                once_each(logging.INFO, [server]),
+                "fingerprints of %d tensors agree with all ranks of server %s",
+                count,
+                server,
+            )
+            return
         log.log(
-            once_each(logging.WARNING if unclear else logging.INFO, [server]),
-            "fingerprints of %d tensors agree with all ranks of server %s%s",
+            once_each(logging.WARNING, [server]),
+            "fingerprints of %d tensors agree with all ranks of server %s; not proved: %s",
             count,
             server,
-            f"; not proved: {rest}" if rest else "",
+            _few([f"{name} ({why})" for name, why in unclear.items()]),
         )
 
     # ---- on every rank
