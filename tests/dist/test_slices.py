@@ -5,6 +5,8 @@ What is right: every rank of a server holds its rows of what the trainers hold, 
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +60,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     paths = tuple(save_tiny(home / f"m{seed}", "qwen3_moe", layers=2, seed=seed) for seed in (0, 1))
     tensors = tuple(load_file(next(p.glob("*.safetensors"))) for p in paths)
     spec = {n: tuple(t.shape) for n, t in tensors[0].items()}
-    with StockServer(spec, tp=2) as two, StockServer(spec) as one:
+    with StockServer(spec, tp=2, whole=True) as two, StockServer(spec, whole=True) as one:
         yield Bench(two, one, paths, tensors)  # type: ignore[arg-type]
 
 
@@ -284,3 +286,73 @@ def test_what_cannot_go_by_slices_is_said_or_goes_whole(
             assert words in first, first
             assert "/init_weights_update_group" in second
         assert server.version == "default" and not server.session
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "slices from tp2": ("on", TP2),
+    "slices from replicas": ("on", {}),
+    "whole tensors from pp2": ("off", dict(pp=2)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_comparison_names_tensor_server_and_rank(
+    bench: Bench, world: World, way: str
+) -> None:
+    sharded, parallel = WAYS[way]
+    metas = [bench.meta(n, sharded=sharded, verify="full") for n in (1, 2, 3)]
+    uploads = [Upload(bench.paths[i], None, meta) for i, meta in zip((0, 1, 0), metas)]
+    for figures in world.run(run_uploads, parallel, uploads[:2]):
+        for f in figures:
+            assert isinstance(f, dict) and f["weight_sync/verified"] == 1, f
+            assert f["weight_sync/sharded"] == (sharded == "on") and f["weight_sync/verify_s"] > 0
+    bench.check(1, 2)
+    wrong = "model.layers.1.self_attn.o_proj.weight"
+    try:
+        bench.two.corrupts = 1, wrong
+        for (error,) in world.run(run_uploads, parallel, uploads[2:]):
+            assert isinstance(error, str) and f"{bench.two.address}, rank 1: {wrong} [" in error
+            assert error.count(", rank ") == 1 and bench.one.address not in error, error
+    finally:
+        bench.two.corrupts = None
+    assert not bench.two.session and not bench.one.session
+
+
+def run_heard(parallel: dict[str, Any], upload: Upload) -> tuple[Any, str]:
+    """The figures of an upload or its error, and what this rank logged meanwhile."""
+    heard = io.StringIO()
+    handler, log = logging.StreamHandler(heard), logging.getLogger("megarl.weight_sync")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        (found,) = run_uploads(parallel, [upload])
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return found, heard.getvalue()
+
+
+def test_what_fingerprints_do_not_prove_is_named(bench: Bench, world: World) -> None:
+    """A server that computes some parameters and holds all in another dtype than is sent."""
+    with StockServer(
+        bench.one.spec, tp=2, whole=True, how="doubles q_norm", dtype=torch.bfloat16
+    ) as server:
+        meta = bench.meta(1, server, sharded="auto", verify="full")
+        upload = Upload(bench.paths[0], None, meta)
+        (figures, said), _ = world.run(run_heard, TP2, upload)
+        name = "model.layers.0.self_attn.q_norm.weight"
+        assert figures["weight_sync/sharded"] == figures["weight_sync/verified"] == 0, figures
+        count = len(bench.one.spec) - 2
+        assert f"fingerprints of {count} tensors agree with all ranks of server" in said
+        assert f"not proved: {name} (" in said and "is computed from it" in said, said
+        assert "of fused and sharded parameters" not in said
+        server.corrupts = 0, "model.norm.weight"
+        (error, _), _ = world.run(run_heard, TP2, upload)
+        assert f"server {server.address}, rank 0: model.norm.weight [" in error
+        server.loader = ()
+        (figures, said), _ = world.run(run_heard, TP2, upload)
+        assert figures["weight_sync/verified"] == 0
+        reason = "it was not started with --custom-weight-loader"
+        assert f"server {server.address} is not compared by HF name: {reason}" in said
+        assert f"weights on {server.address} not verified" in said

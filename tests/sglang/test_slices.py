@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.api.records import WeightUpdateMeta
+from megarl.utils.http import call_json
 from megarl.weight_sync.slices import RECEIVER
-from megarl.wire import block_fp8
+from megarl.weight_sync.slices.fingerprints import Fingerprints
+from megarl.wire import block_fp8, handles
+from megarl.wire.buckets import Bucket, Member
 from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
@@ -48,6 +51,7 @@ def check(
                 bucket_bytes=SOME,
                 timeout=120.0,
                 sharded="on",
+                verify="full",
             ),
         )
         for i, last in ((1, False), (0, False), (1, True))
@@ -55,6 +59,7 @@ def check(
     found: dict[str, float] = {}
     for figures in world.run(run_uploads, parallel, uploads):
         assert all(isinstance(f, dict) and f["weight_sync/sharded"] for f in figures), figures
+        assert all(f["weight_sync/verified"] for f in figures), figures
         found = figures[-1]
     assert [s.version for s in servers] == [str(uploads[-1].meta.version)] * len(servers)
     held, said = [s.checksums() for s in servers], [s.said() for s in servers]
@@ -114,6 +119,7 @@ def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
     ]
     for figures in world.run(run_uploads, dict(tp=2), uploads):
         assert [f["weight_sync/sharded"] for f in figures] == [1, 0, 1], figures
+        assert [f["weight_sync/verified"] for f in figures] == [1, 1, 1], "of all servers"
     held = [s.checksums() for s in pair.both]
     pair.load(pair.m1)
     assert [s.checksums() for s in pair.both] == held
@@ -237,6 +243,48 @@ def test_fp8(world: World, tmp_path: Path, kind: str) -> None:
         for (figures,) in world.run(run_uploads, dict(tp=2), [Upload(models[1], None, meta)]):
             assert isinstance(figures, dict) and figures["weight_sync/sharded"], figures
         assert (server.checksums(), server.said()) == expected and server.version == "1"
+
+
+def run_with_a_stranger(upload: Upload, server: str, tp: int, tensor: str) -> Any:
+    """Somebody else writes a tensor's last row once the weights are there: the upload's error."""
+    value = load_file(next(upload.source.glob("*.safetensors")))[tensor]
+    value[-1] += 1
+    bucket = Bucket(
+        0, (Member(tensor, tuple(value.shape), value.dtype, 0, value.nbytes),), value.nbytes
+    )
+    memory = handles.allocate(value.nbytes, torch.device("cpu"))
+    memory.copy_(value.view(torch.uint8).flatten())
+    compare = Fingerprints.compare
+
+    def compare_later(mine: Fingerprints) -> Any:
+        if mine.source.rank == 0:
+            texts = [handles.pack(bucket, memory, flattened=False) for _ in range(tp)]
+            body = {"serialized_named_tensors": texts, "flush_cache": False}
+            call_json("POST", server, "/update_weights_from_tensor", body, timeout=60)
+        return compare(mine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fingerprints, "compare", compare_later)
+        return run_uploads(dict(tp=2), [upload])[0]
+
+
+@pytest.mark.parametrize("sharded", ("on", "off"))
+def test_what_a_stranger_wrote_is_found(pair: Pair, world: World, sharded: str) -> None:
+    """In a parameter that is made of three HF tensors, of which rank 1 has the last row."""
+    meta = WeightUpdateMeta(
+        type="distributed",
+        version=next(_versions),
+        addresses=pair.addresses,
+        timeout=120.0,
+        sharded=sharded,
+        verify="full",
+    )
+    name = "model.layers.1.self_attn.k_proj.weight"
+    upload = Upload(pair.m1, None, meta)
+    for error in world.run(run_with_a_stranger, upload, pair.two.address, 2, name):
+        assert isinstance(error, str) and f"{pair.two.address}, rank 1: {name} [" in error, error
+        assert "in model.layers.1.self_attn.qkv_proj.weight" in error
+        assert error.count(", rank ") == 1 and pair.one.address not in error, error
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -16,7 +16,7 @@ import tools.plan as tool
 from megarl.models.piece_table import HfTensor, Piece, PieceTable, Place, View, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.planning.server_tables import server_tables
-from megarl.weight_sync.boxes import Box, extents
+from megarl.weight_sync.boxes import Box, extents, uncovered
 from megarl.weight_sync.slices import plan as slice_plan
 from megarl.weight_sync.slices.plan import (
     MOST_GROUPS,
@@ -92,6 +92,19 @@ def test_any_box_meets_any_pieces_through_any_view(data: Any) -> None:
     limit = data.draw(st.sampled_from((2, 10, 1 << 20)))
     servers = [[ServerTable(entries, "a"), ServerTable(entries[:1], "b")]]
     assert_delivered(planned(table, servers, limit), servers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_numbers_in_no_box_are_counted(data: Any) -> None:
+    """Boxes of two cuts of one tensor, some of each."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
+    whole = ((0,) * len(shape), shape)
+    found = [box for _ in range(2) for box in data.draw(boxes(whole)) if data.draw(st.booleans())]
+    seen = np.zeros(shape, dtype=bool)
+    for start, stop in found:
+        seen[tuple(map(slice, start, stop))] = True
+    assert uncovered(shape, found) == int((~seen).sum())
 
 
 def test_a_row_of_a_view_that_runs_over_two_dimensions() -> None:

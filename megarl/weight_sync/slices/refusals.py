@@ -23,10 +23,11 @@ def of_meta(meta: WeightUpdateMeta, backend: str) -> str:
 
 def of_servers(info: Mapping[str, ServerInfo]) -> str:
     """Returns which servers cannot receive slices, and why, "" where all can."""
-    return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := _of_server(i)))
+    return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := of_server(i)))
 
 
-def _of_server(info: ServerInfo) -> str:
+def of_server(info: ServerInfo) -> str:
+    """Returns why a server cannot receive slices, or say what it holds of them, "" where it can."""
     if info.applies_delta:
         return "is megarl's own, which keeps whole tensors"
     if LOADER not in info.loaders:

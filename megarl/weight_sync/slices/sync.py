@@ -18,7 +18,7 @@ import json
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,10 +38,12 @@ from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
 from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.changes import Names, SliceChanges
 from megarl.weight_sync.slices.figures import memory, metrics
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
 from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
 from megarl.weight_sync.slices.quantized import BlockFp8
+from megarl.weight_sync.slices.recorded import PackedTables, record
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -223,23 +225,11 @@ class SliceSync:
 
         self.source.agreement.together(reach)
 
-    def _record(self, deadline: Deadline) -> list[tuple[str, list[bytes]]]:
-        """Has all servers record, and returns their tables, packed, by server and rank."""
+    def _record(self, deadline: Deadline) -> PackedTables:
+        """Has all servers record, and returns their tables."""
         assert self._servers is not None and self._link is not None
-        box = self._link.box
-        spec = [(t.name, t.shape, _name(self._dtype(t.name))) for t in self._table.tensors]
-        box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
-        self._servers.begin_update(deadline)  # it undoes what is packed in place
-        replies = self._link.call("record", deadline, spec="spec")
-        kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
-
-        def take(at: str) -> bytes:
-            raw = box.take(f"table/{at}")
-            return kept.setdefault(raw, raw)
-
-        return [
-            (server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()
-        ]
+        self._servers.begin_update(deadline)
+        return record(self._link, self.source, deadline, self._fp8)
 
     def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
         """Puts the plans of some receivers into the store; the others are other ranks' to put."""
@@ -293,6 +283,9 @@ class SliceSync:
                 self._fp8.measure()
         with phases.time("broadcast"):
             sent, received = agreement.together(self._transfer, meta, deadline, names)
+        fingerprints = Fingerprints(self.source, self._speaker, meta, deadline, phases)
+        fingerprints.record(self._info, self._link)
+        proved = fingerprints.compare()
         agreement.together(self._accept, meta, deadline)
         if names is None:
             self._sent.forget()
@@ -302,7 +295,9 @@ class SliceSync:
             phases.add("encode", self._sent.seconds)
         if meta.verify != "off":
             with phases.time("verify"):
-                verified = agreement.gather(agreement.together(self._verify, meta, deadline))
+                verified = agreement.gather(
+                    agreement.together(self._verify, meta, deadline, proved)
+                )
             phases.metrics["verified"] = float(any(verified))
         mine = self._sent.counts + Counter(bytes=sent)
         extra = memory(self._groups, changes=names is not None)
@@ -358,17 +353,15 @@ class SliceSync:
             self._link.call("accept", deadline, body=body)
             self._servers.end_update(deadline)
 
-    def _verify(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
-        """Compares servers with each other, which is what a stock server allows."""
+    def _verify(
+        self, meta: WeightUpdateMeta, deadline: Deadline, proved: Mapping[str, bool]
+    ) -> bool:
+        """Compares servers with each other that fingerprints cannot be had of."""
         if self._servers is None:
             return False
         verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
-        return verifier is not None and verifier.check(deadline)
+        return verifier is not None and verifier.check(deadline, proved)
 
 
 def _server_table(found: dict[str, Any], packed: bytes) -> ServerTable:
     return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

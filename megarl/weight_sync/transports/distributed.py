@@ -30,6 +30,7 @@ from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.senders import split_budget, spread_senders
 from megarl.weight_sync.servers import BucketTransfer, Servers
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.sync import SliceSync
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
@@ -90,13 +91,17 @@ class DistributedTransport(Transport):
                 if self._met is None or not all(met for _, met in states):
                     self._connect(target, deadline)
             stream = agreement.together(self._open, plan, gatherer, changes, meta, deadline, phases)
+            speaker = plan.senders[0]
+            fingerprints = Fingerprints(self.source, speaker, meta, deadline, phases)
+            fingerprints.record({} if self._channel is None else self._channel.info)
             stream.run()
+            proved = fingerprints.compare()
             agreement.together(self._close_session, deadline)
             if stream.changes is not None:
                 self._base.id = stream.changes.id
             if meta.verify != "off":
                 with phases.time("verify"):
-                    stream.verify()
+                    stream.verify(proved)
             stream.account()
         except BaseException:
             self._abandon()

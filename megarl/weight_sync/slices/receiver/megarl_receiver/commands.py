@@ -9,7 +9,7 @@ name; everything else goes through a store of the trainers:
     holds    the trainers' name for the weights that are here, if nothing else has come since
     receive  take this rank's slices, round by round, and copy them in place as a plan says; or
              their changes against the weights that it holds
-    hash     fingerprints of the HF tensors, read back from the live parameters
+    hash     a fingerprint of each part of an HF tensor here, read back from the parameters
     accept   nothing; the request carries the version, once every rank has received
     leave    leave the group
 
@@ -25,7 +25,7 @@ import os
 import time
 import traceback
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,7 +40,7 @@ from .holding import Holding
 from .mailbox import TOKEN, Mailbox
 from .messages import HEAD, HEADS, laid_out, land
 from .recording import Table, digest_of, record, state
-from .strides import MODULUS, box_numbers, fingerprint
+from .strides import fingerprint
 
 CONNECT_TIMEOUT = 30.0  # seconds to reach the store
 POLL = 0.002  # seconds between looks after messages under way
@@ -289,17 +289,17 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
 
 
 def _hash(order: Order) -> dict[str, Any]:
-    """Replies by HF tensor the sum of the fingerprints of its parts on this rank."""
-    if held.table is None or held.table.digest != digest_of(order.model):
+    """Replies the fingerprint of every entry of the table, read back from the live parameters."""
+    table = held.table
+    if table is None or table.digest != digest_of(order.model):
         raise RuntimeError("there is no table of these parameters: record first")
-    params, sums = state(order.model), Counter[str]()
-    shapes = {name: shape for name, shape, _ in held.spec}
-    for e in held.table.entries:
+    params, shapes = state(order.model), {name: shape for name, shape, _ in held.spec}
+    sums = []
+    for e in table.entries:
         view = params[e.param].as_strided(tuple(e.shape), tuple(e.strides), e.offset)
-        sums[e.tensor] += fingerprint(view, box_numbers(shapes[e.tensor], e.start, e.stop))
-    found = {name: value % MODULUS for name, value in sums.items()}
-    order.box.put(order.place("hash"), zlib.compress(json.dumps(found).encode()))
-    return {"tensors": len(found)}
+        sums.append(fingerprint(view, shapes[e.tensor], e.start, e.stop))
+    order.box.put(order.place("hash"), zlib.compress(json.dumps(sums).encode()))
+    return {"entries": len(sums)}
 
 
 def _accept(order: Order) -> dict[str, Any]:
