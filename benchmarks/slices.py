@@ -1,6 +1,6 @@
 """Times syncs by slices beside syncs of whole tensors, into a stock SGLang server of tp 2.
 
-    python benchmarks/slices.py [--mib 400] [--bucket-mib 64] [--reps 7] [--dtype bfloat16]
+    python benchmarks/slices.py [--mib 500] [--bucket-mib 64] [--reps 7] [--dtype bfloat16]
 
 Two trainer ranks (tp 2) and the two ranks of the server share the cores. The ways take turns, and
 each is first in every other round, so that other load changes the rates of both. SGLang's
@@ -170,7 +170,7 @@ def columns(samples: list[Sample]) -> Iterator[tuple[float, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mib", type=int, default=400, help="size of the model in bf16")
+    parser.add_argument("--mib", type=int, default=500, help="size of the model in bf16")
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
-from tests.dist.engine_jobs import batch, loss_fn, make_engine, weight_fn
+from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, weight_fn
 from tests.dist.uploads import Upload, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
@@ -103,7 +103,7 @@ def run_engine(
     try:
         found = []
         for meta in metas:
-            engine.train_batch(batch(), loss_fn, weight_fn)
+            engine.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
             found.append(engine.upload_weights(meta))
         engine.save(SaveLoadMeta(path=str(saved)))
         return found
@@ -185,10 +185,10 @@ EVEN: dict[str, Any] = dict(vocab_size=256, intermediate_size=128)
 MOE: dict[str, Any] = dict(moe_intermediate_size=64, mlp_only_layers=[], norm_topk_prob=True)
 ENGINES: dict[str, tuple[str, dict[str, Any], list[str], list[tuple[int, dict[str, Any]]]]] = {
     "qwen3": ("qwen3", {}, [], [(2, {}), (4, dict(tp=2, pp=2))]),
-    "qwen3_moe": ("qwen3_moe", MOE, [], [(2, dict(ep=2)), (4, dict(tp=2, ep=2))]),
-    "mixtral": ("mixtral", {}, [], [(2, dict(etp=2)), (4, dict(tp=2, etp=2, pp=2))]),
+    "qwen3_moe": ("qwen3_moe", MOE, [], [(2, dict(ep=2)), (4, dict(**SP, ep=2))]),
+    "mixtral": ("mixtral", {}, [], [(2, dict(etp=2)), (4, dict(**SP, etp=2, pp=2))]),
     "experts dealt out": (
-        "qwen3_moe", MOE, ["--ep-size", "2"], [(2, dict(ep=2)), (4, dict(tp=2, pp=2))],
+        "qwen3_moe", MOE, ["--ep-size", "2"], [(2, dict(ep=2)), (4, dict(**SP, pp=2))],
     ),
 }  # fmt: skip
 
