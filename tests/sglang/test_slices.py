@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.api.records import WeightUpdateMeta
+from megarl.api.records import SaveLoadMeta, WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync.slices import RECEIVER
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.wire import block_fp8, handles
 from megarl.wire.buckets import Bucket, Member
+from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, weight_fn
 from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
 from tests.sglang.servers import RealServer, launch, save_model, serving
 
 SOME = 100_000  # bytes of two rounds: several of them
+PLUGINS = Path(__file__).parent / "plugins"
 _versions = itertools.count(1000)
 
 
@@ -41,19 +45,7 @@ def check(
 ) -> dict[str, float]:
     """Sends the second model, the first, the second; returns the last figures."""
     uploads = [
-        Upload(
-            models[i],
-            saved if last else None,
-            WeightUpdateMeta(
-                type="distributed",
-                version=next(_versions),
-                addresses=tuple(s.address for s in servers),
-                bucket_bytes=SOME,
-                timeout=120.0,
-                sharded="on",
-                verify="full",
-            ),
-        )
+        Upload(models[i], saved if last else None, meta_for(servers))
         for i, last in ((1, False), (0, False), (1, True))
     ]
     found: dict[str, float] = {}
@@ -61,13 +53,30 @@ def check(
         assert all(isinstance(f, dict) and f["weight_sync/sharded"] for f in figures), figures
         assert all(f["weight_sync/verified"] for f in figures), figures
         found = figures[-1]
-    assert [s.version for s in servers] == [str(uploads[-1].meta.version)] * len(servers)
+    check_held(servers, saved, uploads[-1].meta.version)
+    return found
+
+
+def meta_for(servers: Sequence[RealServer]) -> WeightUpdateMeta:
+    return WeightUpdateMeta(
+        type="distributed",
+        version=next(_versions),
+        addresses=tuple(s.address for s in servers),
+        bucket_bytes=SOME,
+        timeout=120.0,
+        sharded="on",
+        verify="full",
+    )
+
+
+def check_held(servers: Sequence[RealServer], saved: Path, version: int | None) -> None:
+    """They hold, and answer by, what a load of `saved` gives them."""
+    assert [s.version for s in servers] == [str(version)] * len(servers)
     held, said = [s.checksums() for s in servers], [s.said() for s in servers]
     for s in servers:
         s.load(saved)
     assert [s.checksums() for s in servers] == held
     assert [s.said() for s in servers] == said
-    return found
 
 
 @pytest.mark.parametrize("parallel", (dict(tp=2), dict(pp=2)), ids=("tp2", "pp2"))
@@ -86,16 +95,53 @@ def test_slices_are_what_a_load_from_disk_makes_of_them(
     assert figures["weight_sync/server_extra_bytes"] <= SOME
 
 
-def test_a_rank_of_two_receives_its_share(pair: Pair, world: World, tmp_path: Path) -> None:
-    """Rank 0 has half of everything and all norms, and more of what SGLang pads: of 130 tokens 96
-    (a vocabulary is a multiple of 64), of an intermediate size of 96 on a CPU 64 (of 32 a rank)."""
-    figures = check(world, [pair.two], (pair.m0, pair.m1), tmp_path / "saved", dict(tp=2))
+def share_of_rank_0(model: Path) -> float:
+    """Half of everything and all norms, and more of what SGLang pads: of 130 tokens 96 (a
+    vocabulary is a multiple of 64), of an intermediate size of 96 on a CPU 64 (of 32 a rank)."""
     share = 0.0
-    for name, tensor in load_file(next(pair.m1.glob("*.safetensors"))).items():
+    for name, tensor in load_file(next(model.glob("*.safetensors"))).items():
         part = 1.0 if tensor.dim() == 1 else 0.5
         part = 96 / 130 if len(tensor) == 130 else part
         share += tensor.nbytes * (64 / 96 if ".mlp." in name else part)
-    assert figures["weight_sync/slice_bytes"] == share
+    return share
+
+
+def run_engine(
+    model: Path, parallel: dict[str, Any], saved: Path, metas: list[WeightUpdateMeta]
+) -> list[dict[str, float]]:
+    """An engine's figures of a sync after each of its steps. It saves what it has in the end."""
+    engine = make_engine(str(model), parallel)
+    try:
+        found = []
+        for meta in metas:
+            engine.train_batch(batch(), loss_fn, weight_fn, outputs=("logprobs", "entropy"))
+            found.append(engine.upload_weights(meta))
+        engine.save(SaveLoadMeta(path=str(saved)))
+        return found
+    finally:
+        engine.destroy()
+
+
+def check_engine(
+    world: World, server: RealServer, model: Path, saved: Path, parallel: dict[str, Any]
+) -> dict[str, float]:
+    """Trains and sends twice; returns the last figures."""
+    metas = [meta_for([server]) for _ in range(2)]
+    server.load(model)
+    before = server.checksums()
+    for found in world.run(run_engine, model, parallel, saved, metas):
+        assert all(f["weight_sync/sharded"] for f in found), found
+        figures: dict[str, float] = found[-1]
+    assert server.checksums() != before
+    check_held([server], saved, metas[-1].version)
+    return figures
+
+
+def test_an_engine_sends_a_rank_of_two_its_share(pair: Pair, world: World, tmp_path: Path) -> None:
+    """Of data-parallel ranks, which take turns to send, after steps of the optimizer they share."""
+    figures = check_engine(world, pair.two, pair.m0, tmp_path / "saved", {})
+    assert figures["weight_sync/slice_bytes"] == share_of_rank_0(pair.m0)
+    assert figures["weight_sync/senders"] == 2
 
 
 def test_auto_takes_slices_and_off_does_not(pair: Pair, world: World) -> None:
@@ -133,20 +179,7 @@ def test_changes_alone(pair: Pair, world: World, tmp_path: Path) -> None:
     load = (pair.two.address, "/update_weights_from_disk", {"model_path": str(pair.m1)})
     steps = ((pair.m0, None, None), (few[0], None, None), (few[0], None, load))
     uploads = [
-        Upload(
-            source,
-            save_to,
-            WeightUpdateMeta(
-                type="distributed",
-                version=next(_versions),
-                addresses=pair.addresses,
-                bucket_bytes=SOME,
-                timeout=120.0,
-                sharded="on",
-                delta=True,
-            ),
-            before,
-        )
+        Upload(source, save_to, replace(meta_for(pair.both), delta=True), before)
         for source, save_to, before in (*steps, (few[1], saved, None))
     ]
     for figures in world.run(run_uploads, dict(tp=2), uploads):
@@ -155,9 +188,8 @@ def test_changes_alone(pair: Pair, world: World, tmp_path: Path) -> None:
         changed = [f.get("weight_sync/changed", 0.0) for f in figures]
         assert sent[0] == sent[2] and max(sent[1], sent[3]) < 0.1 * sent[0]
         assert changed == pytest.approx([0, 0.01, 0, 0.02], rel=0.2)
-    held = [s.checksums() for s in pair.both]
-    pair.load(saved)
-    assert [s.checksums() for s in pair.both] == held
+        assert all(f["weight_sync/verified"] for f in figures)
+    check_held(pair.both, saved, uploads[-1].meta.version)
 
 
 # SGLang's FP8 on a CPU needs AMX: it packs for it what it has loaded, and computes with that. In
@@ -231,10 +263,7 @@ def test_fp8(world: World, tmp_path: Path, kind: str) -> None:
         quantised[0], tmp_path / "log", tp=2, dtype="bfloat16", flags=["--skip-server-warmup"],
         env={"PYTHONPATH": path},
     )  # fmt: skip
-    meta = WeightUpdateMeta(
-        type="distributed", version=1, addresses=(server.address,), bucket_bytes=SOME,
-        timeout=120.0, sharded="on", quantization="fp8_block",
-    )  # fmt: skip
+    meta = replace(meta_for([server]), quantization="fp8_block", verify="off")
     with serving(server):
         server.load(quantised[1])
         expected = server.checksums(), server.said()
@@ -242,7 +271,8 @@ def test_fp8(world: World, tmp_path: Path, kind: str) -> None:
         assert server.checksums() != expected[0]
         for (figures,) in world.run(run_uploads, dict(tp=2), [Upload(models[1], None, meta)]):
             assert isinstance(figures, dict) and figures["weight_sync/sharded"], figures
-        assert (server.checksums(), server.said()) == expected and server.version == "1"
+        assert (server.checksums(), server.said()) == expected
+        assert server.version == str(meta.version)
 
 
 def run_with_a_stranger(upload: Upload, server: str, tp: int, tensor: str) -> Any:
@@ -306,3 +336,41 @@ def test_families(world: World, tmp_path: Path, kind: str) -> None:
     server = launch(models[0], tmp_path / "log", tp=2)
     with serving(server):
         check(world, [server], (models[0], models[1]), tmp_path / "saved", parallel)
+
+
+# sizes without padding: a rank of two keeps half of each tensor that it does not keep whole
+EVEN: dict[str, Any] = dict(vocab_size=256, intermediate_size=128)
+MOE: dict[str, Any] = dict(moe_intermediate_size=64, mlp_only_layers=[], norm_topk_prob=True)
+ENGINES: dict[str, tuple[str, dict[str, Any], list[str], list[tuple[int, dict[str, Any]]]]] = {
+    "qwen3": ("qwen3", {}, [], [(2, {}), (4, dict(tp=2, pp=2))]),
+    "qwen3_moe": ("qwen3_moe", MOE, [], [(2, dict(ep=2)), (4, dict(**SP, ep=2))]),
+    "mixtral": ("mixtral", {}, [], [(2, dict(etp=2)), (4, dict(**SP, etp=2, pp=2))]),
+    "experts dealt out": (
+        "qwen3_moe", MOE, ["--ep-size", "2"], [(2, dict(ep=2)), (4, dict(**SP, pp=2))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ENGINES)
+def test_engines_of_every_layout(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """To a server of two ranks: half of the model to each, and norms and routers to both. Where
+    experts are dealt out, half is whole experts."""
+    kind, over, flags, layouts = ENGINES[case]
+    if flags:
+        path = [str(PLUGINS), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    model = save_model(tmp_path / "model", kind, 0, **(EVEN | over))
+    tensors = load_file(next(model.glob("*.safetensors")))
+    on_both = sum(t.nbytes for n, t in tensors.items() if t.dim() == 1 or n.endswith("gate.weight"))
+    share = (sum(t.nbytes for t in tensors.values()) + on_both) / 2
+    server = launch(model, tmp_path / "log", tp=2, flags=flags)
+    with serving(server), World(4, timeout=240) as four:
+        for number, (ranks, parallel) in enumerate(layouts):
+            saved = tmp_path / f"saved{number}"
+            figures = check_engine(four if ranks == 4 else world, server, model, saved, parallel)
+            assert figures["weight_sync/slice_bytes"] == share
+            assert figures["weight_sync/bytes"] == 2 * share
+            assert figures["weight_sync/senders"] == ranks

@@ -96,6 +96,10 @@ class SliceSync:
             raise
         return True
 
+    def ask_again(self) -> None:
+        """Has the next upload find out anew whether slices can be sent, as servers are others."""
+        self._target = None
+
     def close(self, *, abort: bool = False) -> None:
         """Leaves the group, and ends an open session. abort: of something that failed. Servers may
         object, which is logged."""

@@ -197,6 +197,8 @@ class DistributedTransport(Transport):
         """Connects all senders: at first, after a failure, and when servers or senders have
         changed. One sender follows the other: a server joins one group at a time, and waits in it.
         Collective."""
+        if self._met is not None:
+            self._slices.ask_again()
         together = self.source.agreement.together
         together(partial(self._leave, abort=True))  # some in the group may be dead
         for sender in target.senders:
