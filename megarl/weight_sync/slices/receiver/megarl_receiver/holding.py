@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .messages import BITS
-from .strides import MODULUS, fingerprint
+
+_STEP = -7046029254386353131  # between the weights of rows, which are odd
 
 
 @dataclass
@@ -42,4 +43,5 @@ def mark(values: torch.Tensor) -> int:
     chance in billions."""
     kind = BITS[values.element_size()]
     rows = (values if values.dim() else values[None]).view(kind).sum(-1, dtype=torch.int64)
-    return fingerprint(rows, torch.arange(rows.numel())) % MODULUS
+    weights = torch.arange(rows.numel(), device=rows.device).mul_(_STEP).bitwise_or_(1)
+    return int(rows.flatten().mul_(weights).sum())
