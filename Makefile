@@ -28,7 +28,7 @@ CODE := megarl examples benchmarks tests docs/hooks.py setup.py $(wildcard tools
 	bench-packing bench-data-plane bench-gateway bench-server bench-grpo bench-convert bench-load \
 	bench-delta bench-resume bench-order bench-async bench-gap bench-gpu constraints clean bench-kv \
 	bench-client bench-algos bench-recompute bench-onload bench-rollout-workers \
-	bench-controller bench-tries bench-step
+	bench-controller bench-tries bench-slices bench-step
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -160,6 +160,9 @@ bench-onload: install  ## weights that come back to the device before a pass, an
 
 bench-sync: install  ## a weight sync beside one plain broadcast
 	$(CPU) $(BIN)/python benchmarks/weight_sync.py
+
+bench-slices: install install-sglang  ## syncs by slices beside whole tensors, into SGLang at tp 2
+	$(CPU) MEGARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python benchmarks/slices.py
 
 bench-data-plane: install  ## a batch's way to its ranks beside one plain gloo send
 	$(CPU) $(BIN)/python benchmarks/data_plane.py

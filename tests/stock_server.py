@@ -1,5 +1,5 @@
-"""What a stock SGLang server does with a custom weight loader, without SGLang: its endpoints, and a
-process for each tensor-parallel rank, whose made-up model cuts every HF tensor by rows.
+"""What a stock SGLang server does with weights, without SGLang: its endpoints, and a process for
+each tensor-parallel rank, whose made-up model cuts every HF tensor by rows.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import multiprocessing as mp
 import pickle
 import threading
@@ -17,20 +18,30 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megarl.wire.process_group import destroy_update_group, init_update_group
 
 Spec = dict[str, tuple[int, ...]]
+WHOLE = {
+    "/init_weights_update_group": "join",
+    "/update_weights_from_distributed": "load",
+    "/destroy_weights_update_group": "leave",
+}
 
 
 class Rows(torch.nn.Module):
     """A rank's rows of every HF tensor; of those that cannot be cut, and of vectors, all."""
 
-    def __init__(self, spec: Spec, rank: int, tp: int, how: str = "") -> None:
+    def __init__(
+        self, spec: Spec, rank: int, tp: int, how: str = "", dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.rank, self.tp, self.how = rank, tp, how
         self.held = torch.nn.ParameterDict()
         for name, shape in spec.items():
             rows = shape[0] // tp if self.cut(shape) else shape[0]
-            value = torch.full((rows, *shape[1:]), -1.0)
+            value = torch.full((rows, *shape[1:]), -1.0, dtype=dtype)
             self.held[name.replace(".", "/")] = torch.nn.Parameter(value)
 
     def cut(self, shape: Iterable[int]) -> bool:
@@ -43,20 +54,58 @@ class Rows(torch.nn.Module):
             part = w.narrow(0, self.rank * len(p), len(p)) if self.cut(w.shape) else w
             if self.how == "fails" and part.sum().item() > 0:
                 break
-            p.data.copy_(part * 2 if self.how == "computes" else part)
+            computes = self.how == "computes" or (self.how == "doubles q_norm" and "q_norm" in name)
+            p.data.copy_(part * 2 if computes else part)
 
 
-def _rank(spec: Spec, rank: int, tp: int, how: str, pipe: Connection) -> None:
+class Broadcasts:
+    """A rank's side of whole tensors, in one group."""
+
+    def __init__(self, model: Rows) -> None:
+        self.model, self.group = model, None
+
+    def join(self, body: dict[str, Any]) -> None:
+        names = ("master_address", "master_port", "world_size", "group_name", "backend")
+        given = {name: body[name] for name in names}
+        rank = body["rank_offset"] + self.model.rank
+        self.group = init_update_group(**given, rank=rank, timeout=60.0)
+
+    def load(self, body: dict[str, Any]) -> None:
+        dtypes = [getattr(torch, d) for d in body["dtypes"]]
+        nbytes = [math.prod(s) * d.itemsize for s, d in zip(body["shapes"], dtypes)]
+        flat = torch.empty(sum(nbytes), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=self.group)
+        parts = zip(body["names"], body["shapes"], dtypes, flat.split(nbytes))
+        with torch.no_grad():
+            self.model.load_weights((n, p.view(d).view(s)) for n, s, d, p in parts)
+
+    def leave(self, body: dict[str, Any]) -> None:
+        destroy_update_group(self.group)
+
+    def corrupt(self, where: tuple[int, str]) -> None:
+        if where[0] == self.model.rank:
+            self.model.held[where[1].replace(".", "/")].data.view(-1)[-1] += 1
+
+
+def _rank(spec: Spec, rank: int, tp: int, how: str, dtype: torch.dtype, pipe: Connection) -> None:
     torch.set_num_threads(1)
     from megarl.weight_sync.slices.receiver.megarl_receiver import commands
 
     commands._rank = lambda: rank
     commands._finish = lambda model: None
-    model = Rows(spec, rank, tp, how)
+    model = Rows(spec, rank, tp, how, dtype)
+    broadcasts = Broadcasts(model)
     while (request := pipe.recv()) is not None:
+        if isinstance(request, tuple):
+            pipe.send(getattr(broadcasts, request[0])(request[1]))
+            continue
         if request == "params":
             params = {n.replace("/", "."): p.data.numpy() for n, p in model.held.items()}
             pipe.send(params)
+            continue
+        if request == "load":  # from elsewhere, as SGLang's loaders do it
+            next(model.parameters()).data.fill_(-1)
+            pipe.send(True)
             continue
         commands.load(model, pickle.load(io.BytesIO(base64.b64decode(request))))
         pipe.send(True)
@@ -64,14 +113,19 @@ def _rank(spec: Spec, rank: int, tp: int, how: str, pipe: Connection) -> None:
 
 @dataclass
 class StockServer:
-    """loader, info: of /server_info. how: "fails" or "computes" as it loads. paths, commands: what
-    it was asked, of its endpoints and its loader."""
+    """loader, info: of /server_info. how: "fails", "computes" or "doubles q_norm" as it loads.
+    whole: takes whole tensors, too. corrupts: (rank, HF tensor) that is altered whenever
+    fingerprints are asked for. paths, commands: what it was asked, of its endpoints and its
+    loader."""
 
     spec: Spec
     tp: int = 1
     loader: tuple[str, ...] = ("megarl_receiver.load",)
     info: dict[str, Any] = field(default_factory=dict)
     how: str = ""
+    dtype: torch.dtype = torch.float32
+    whole: bool = False
+    corrupts: tuple[int, str] | None = None
     version: str = "default"
     session: bool = False
     paths: list[str] = field(default_factory=list)
@@ -95,7 +149,9 @@ class StockServer:
         for rank in range(self.tp):
             here, there = ctx.Pipe()
             process = ctx.Process(
-                target=_rank, args=(self.spec, rank, self.tp, self.how, there), daemon=True
+                target=_rank,
+                args=(self.spec, rank, self.tp, self.how, self.dtype, there),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -123,7 +179,7 @@ class StockServer:
         """Of its ranks."""
         return [p.pid for p in self._procs]
 
-    def ask(self, what: str) -> list[Any]:
+    def ask(self, what: Any) -> list[Any]:
         """Every rank's answer. Raises EOFError where one is gone."""
         with self._lock:
             answers: dict[Any, Any] = {}
@@ -171,8 +227,17 @@ class StockServer:
             assert len(texts) == self.tp and body["selector"] == "target"
             name = pickle.load(io.BytesIO(base64.b64decode(texts[0])))[0][0]
             self.commands.append(json.loads(name)["do"])
+            if self.corrupts and self.commands[-1] == "hash":
+                self.ask(("corrupt", self.corrupts))
             self.ask(texts[0])
             self.version = body.get("weight_version", self.version)
+        elif path == "/update_weights_from_disk":
+            self.ask("load")
+        elif self.whole and path in WHOLE:
+            self.ask((WHOLE[path], body))
+            self.version = body.get("weight_version", self.version)
+        elif path == "/weights_checker":
+            return 200, {"ranks": [{"checksums": {"all": "1"}}] * self.tp}
         elif path == "/restart":
             self.restart()
         else:

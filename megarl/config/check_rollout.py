@@ -215,10 +215,11 @@ def _less_to_send_problems(cfg: GRPOConfig, needs: Requirements) -> Iterator[str
         yield f"weight_sync.{key}: goes with weight_sync.type=distributed, not with {sync.type}"
     if sync.delta and fp8:
         yield f"weight_sync.delta=true: cannot go with weight_sync.quantization={sync.quantization}"
-    if sync.delta and sglang:
+    if sync.delta and sglang and sync.sharded != "on":
         yield (
-            "weight_sync.delta=true: a stock SGLang server cannot apply changes; use "
-            "server.type=embedded or weight_sync.delta=false"
+            f"weight_sync.delta=true: a stock SGLang server takes changes by slices, and "
+            f"weight_sync.sharded={sync.sharded} may send whole tensors; use sharded=on, or "
+            "server.type=embedded"
         )
     if fp8 and sglang and not cfg.server.path:
         yield (
@@ -234,9 +235,6 @@ def _sharded_problem(cfg: GRPOConfig) -> str:
         return ""
     if transport_name(sync.type) != "distributed":
         return f"{key}: goes with weight_sync.type=distributed, not with {sync.type}"
-    if sync.delta or sync.quantization != "none":
-        less = "delta=true" if sync.delta else f"quantization={sync.quantization}"
-        return f"{key}: does not go with weight_sync.{less}; use weight_sync.sharded=auto"
     if cfg.server.type != "sglang" and cfg.server.count > 0:
         return (
             f"{key}: server.type={cfg.server.type} takes whole tensors; use server.type=sglang or "

@@ -28,7 +28,7 @@ class WeightSyncConfig:
     delta: bool = arg(
         False,
         help="send only what changed since the servers' version; costs a copy of the weights in "
-        "the sender's memory; embedded servers can apply it",
+        "the sender's memory; embedded servers can apply it, and SGLang with sharded=on",
     )
     delta_on_host: bool = arg(True, help="that copy lies in host memory, not on the GPU")
     quantization: str = arg(

@@ -143,6 +143,15 @@ class Agreement:
                 dist.broadcast_object_list(box, group=self._group, group_src=rank)
         return [cast(T, box[0]) for box in values]
 
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of every rank's `values`, a tensor in host memory of one shape and dtype
+        everywhere. Collective. Raises RuntimeError as `gather` does."""
+        total = values.clone()
+        if self._group is not None:
+            with self._in_touch():
+                dist.all_reduce(total, group=self._group)
+        return total
+
     @contextmanager
     def _in_touch(self) -> Iterator[None]:
         try:

@@ -16,7 +16,7 @@ from megarl.planning.memory import BF16, FP32
 from megarl.planning.server_tables import server_tables
 from megarl.planning.traffic import Cluster, Receivers
 from megarl.weight_sync.slices.geometry import Geometry
-from megarl.weight_sync.slices.plan import SlicePlan, groups, plan_slices
+from megarl.weight_sync.slices.plan import SlicePlan, plan_slices
 
 REQUESTS = 4  # to each server: begin, receive, accept, end
 
@@ -130,14 +130,12 @@ def report_sharded(
     plan = plan_sharded(m, layout, receivers, server_ep=server_ep, round_bytes=round_bytes)
     planned = time.perf_counter() - started
     e = estimate_sharded(plan, cluster)
-    found = groups(plan)
     yield f"\nshard to shard: {e.total / 1e9:,.1f} GB in {e.rounds} rounds of {round_bytes:,} bytes"
     yield (
         f"  a server GPU takes     {e.received / 1e9:.1f} GB in {e.messages:,} messages (largest "
         f"{e.largest / 1e6:.1f} MB), senders: {e.senders}"
     )
     yield f"  a training GPU sends   {e.sent / 1e9:.1f} GB"
-    yield f"  communicators          {len(found)}"
     busy = f"network {e.network_seconds:.2f} s, copies {e.copy_seconds:.2f} s"
     yield f"  busy                   {busy}"
     yield f"  estimate {e.seconds:.2f} s; tables and plan took {planned:.1f} s here"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
 from megarl.models.ops import Shape
@@ -32,6 +32,29 @@ def intersection(a: Box, b: Box) -> Box | None:
     """Returns the box in which two boxes of one tensor overlap, None where they do not."""
     start, stop = tuple(map(max, a[0], b[0])), tuple(map(min, a[1], b[1]))
     return (start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
+
+
+def uncovered(shape: Shape, boxes: Iterable[Box]) -> int:
+    """Returns how many numbers of a tensor of `shape` are in none of the boxes, which may
+    overlap."""
+    left = [((0,) * len(shape), shape)]
+    for box in sorted(boxes):
+        left = [part for whole in left for part in _without(whole, box)]
+    return sum(map(numel, left))
+
+
+def _without(whole: Box, box: Box) -> Iterator[Box]:
+    """Yields boxes that together are `whole` but for what is in `box`."""
+    inner = intersection(whole, box)
+    if inner is None:
+        yield whole
+        return
+    start, stop = list(whole[0]), list(whole[1])
+    for d, (a, b) in enumerate(zip(*inner, strict=True)):
+        for low, high in ((start[d], a), (b, stop[d])):
+            if low < high:
+                yield (*start[:d], low, *start[d + 1 :]), (*stop[:d], high, *stop[d + 1 :])
+        start[d], stop[d] = a, b
 
 
 class BoxIndex:

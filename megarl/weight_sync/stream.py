@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -93,8 +94,9 @@ class BucketStream(ABC):
             self._send(last)
         self._settle(last)
 
-    def verify(self) -> None:
-        """Compares what all senders have sent with what the servers hold. Collective."""
+    def verify(self, proved: Mapping[str, bool]) -> None:
+        """Compares what all senders have sent with what the servers hold. proved: see
+        `Verifier.check`. Collective."""
         agreement, senders, verifier = self.source.agreement, tuple(self.plan.sizes), self.verifier
         sent = agreement.gather_from(senders, verifier.sent if verifier else {})
 
@@ -102,7 +104,7 @@ class BucketStream(ABC):
             if verifier is None or self.source.rank != senders[0]:
                 return False
             verifier.sent = {name: sum_ for sums in sent for name, sum_ in sums.items()}
-            return verifier.check(self.deadline)
+            return verifier.check(self.deadline, proved)
 
         verified = agreement.gather(agreement.together(check))
         self.phases.metrics["verified"] = float(any(verified))

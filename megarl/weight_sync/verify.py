@@ -29,9 +29,10 @@ class Verifier:
     names: the tensors to compare, None for all.
 
     A stock SGLang server fuses (qkv, gate/up) and shards its parameters and hashes them in its own
-    way, so its checksums say nothing about HF tensors. Such servers are only compared with each
-    other, when all tensors are compared, and a warning says so. Raises RuntimeError where the
-    dtypes that servers hold differ.
+    way, so its checksums say nothing about HF tensors. When all tensors are compared, such servers
+    are compared by fingerprints (slices.fingerprints) where they can be. The others are only
+    compared with each other, and a warning says so. Raises RuntimeError where the dtypes that
+    servers hold differ.
     """
 
     def __init__(
@@ -71,30 +72,34 @@ class Verifier:
             for n, t in block_fp8.dequantized(wanted)
         }
 
-    def check(self, deadline: Deadline) -> bool:
-        """Returns whether all servers were compared. Raises RuntimeError naming what differs."""
+    def check(self, deadline: Deadline, proved: Mapping[str, bool] | None = None) -> bool:
+        """Returns whether all servers were compared. proved: servers that fingerprints agree with,
+        and whether they do of all tensors. Raises RuntimeError naming what differs."""
+        proved = proved or {}
         answers = self._ask(self.comparable, deadline)
         for server, sums in answers.items():
             if wrong := differences(self.sent, sums[0]):
                 raise RuntimeError(f"server {server} does not hold the weights sent: {wrong}")
         if answers:
             log.log(
-                _once_each(logging.INFO, answers),
+                once_each(logging.INFO, answers),
                 "checksums of %d tensors agree with server %s",
                 len(self.sent),
                 ", ".join(answers),
             )
-        others = self._ask(self.others, deadline) if self.names is None else {}
+        left = [s for s in self.others if not proved.get(s)]
+        others = self._ask(left, deadline) if self.names is None else {}
+        compare_with_each_other(by_replica(others, self._replicas))
+        others = {s: sums for s, sums in others.items() if s not in proved}
         if others:
-            compare_with_each_other(by_replica(others, self._replicas))
             log.log(
-                _once_each(logging.WARNING, others),
+                once_each(logging.WARNING, others),
                 "weights on %s not verified: checksums there are of fused and sharded parameters, "
                 "which cannot be compared with HF tensors%s",
                 ", ".join(others),
                 "; these servers do agree with each other" if len(others) > 1 else "",
             )
-        return not self.others
+        return not left
 
     def _ask(self, addresses: Sequence[str], deadline: Deadline) -> dict[str, list[Checksums]]:
         return held_checksums(addresses, deadline, self.names)
@@ -115,7 +120,7 @@ def held_checksums(
     return {server: _checksums(server, answer) for server, answer in answers.items()}
 
 
-def _once_each(level: int, servers: Collection[str]) -> int:
+def once_each(level: int, servers: Collection[str]) -> int:
     """Returns `level` if a line at it has not yet named each of these servers, else DEBUG."""
     told = _TOLD.setdefault(level, set())
     if told.issuperset(servers):

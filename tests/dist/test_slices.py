@@ -5,10 +5,12 @@ What is right: every rank of a server holds its rows of what the trainers hold, 
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from megarl.api.records import WeightUpdateMeta
 from megarl.utils.http import call_json
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
-from tests.dist.uploads import Upload, run_uploads, sharded
+from megarl.wire import block_fp8
+from tests.dist.uploads import Upload, flipped, run_uploads, sharded
 from tests.dist.world import World
 from tests.stock_server import StockServer
 from tests.tiny import save_tiny
@@ -57,8 +60,25 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     paths = tuple(save_tiny(home / f"m{seed}", "qwen3_moe", layers=2, seed=seed) for seed in (0, 1))
     tensors = tuple(load_file(next(p.glob("*.safetensors"))) for p in paths)
     spec = {n: tuple(t.shape) for n, t in tensors[0].items()}
-    with StockServer(spec, tp=2) as two, StockServer(spec) as one:
+    with StockServer(spec, tp=2, whole=True) as two, StockServer(spec, whole=True) as one:
         yield Bench(two, one, paths, tensors)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def fp8(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, dict[str, torch.Tensor], StockServer]]:
+    """A model with several blocks in a matrix, what it is in FP8, and a server for that."""
+    sizes = dict(hidden_size=160, intermediate_size=200, moe_intermediate_size=150)
+    home = tmp_path_factory.mktemp("fp8")
+    path = save_tiny(home / "m", "qwen3_moe", layers=2, seed=0, **sizes)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, t in load_file(next(path.glob("*.safetensors"))).items():
+        tensors[name] = t
+        if block_fp8.is_linear(name):
+            tensors[name], tensors[name + block_fp8.SUFFIX] = block_fp8.quantize(t)
+    with StockServer({n: tuple(t.shape) for n, t in tensors.items()}, tp=2) as server:
+        yield path, tensors, server
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": TP2, "pp2": dict(pp=2), "ep2": dict(ep=2)}
@@ -85,6 +105,32 @@ def test_every_rank_gets_its_slice_and_no_more(bench: Bench, world: World, way: 
     assert asked == 2 + 3 * 2 + 1, "recorded and joined once; received and accepted; left"
 
 
+def test_changes_alone_are_sent_to_servers_that_hold_the_rest(
+    bench: Bench, world: World, tmp_path: Path
+) -> None:
+    """Everything; again, as one has loaded something else; other weights; a part; nothing."""
+    few = flipped(bench.paths[0], tmp_path / "few", 0.01)
+    sources = (bench.paths[1], bench.paths[1], bench.paths[0], few, few)
+    load = (bench.two.address, "/update_weights_from_disk", {})
+    uploads = [
+        Upload(path, None, bench.meta(i + 31, delta=True), load if i == 1 else None)
+        for i, path in enumerate(sources)
+    ]
+    whole = 0.0
+    for figures in world.run(run_uploads, TP2, uploads):
+        assert all(isinstance(f, dict) for f in figures), figures
+        nbytes = [f["weight_sync/bytes"] for f in figures]
+        heads, whole = nbytes[4], figures[2]["weight_sync/bytes_whole"]
+        assert nbytes[:3] == [whole + heads] * 3 and heads < 0.02 * whole
+        assert 0.01 * whole < nbytes[3] < 0.06 * whole
+        changed = [f.get("weight_sync/changed") for f in figures]
+        assert changed[:2] == [None, None] and changed[4] == 0
+        assert changed[2] > 0.8 and changed[3] == pytest.approx(0.01, rel=0.2)
+        assert all(f["weight_sync/server_extra_bytes"] <= SOME for f in figures)
+    for server in (bench.two, bench.one):
+        assert server.holds(load_file(next(few.glob("*.safetensors"))))
+
+
 class Tripwire(dict[str, torch.Tensor]):
     """Parameters that call `trip` once, when the `at`-th of them is read for a message."""
 
@@ -107,9 +153,15 @@ class Outcome:
 
 
 def run_failing(
-    source: Path, bad: WeightUpdateMeta, good: WeightUpdateMeta, rank: int, kill: int | None
+    source: Path,
+    bad: WeightUpdateMeta,
+    good: WeightUpdateMeta,
+    rank: int,
+    kill: int | None,
+    before: WeightUpdateMeta | None = None,
 ) -> Outcome:
-    """In the middle of `bad`, `rank` has an error, or kills a process. Then uploads `good`."""
+    """Uploads `before`. In the middle of `bad`, `rank` has an error, or kills a process. Then
+    uploads `good`."""
 
     def trip() -> None:
         if kill is None:
@@ -117,9 +169,11 @@ def run_failing(
         os.kill(kill, 9)
 
     table, layout, mine, params = sharded(source, TP2)
-    if mine == rank:
-        params = Tripwire(params, 20, trip)
+    params = Tripwire(params, 0, trip)
     sender = WeightSender(WeightSource(table, layout, mine, params))
+    if before is not None:
+        sender.upload(before)
+    params.left = 20 if mine == rank else 0
     began = time.monotonic()
     try:
         sender.upload(bad)
@@ -136,11 +190,12 @@ def run_failing(
 @pytest.mark.parametrize("rank", (0, 1), ids=("the one that speaks", "another"))
 def test_a_trainer_that_fails_in_the_middle(bench: Bench, world: World, rank: int) -> None:
     world.run(run_uploads, TP2, [Upload(bench.paths[0], None, bench.meta(1))])
-    bad, good = bench.meta(2), bench.meta(3)
-    for outcome in world.run(run_failing, bench.paths[1], bad, good, rank, None):
+    before, bad, good = (bench.meta(n, delta=rank == 1) for n in (2, 3, 4))
+    for outcome in world.run(run_failing, bench.paths[1], bad, good, rank, None, before):
         assert f"rank {rank}" in outcome.error and "a trainer tripped" in outcome.error
         assert outcome.seconds < 20
-    bench.check(1, 3)
+        assert "weight_sync/changed" not in outcome.recovered, "everything was sent"
+    bench.check(1, 4)
 
 
 @pytest.mark.system
@@ -187,6 +242,27 @@ def test_a_server_that_starts_again_records_again(bench: Bench, world: World) ->
     assert bench.one.commands.count("record") == recorded + 2
 
 
+@pytest.mark.parametrize("way", ("tp2", "pp2", "etp2"))
+def test_fp8_is_what_quantising_the_whole_gives(
+    fp8: tuple[Path, dict[str, torch.Tensor], StockServer], world: World, way: str
+) -> None:
+    """Ranks hold 64 rows of q and 100 of gate, so that blocks of 128 lie on both."""
+    path, tensors, server = fp8
+    layout = dict(tp=1, etp=2) if way == "etp2" else LAYOUTS[way]
+    meta = WeightUpdateMeta(
+        type="distributed", version=1 + int(server.version.replace("default", "0")),
+        addresses=(server.address,), bucket_bytes=SOME, timeout=60.0, sharded="on",
+        quantization="fp8_block",
+    )  # fmt: skip
+    again = replace(meta, version=meta.number + 1)
+    uploads = [Upload(path, None, meta), Upload(path, None, again)]
+    for figures in world.run(run_uploads, layout, uploads):
+        assert all(isinstance(f, dict) for f in figures), figures
+        nbytes = sum(t.nbytes * (2 if len(t) % 2 or t.dim() == 1 else 1) for t in tensors.values())
+        assert figures[1]["weight_sync/bytes"] == nbytes
+    assert server.holds({n: t.float() for n, t in tensors.items()})
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no loader": (dict(loader=()), "was not started with --custom-weight-loader"),
     "experts that move": (dict(info={"enable_eplb": True}), "enable_eplb"),
@@ -210,3 +286,73 @@ def test_what_cannot_go_by_slices_is_said_or_goes_whole(
             assert words in first, first
             assert "/init_weights_update_group" in second
         assert server.version == "default" and not server.session
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "slices from tp2": ("on", TP2),
+    "slices from replicas": ("on", {}),
+    "whole tensors from pp2": ("off", dict(pp=2)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_comparison_names_tensor_server_and_rank(
+    bench: Bench, world: World, way: str
+) -> None:
+    sharded, parallel = WAYS[way]
+    metas = [bench.meta(n, sharded=sharded, verify="full") for n in (1, 2, 3)]
+    uploads = [Upload(bench.paths[i], None, meta) for i, meta in zip((0, 1, 0), metas)]
+    for figures in world.run(run_uploads, parallel, uploads[:2]):
+        for f in figures:
+            assert isinstance(f, dict) and f["weight_sync/verified"] == 1, f
+            assert f["weight_sync/sharded"] == (sharded == "on") and f["weight_sync/verify_s"] > 0
+    bench.check(1, 2)
+    wrong = "model.layers.1.self_attn.o_proj.weight"
+    try:
+        bench.two.corrupts = 1, wrong
+        for (error,) in world.run(run_uploads, parallel, uploads[2:]):
+            assert isinstance(error, str) and f"{bench.two.address}, rank 1: {wrong} [" in error
+            assert error.count(", rank ") == 1 and bench.one.address not in error, error
+    finally:
+        bench.two.corrupts = None
+    assert not bench.two.session and not bench.one.session
+
+
+def run_heard(parallel: dict[str, Any], upload: Upload) -> tuple[Any, str]:
+    """The figures of an upload or its error, and what this rank logged meanwhile."""
+    heard = io.StringIO()
+    handler, log = logging.StreamHandler(heard), logging.getLogger("megarl.weight_sync")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        (found,) = run_uploads(parallel, [upload])
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return found, heard.getvalue()
+
+
+def test_what_fingerprints_do_not_prove_is_named(bench: Bench, world: World) -> None:
+    """A server that computes some parameters and holds all in another dtype than is sent."""
+    with StockServer(
+        bench.one.spec, tp=2, whole=True, how="doubles q_norm", dtype=torch.bfloat16
+    ) as server:
+        meta = bench.meta(1, server, sharded="auto", verify="full")
+        upload = Upload(bench.paths[0], None, meta)
+        (figures, said), _ = world.run(run_heard, TP2, upload)
+        name = "model.layers.0.self_attn.q_norm.weight"
+        assert figures["weight_sync/sharded"] == figures["weight_sync/verified"] == 0, figures
+        count = len(bench.one.spec) - 2
+        assert f"fingerprints of {count} tensors agree with all ranks of server" in said
+        assert f"not proved: {name} (" in said and "is computed from it" in said, said
+        assert "of fused and sharded parameters" not in said
+        server.corrupts = 0, "model.norm.weight"
+        (error, _), _ = world.run(run_heard, TP2, upload)
+        assert f"server {server.address}, rank 0: model.norm.weight [" in error
+        server.loader = ()
+        (figures, said), _ = world.run(run_heard, TP2, upload)
+        assert figures["weight_sync/verified"] == 0
+        reason = "it was not started with --custom-weight-loader"
+        assert f"server {server.address} is not compared by HF name: {reason}" in said
+        assert f"weights on {server.address} not verified" in said

@@ -39,6 +39,7 @@ from megarl.weight_sync.channel import UpdateChannel
 from megarl.weight_sync.plan import plan_sync
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.senders import split_budget
+from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.transports import WeightSource, distributed
 from megarl.wire.process_group import destroy_update_group, init_update_group
 from tests.dist.engine_jobs import make_engine
@@ -451,18 +452,23 @@ def test_a_server_lost_in_the_middle_is_named_on_every_rank(
     assert [version(s) for s in untied] == ["502"] * 2
 
 
-def run_across_a_restart(source: Path, server: str, metas: list[WeightUpdateMeta]) -> list[int]:
+def run_across_a_restart(
+    source: Path, server: str, metas: list[WeightUpdateMeta]
+) -> list[tuple[int, int]]:
     """After the second upload `server` looks like a new process. How many groups the sender has
-    made after each."""
+    made after each, and how often it has asked whether servers take slices."""
     sender = WeightSender(WeightSource(*sharded(source, dict(tp=2), torch.float32)))
-    made: list[int] = []
-    with mock.patch.object(distributed, "UpdateChannel", wraps=UpdateChannel) as channels:
+    made: list[tuple[int, int]] = []
+    with (
+        mock.patch.object(distributed, "UpdateChannel", wraps=UpdateChannel) as channels,
+        mock.patch.object(refusals, "of_servers", wraps=refusals.of_servers) as asked,
+    ):
         for k, meta in enumerate(metas):
             if k == 2 and dist.get_rank() == 0:
                 body = {"new_version": INITIAL_VERSION, "abort_all_requests": False}
                 call_json("POST", server, "/update_weight_version", body, timeout=30)
             sender.upload(meta)
-            made.append(channels.call_count)
+            made.append((channels.call_count, asked.call_count))
         sender.close()
     return made
 
@@ -475,7 +481,7 @@ def test_a_server_that_was_started_again_is_connected_again(
     source = save_tiny(tmp_path / "new", "qwen2", seed=65)
     metas = [m for first in (551, 553) for m in metas_for(untied, first)]
     made = world.run(run_across_a_restart, source, address(untied[1]), metas)
-    assert made == [[1, 1, 2, 2], [0] * 4]
+    assert made == [[(1, 1), (1, 1), (2, 1), (2, 2)], [(0, 0)] * 4]
     assert [version(s) for s in untied] == ["554"] * 2
 
 

@@ -4,12 +4,14 @@ table, filled from an HF directory: no model is built.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from megarl.api.records import WeightUpdateMeta
 from megarl.ckpt.hf import load_hf, save_hf
@@ -17,6 +19,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.models.hf_config import read_hf_config
 from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
+from megarl.utils.http import call_json
 from megarl.weight_sync.sender import WeightSender
 from megarl.weight_sync.transports import WeightSource
 
@@ -36,13 +39,27 @@ def sharded(
     return table, layout, rank, params
 
 
+def flipped(source: Path, target: Path, share: float, seed: int = 0) -> Path:
+    """Copies an fp32 model with the last bit flipped in `share` of its numbers."""
+    shutil.copytree(source, target)
+    rng = torch.Generator().manual_seed(seed)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for t in tensors.values():
+            t.view(torch.int32)[torch.rand(t.shape, generator=rng) < share] ^= 1
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
 @dataclass(frozen=True)
 class Upload:
-    """source: the weights; saved: where `save` is to write them beside."""
+    """source: the weights; saved: where `save` is to write them beside; before: what a server is
+    asked first (address, path, body)."""
 
     source: Path
     saved: Path | None
     meta: WeightUpdateMeta
+    before: tuple[str, str, dict[str, Any]] | None = None
 
 
 def run_uploads(parallel: dict[str, Any], uploads: list[Upload]) -> list[dict[str, float] | str]:
@@ -58,6 +75,9 @@ def run_uploads(parallel: dict[str, Any], uploads: list[Upload]) -> list[dict[st
                 params[name].copy_(value)
             if upload.saved is not None:
                 save_hf(upload.saved, table, layout, rank, params)
+            if upload.before is not None and rank == 0:
+                address, path, body = upload.before
+                call_json("POST", address, path, body, timeout=60)
             try:
                 out.append(sender.upload(upload.meta))
             except RuntimeError as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,22 @@ class RealServer(Client):
 
 
 def launch(
-    model: Path, log: Path, *, tp: int = 1, dp: int = 1, flags: Sequence[str] = ()
+    model: Path,
+    log: Path,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    dtype: str = "float32",
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> RealServer:
     """Returns at once; `serving` waits."""
     cores = "|".join(map(str, range(tp * dp)))  # one for each rank
-    env = ENV | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if tp * dp > 1 else {})
+    env = {**ENV, **(env or {})}
+    if tp * dp > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     process = start_server(
-        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype="float32",
+        config(tp=tp, dp=dp, extra_args=[*FLAGS, *flags]), model_path=str(model), dtype=dtype,
         log_path=log, env=env, wait=False,
     )  # fmt: skip
     return RealServer(process)

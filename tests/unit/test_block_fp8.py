@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from megarl.models.piece_table import PieceTable, build_piece_table
 from megarl.parallel.layout import Layout
 from megarl.weight_sync.encoding import quantize_bucket, quantized
 from megarl.weight_sync.plan import plan_sync, update_body
+from megarl.weight_sync.slices.quantized import BlockFp8
+from megarl.weight_sync.transports import WeightSource
 from megarl.wire import block_fp8
 from tests.tiny import KINDS, MLA_KINDS, MOE_KINDS, save_tiny
 
@@ -162,3 +165,28 @@ def test_fp8_without_its_scales_is_refused(scale: block_fp8.Spec | None) -> None
         specs["a.weight_scale_inv"] = scale
     with pytest.raises(ValueError, match=r"a.weight: .* needs a.weight_scale_inv .* \[2, 2\]"):
         block_fp8.plain_specs(specs)
+
+
+def test_slices_are_parts_of_the_whole(tmp_path: Path) -> None:
+    """Of one rank with fp32 weights that sends bf16, and more rows than go at a time."""
+    path = save_tiny(tmp_path, "qwen3", layers=1, hidden_size=160, intermediate_size=2100)
+    table = build_piece_table(read_hf_config(path), Layout())
+    params = {p.name: torch.empty(p.shape) for p in table.params}
+    load_hf(path, table, table.layout, 0, params)
+    made = BlockFp8(WeightSource(table, table.layout, 0, params, dtype=torch.bfloat16))
+    made.measure()
+    scales, rng = made.params(), random.Random(0)
+    for name, t in load_file(path / "model.safetensors").items():
+        if not block_fp8.is_linear(name):
+            assert made.dtype(name) == torch.bfloat16 and name in made.table.by_name
+            continue
+        q, s = reference(t.bfloat16())
+        assert made.dtype(name) == E4M3 and made.dtype(name + "_scale_inv") == torch.float32
+        assert torch.equal(scales[name + "_scale_inv"], s)
+        start = tuple(rng.randrange(n) for n in t.shape)
+        stop = tuple(rng.randint(a + 1, n) for a, n in zip(start, t.shape))
+        for box in (((0, 0), tuple(t.shape)), (start, stop)):
+            part = tuple(map(slice, *box))
+            out = torch.empty(q[part].numel(), dtype=E4M3)
+            made.quantize(name, box, lambda flat, x=t[part]: flat.copy_(x.flatten()), out)
+            assert torch.equal(bits(out), bits(q[part]).flatten()), (name, box)

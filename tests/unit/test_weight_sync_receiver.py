@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.slices.receiver.megarl_receiver import commands
+from megarl.weight_sync.slices.receiver.megarl_receiver import commands, strides
 from megarl.weight_sync.slices.receiver.megarl_receiver.mailbox import Mailbox
 from megarl.weight_sync.slices.receiver.megarl_receiver.recording import (
     Table,
@@ -98,7 +99,7 @@ class Bench:
             timeout=5.0, backend="gloo", spec="x", plan="p",
         )  # fmt: skip
         commands.load(self.model, [(json.dumps(command | more), torch.empty(0))])
-        return dict(json.loads(self.box.take(f"reply/{what}/0/0")))
+        return dict(json.loads(self.box.take(f"reply/{(command | more)['id']}/0/0")))
 
 
 @pytest.fixture
@@ -119,11 +120,11 @@ def send(
     """Has the rank receive a plan of one sender; bytes come by hand instead of through a group."""
     tensors, real = values(1), commands._post
 
-    def post(order: Any, messages: Any, number: int) -> Any:
+    def post(order: Any, messages: Any, number: int, heads: Any) -> Any:
         monkeypatch.setattr(commands.dist, "batch_isend_irecv", lambda ops: [])
         monkeypatch.setattr(commands.dist, "P2POp", lambda *a, **kw: None)
         monkeypatch.setattr(commands.held, "group", object())
-        parts, buffers, works = real(order, messages, number)
+        parts, buffers, works = real(order, messages, number, heads)
         monkeypatch.setattr(commands.held, "group", None)
         for (_, slices), buffer in zip(messages, buffers):
             end = 0
@@ -152,24 +153,56 @@ def test_slices_land_where_a_load_puts_them(bench: Bench, monkeypatch: pytest.Mo
         assert torch.equal(p, bench.model.get_parameter(name)), name
     assert bench.do("hash")["ok"]
     sums = json.loads(zlib.decompress(bench.box.take("hash/hash/0/0")))
-    for name in "qkvtghxlr":
-        boxes = [(e[1], e[2]) for e in table.entries if e[0] == name]
-        tensor = values(1)[name]
-        parts = (
-            fingerprint(tensor[tuple(map(slice, a, b))], box_numbers(tensor.shape, a, b))
-            for a, b in boxes
-        )
-        assert sums[name] == sum(parts) % 2**64
+    for (name, start, stop, *_), held in zip(table.entries, sums, strict=True):
+        if name not in "yz":  # computed
+            box = values(1)[name][tuple(map(slice, start, stop))]
+            assert held == fingerprint(box, SIZES[name], start, stop), name
 
 
-def test_fingerprints_of_parts_add_up_to_the_whole() -> None:
-    x = torch.randn(6, 8).bfloat16()
-    parts = [((0, 0), (6, 3)), ((0, 3), (2, 8)), ((2, 3), (6, 8))]
-    sums = [fingerprint(x[tuple(map(slice, a, b))], box_numbers(x.shape, a, b)) for a, b in parts]
-    whole = fingerprint(x, box_numbers(x.shape, (0, 0), (6, 8)))
-    assert sum(sums) % 2**64 == whole
+BOXES: dict[str, tuple[list[int], list[tuple[list[int], list[int]]]]] = {
+    "matrix": ([6, 8], [([0, 0], [6, 3]), ([0, 3], [2, 8]), ([2, 3], [6, 8])]),
+    "experts": ([3, 4, 6], [([0, 1, 0], [3, 3, 6]), ([0, 0, 2], [3, 1, 5])]),
+    "planes": ([3, 4, 6], [([1, 0, 0], [2, 4, 6]), ([0, 0, 1], [3, 4, 3])]),
+    "vector": ([7], [([0], [3]), ([3], [7])]),
+    "scalar": ([], [([], [])]),
+}
+
+
+@pytest.mark.parametrize("case", BOXES)
+def test_elements_are_numbered_as_in_the_whole(case: str) -> None:
+    """In one go, and from any element of the box on."""
+    shape, boxes = BOXES[case]
+    whole = torch.arange(max(1, math.prod(shape))).view(shape)
+    for start, stop in boxes:
+        wanted = whole[tuple(map(slice, start, stop))].flatten()
+        for first in range(wanted.numel()):
+            count = wanted.numel() - first
+            found = box_numbers(shape, start, stop, first, count, whole.device)
+            assert torch.equal(found, wanted[first:])
+
+
+def test_fingerprints_of_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many elements are taken at a time, and of a view in other strides."""
+    shape, boxes = BOXES["matrix"]
+    x = torch.randn(shape).bfloat16()
+    bits = x.clone()
+    whole = fingerprint(x, shape, [0, 0], shape)
+    monkeypatch.setattr(strides, "ON_HOST", 5)
+    view = x.t().contiguous().t()
+    parts = [fingerprint(view[tuple(map(slice, a, b))], shape, a, b) for a, b in boxes]
+    assert sum(parts) % 2**64 == whole == fingerprint(x, shape, [0, 0], shape)
+    rows = [fingerprint(x[i], shape, [0, 0], shape, first=8 * i) for i in range(6)]
+    assert sum(rows) % 2**64 == whole
+    wide = x.float() * (1 + 1e-4)  # which rounds to the same
+    assert fingerprint(wide, shape, [0, 0], shape, casts=[torch.bfloat16]) == whole
+    double = x.double()
+    fingerprint(double, shape, [0, 0], shape)
+    assert torch.equal(x, bits) and torch.equal(double, bits.double()), "nothing is written"
+    swapped = x.clone()
+    swapped[0, :2] = x[0, :2].flip(0)
     x[5, 7] += 1
-    assert fingerprint(x, box_numbers(x.shape, (0, 0), (6, 8))) != whole
+    for other in (x, swapped):
+        assert fingerprint(other, shape, [0, 0], shape) != whole
 
 
 @pytest.mark.parametrize(
@@ -194,6 +227,21 @@ def test_a_plan_for_other_parameters_is_refused(
     assert "not those that the table was recorded for" in reply["error"]
     assert "record first" in bench.do("hash")["error"]
     assert bench.do("record")["ok"] and bench.do("hash", id="hash")["ok"]
+
+
+def test_changes_of_other_weights_are_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.do("record")["ok"]
+    reply = send(bench, monkeypatch, [])
+    assert reply["ok"] and bench.do("holds") == {"ok": True, "weights": None}
+    changes = [{"base": None, "id": "v1"}, {"base": "v1", "id": "v2"}, {"base": "v1", "id": "v3"}]
+    replies = [bench.do("receive", id=f"receive {c['id']}", changes=c) for c in changes]
+    assert [r["ok"] for r in replies] == [True, True, False]
+    assert "these are changes to v1, and v2 is held" in replies[2]["error"]
+    assert bench.do("holds", id="again")["weights"] == "v2"
+    bench.model.a.data[0, 0] += 1
+    assert bench.do("holds", id="and again")["weights"] is None
 
 
 class Odd(Model):

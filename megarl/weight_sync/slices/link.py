@@ -228,7 +228,7 @@ class Link:
                 dist.P2POp(dist.isend, b, group=self.group, tag=step, group_peer=peer)
                 for b, (step, peer, _) in zip(buffers, messages, strict=True)
             ]
-            sent += sum(b.numel() for b in buffers)
+            sent += sum(b.nbytes for b in buffers)
             under_way.append((dist.batch_isend_irecv(ops), buffers))
             if len(under_way) > 1:
                 settle()

@@ -12,7 +12,7 @@ ends have got to one of the earliest round. No round is a barrier.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,35 +111,6 @@ class SlicePlan:
                 messages.setdefault(senders[source], []).extend(slices)
             rounds.append([[sender, slices] for sender, slices in messages.items()])
         return rounds
-
-
-# communicators that a trainer rank may be in: see `groups`
-MOST_GROUPS = 4
-
-
-class Group(NamedTuple):
-    """Names the members of a communicator, in the order of their numbers in it: trainer ranks, then
-    all ranks of each of `servers`."""
-
-    trainers: tuple[int, ...]
-    servers: tuple[int, ...]
-
-
-def groups(plan: SlicePlan) -> list[Group]:
-    """Returns the communicators that a plan needs: one for each server and the ranks that send to
-    it, if no trainer rank is in more than MOST_GROUPS of them; else one for everybody.
-
-    With one for each, a lost server takes its own down and no other. But each costs its members
-    memory, a round of introductions when it is made, and a launch of its own in every round of
-    messages; and with many servers nearly every trainer rank sends to nearly every server.
-    """
-    senders: dict[int, set[int]] = {r.server: set() for r in plan.receivers}
-    for receiver, ranks in zip(plan.receivers, plan.senders, strict=True):
-        senders[receiver.server].update(ranks[ranks >= 0].tolist())
-    memberships = Counter(rank for ranks in senders.values() for rank in ranks)
-    if max(memberships.values(), default=0) <= MOST_GROUPS:
-        return [Group(tuple(sorted(ranks)), (server,)) for server, ranks in senders.items()]
-    return [Group(tuple(range(plan.table.layout.world_size)), tuple(senders))]
 
 
 class _Held:

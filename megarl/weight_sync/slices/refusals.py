@@ -18,19 +18,16 @@ def of_meta(meta: WeightUpdateMeta, backend: str) -> str:
         return "slices have not been measured over NCCL yet; weight_sync.sharded=on sends them"
     if meta.bucket_bytes < 1:
         return f"bucket_bytes={meta.bucket_bytes}: use at least 1"
-    if meta.delta:
-        return "weight_sync.delta=true sends changes of whole tensors"
-    if meta.quantization != "none":
-        return f"weight_sync.quantization={meta.quantization} is made of whole tensors"
     return ""
 
 
 def of_servers(info: Mapping[str, ServerInfo]) -> str:
     """Returns which servers cannot receive slices, and why, "" where all can."""
-    return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := _of_server(i)))
+    return "; ".join(f"server {s} {why}" for s, i in info.items() if (why := of_server(i)))
 
 
-def _of_server(info: ServerInfo) -> str:
+def of_server(info: ServerInfo) -> str:
+    """Returns why a server cannot receive slices, or say what it holds of them, "" where it can."""
     if info.applies_delta:
         return "is megarl's own, which keeps whole tensors"
     if LOADER not in info.loaders:

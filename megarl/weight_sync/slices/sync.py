@@ -17,7 +17,8 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,18 +27,23 @@ import torch
 
 from megarl.api.records import ServersLost, WeightUpdateMeta
 from megarl.models.gather import export_dtype
+from megarl.models.piece_table import PieceTable
 from megarl.utils.env import is_here, is_loopback
 from megarl.utils.http import in_thread, split_address
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.channel import CLOSE_TIMEOUT, address_for
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
-from megarl.weight_sync.reallocate import copy_views
-from megarl.weight_sync.reallocation_plan import Side
 from megarl.weight_sync.servers import GRACE, ServerInfo, Servers
 from megarl.weight_sync.slices import refusals
+from megarl.weight_sync.slices.changes import Names, SliceChanges
+from megarl.weight_sync.slices.figures import memory, metrics
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
+from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
+from megarl.weight_sync.slices.quantized import BlockFp8
+from megarl.weight_sync.slices.recorded import PackedTables, record
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -55,14 +61,7 @@ class _Target:
     addresses: tuple[str, ...]
     backend: str
     round_bytes: int
-
-
-@dataclass
-class _Parts:
-    """Holds a message's slices, and where each is in its bytes."""
-
-    nbytes: int
-    slots: list[tuple[Side, torch.dtype, int, int]]
+    quantization: str
 
 
 class SliceSync:
@@ -75,7 +74,9 @@ class SliceSync:
         self._link: Link | None = None
         self._info: dict[str, ServerInfo] = {}
         self._servers: Servers | None = None
-        self._groups: list[list[tuple[int, int, _Parts]]] = []
+        self._groups: list[Group] = []
+        self._sent = SliceChanges()
+        self._fp8: BlockFp8 | None = None
 
     def upload(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> bool:
         """Sends the weights, and returns True; or returns False, with nothing sent, where whole
@@ -95,11 +96,16 @@ class SliceSync:
             raise
         return True
 
+    def ask_again(self) -> None:
+        """Has the next upload find out anew whether slices can be sent, as servers are others."""
+        self._target = None
+
     def close(self, *, abort: bool = False) -> None:
         """Leaves the group, and ends an open session. abort: of something that failed. Servers may
         object, which is logged."""
         link, servers = self._link, self._servers
         self._target, self._link, self._servers, self._groups = None, None, None, []
+        self._sent.forget()
         if link is None:
             return
         try:
@@ -124,7 +130,8 @@ class SliceSync:
         if why := refusals.of_meta(meta, backend):
             return why
         agreement = self.source.agreement
-        target = _Target(meta.addresses, backend, max(1, meta.bucket_bytes // 2))
+        half = max(1, meta.bucket_bytes // 2)
+        target = _Target(meta.addresses, backend, half, meta.quantization)
         kept = agreement.together(self._still_met, target, deadline)
         if all(agreement.gather(kept)):
             return self._why
@@ -165,27 +172,28 @@ class SliceSync:
         spots = agreement.gather((machine(), tuple(is_here(h) for h in hosts)))
         if is_loopback(address_for(servers)) and len({where for where, _ in spots}) > 1:
             return "servers are at 127.0.0.1 and trainers on several machines; name their address"
+        self._fp8 = BlockFp8(s) if target.quantization == "fp8_block" else None
         self._open(members, deadline)
         tables = self._from_speaker(self._record, deadline)
         # servers alike have equal tables: each is read once
         distinct = {raw for _, ranks in tables for raw in ranks}
         read = {raw: json.loads(zlib.decompress(raw)) for raw in distinct}
-        made = {raw: _table(found, raw) for raw, found in read.items()}
+        made = {raw: _server_table(found, raw) for raw, found in read.items()}
         by_rank = {a: [read[raw] for raw in ranks] for a, ranks in tables}
         if why := refusals.of_tables(by_rank):
             return why
         nodes = [next((w for w, near in spots if near[i]), None) for i in range(len(hosts))]
         plan = plan_slices(
-            s.table,
+            self._table,
             [[made[raw] for raw in ranks] for _, ranks in tables],
-            itemsizes={t.name: export_dtype(t, s.dtype).itemsize for t in s.table.tensors},
+            itemsizes={t.name: self._dtype(t.name).itemsize for t in self._table.tensors},
             round_bytes=target.round_bytes,
             trainer_nodes=[where for where, _ in spots],
             server_nodes=nodes,
         )
         agreement.together(self._share, plan, by_rank)
         self._groups = [
-            [(m.round, self._number(members, m), self._parts(m)) for m in group]
+            [(m.round, self._number(members, m), lay_out(m, s.rank, self._dtype)) for m in group]
             for group in plan.sends(s.rank)
         ]
         agreement.together(self._join, deadline, meta.timeout)
@@ -221,23 +229,11 @@ class SliceSync:
 
         self.source.agreement.together(reach)
 
-    def _record(self, deadline: Deadline) -> list[tuple[str, list[bytes]]]:
-        """Has all servers record, and returns their tables, packed, by server and rank."""
+    def _record(self, deadline: Deadline) -> PackedTables:
+        """Has all servers record, and returns their tables."""
         assert self._servers is not None and self._link is not None
-        s, box = self.source, self._link.box
-        spec = [(t.name, t.shape, _name(export_dtype(t, s.dtype))) for t in s.table.tensors]
-        box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
-        self._servers.begin_update(deadline)  # it undoes what is packed in place
-        replies = self._link.call("record", deadline, spec="spec")
-        kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once
-
-        def take(at: str) -> bytes:
-            raw = box.take(f"table/{at}")
-            return kept.setdefault(raw, raw)
-
-        return [
-            (server, [take(reply["at"]) for reply in ranks]) for server, ranks in replies.items()
-        ]
+        self._servers.begin_update(deadline)
+        return record(self._link, self.source, deadline, self._fp8)
 
     def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
         """Puts the plans of some receivers into the store; the others are other ranks' to put."""
@@ -267,52 +263,60 @@ class SliceSync:
         if self._servers is not None:
             self._servers.end_update(deadline)
 
-    # ---- messages
-
     def _number(self, members: Members, message: Message) -> int:
         return members.firsts[message.receiver.server] + message.receiver.rank
 
-    def _parts(self, message: Message) -> _Parts:
-        """Lays out a message as receivers do: each slice at a multiple of its item size."""
-        slots, end = [], 0
-        for part in message.slices:
-            dtype = export_dtype(self.source.table.by_name[part.tensor], self.source.dtype)
-            start = -(-end // dtype.itemsize) * dtype.itemsize
-            end = start + part.numel * dtype.itemsize
-            slots.append((Side(self.source.rank, part.param, part.views), dtype, start, end))
-        return _Parts(end, slots)
+    @property
+    def _table(self) -> PieceTable:
+        """Returns the table of the tensors as they are sent."""
+        return self._fp8.table if self._fp8 else self.source.table
 
-    @torch.no_grad()
-    def _pack(self, parts: _Parts, device: torch.device) -> torch.Tensor:
-        message = torch.empty(parts.nbytes, dtype=torch.uint8, device=device)
-        for side, dtype, start, stop in parts.slots:
-            copy_views(self.source.params, side, message[start:stop].view(dtype), out=True)
-        return message
+    def _dtype(self, name: str) -> torch.dtype:
+        if self._fp8 is not None:
+            return self._fp8.dtype(name)
+        return export_dtype(self.source.table.by_name[name], self.source.dtype)
 
     # ---- every sync
 
     def _stream(self, meta: WeightUpdateMeta, deadline: Deadline, phases: Phases) -> None:
-        """Sends everything, then names the version. Collective."""
+        """Sends everything or what has changed, then names the version. Collective."""
         agreement = self.source.agreement
+        names = self._from_speaker(self._begin, meta, deadline)
+        if self._fp8 is not None:
+            with phases.time("encode"):
+                self._fp8.measure()
         with phases.time("broadcast"):
-            sent, received = agreement.together(self._transfer, meta, deadline)
+            sent, received = agreement.together(self._transfer, meta, deadline, names)
+        fingerprints = Fingerprints(self.source, self._speaker, meta, deadline, phases)
+        fingerprints.record(self._info, self._link)
+        proved = fingerprints.compare()
         agreement.together(self._accept, meta, deadline)
+        if names is None:
+            self._sent.forget()
+        else:
+            keep = partial(self._sent.keep, on_host=meta.delta_on_host)
+            agreement.together(keep, names.id, self._groups, self.source.params)
+            phases.add("encode", self._sent.seconds)
         if meta.verify != "off":
             with phases.time("verify"):
-                verified = agreement.gather(agreement.together(self._verify, meta, deadline))
+                verified = agreement.gather(
+                    agreement.together(self._verify, meta, deadline, proved)
+                )
             phases.metrics["verified"] = float(any(verified))
-        figures = agreement.gather((sent, self._memory(), received))
-        slices = figures[self._speaker][2]
-        phases.metrics |= {
-            "bytes": float(sum(n for n, _, _ in figures)),
-            "senders": float(sum(n > 0 for n, _, _ in figures)),
-            "peak_extra_bytes": float(max(extra for _, extra, _ in figures)),
-            "slice_bytes": float(max(r["received"] for r in slices)),
-            "server_extra_bytes": float(max(r["peak"] for r in slices)),
-        }
+        mine = self._sent.counts + Counter(bytes=sent)
+        extra = memory(self._groups, changes=names is not None)
+        figures = agreement.gather((mine, extra, received))
+        phases.metrics |= metrics([f[:2] for f in figures], figures[self._speaker][2])
+
+    def _begin(self, meta: WeightUpdateMeta, deadline: Deadline) -> Names | None:
+        """Opens a session. Returns the names of the weights before and after, None where changes
+        are not asked for."""
+        assert self._servers is not None and self._link is not None
+        self._servers.begin_update(deadline)
+        return self._sent.ask(self._link, meta.number, deadline) if meta.delta else None
 
     def _transfer(
-        self, meta: WeightUpdateMeta, deadline: Deadline
+        self, meta: WeightUpdateMeta, deadline: Deadline, names: Names | None
     ) -> tuple[int, Sequence[dict[str, Any]]]:
         """Sends this rank's messages. Returns its bytes and, on the rank that speaks, what every
         server rank received."""
@@ -321,23 +325,28 @@ class SliceSync:
         theirs = None
         try:
             if self._servers is not None:
-                self._servers.begin_update(deadline)
-                theirs = link.start("receive", deadline, plan=PLAN)
+                changes = None if names is None else names._asdict()
+                theirs = link.start("receive", deadline, plan=PLAN, changes=changes)
             if (
                 link.device.type == "cuda"
             ):  # what computed the parameters is on this thread's stream
                 torch.cuda.synchronize(link.device)
-            groups = (
-                [(step, peer, partial(self._pack, parts, link.device)) for step, peer, parts in g]
-                for g in self._groups
-            )
-            ours = in_thread(link.send, groups, deadline)
+            ours = in_thread(link.send, self._messages(names), deadline)
             link.alongside(f"weights of version {meta.number}", ours, theirs, deadline)
         except BaseException as e:  # or others would wait for this rank
             link.stop(f"rank {self.source.rank}: {type(e).__name__}: {e}")
             raise
         answers = [f.result().value for f in (theirs or {}).values()]
         return ours.result(), [reply for ranks in answers for reply in ranks]
+
+    def _messages(self, names: Names | None) -> Iterator[Sequence[Outgoing]]:
+        """Returns groups of messages, which are packed as they are asked for."""
+        assert self._link is not None
+        params, device = self.source.params, self._link.device
+        if names is None:
+            params = params if self._fp8 is None else self._fp8.params()
+            return whole_messages(self._groups, params, device, self._fp8)
+        return self._sent.messages(self._groups, params, device, whole=names.base is None)
 
     def _accept(self, meta: WeightUpdateMeta, deadline: Deadline) -> None:
         """Names the version, once every rank has received, and ends the session."""
@@ -348,22 +357,15 @@ class SliceSync:
             self._link.call("accept", deadline, body=body)
             self._servers.end_update(deadline)
 
-    def _verify(self, meta: WeightUpdateMeta, deadline: Deadline) -> bool:
-        """Compares servers with each other, which is what a stock server allows."""
+    def _verify(
+        self, meta: WeightUpdateMeta, deadline: Deadline, proved: Mapping[str, bool]
+    ) -> bool:
+        """Compares servers with each other that fingerprints cannot be had of."""
         if self._servers is None:
             return False
         verifier = Verifier.of(meta, self._info, [t.name for t in self.source.table.tensors])
-        return verifier is not None and verifier.check(deadline)
-
-    def _memory(self) -> int:
-        """Returns the bytes of two groups of messages, the largest that follow each other."""
-        sizes = [sum(parts.nbytes for _, _, parts in group) for group in self._groups]
-        return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+        return verifier is not None and verifier.check(deadline, proved)
 
 
-def _table(found: dict[str, Any], packed: bytes) -> ServerTable:
+def _server_table(found: dict[str, Any], packed: bytes) -> ServerTable:
     return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -32,6 +32,7 @@ from megarl.weight_sync.encoding import Ready
 from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import load_body
 from megarl.weight_sync.servers import GRACE, BucketTransfer, ServerInfo, Servers, failures
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -126,11 +127,14 @@ class ColocatedTransport(Transport):
         )
         try:
             together(session.begin)
+            fingerprints = Fingerprints(self.source, sender, meta, deadline, phases)
+            fingerprints.record(info)
             session.run()
+            proved = fingerprints.compare()
             together(session.end)
             if meta.verify != "off":
                 with phases.time("verify"):
-                    session.verify()
+                    session.verify(proved)
             session.account()
         except BaseException:
             session.abandon()

@@ -30,6 +30,7 @@ from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.plan import SyncPlan, update_body
 from megarl.weight_sync.senders import split_budget, spread_senders
 from megarl.weight_sync.servers import BucketTransfer, Servers
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.sync import SliceSync
 from megarl.weight_sync.stream import BucketStream
 from megarl.weight_sync.transports import Transport, WeightSource
@@ -94,14 +95,18 @@ class DistributedTransport(Transport):
                 stream = agreement.together(
                     self._open, plan, gatherer, changes, meta, deadline, phases
                 )
+            speaker = plan.senders[0]
+            fingerprints = Fingerprints(self.source, speaker, meta, deadline, phases)
+            fingerprints.record({} if self._channel is None else self._channel.info)
             stream.run()
+            proved = fingerprints.compare()
             with phases.time("session"):
                 agreement.together(self._close_session, deadline)
             if stream.changes is not None:
                 self._base.id = stream.changes.id
             if meta.verify != "off":
                 with phases.time("verify"):
-                    stream.verify()
+                    stream.verify(proved)
             stream.account()
         except BaseException:
             self._abandon()
@@ -197,6 +202,8 @@ class DistributedTransport(Transport):
         """Connects all senders: at first, after a failure, and when servers or senders have
         changed. One sender follows the other: a server joins one group at a time, and waits in it.
         Collective."""
+        if self._met is not None:
+            self._slices.ask_again()
         together = self.source.agreement.together
         together(partial(self._leave, abort=True))  # some in the group may be dead
         for sender in target.senders:
@@ -229,8 +236,8 @@ class DistributedTransport(Transport):
             unable = [s for s, i in channel.info.items() if not i.applies_delta]
             if changes is not None and unable and speaks:
                 log.warning(
-                    "weight_sync.delta: all weights are sent, for %s cannot apply changes (a stock "
-                    "SGLang server cannot, megarl's embedded server can)",
+                    "weight_sync.delta: all weights are sent, for %s cannot apply changes (the "
+                    "embedded server can, a stock SGLang server with weight_sync.sharded=on)",
                     ", ".join(unable),
                 )
             changes = None if unable else changes

@@ -6,8 +6,10 @@ name; everything else goes through a store of the trainers:
 
     record   learn where every element of every HF tensor lands in this rank's parameters
     join     enter the group of all trainers and server ranks
-    receive  take this rank's slices, round by round, and copy them in place as a plan says
-    hash     fingerprints of the HF tensors, read back from the live parameters
+    holds    the trainers' name for the weights that are here, if nothing else has come since
+    receive  take this rank's slices, round by round, and copy them in place as a plan says; or
+             their changes against the weights that it holds
+    hash     a fingerprint of each part of an HF tensor here, read back from the parameters
     accept   nothing; the request carries the version, once every rank has received
     leave    leave the group
 
@@ -19,12 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 import traceback
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,9 +36,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .holding import Holding
 from .mailbox import TOKEN, Mailbox
+from .messages import HEAD, HEADS, laid_out, land
 from .recording import Table, digest_of, record, state
-from .strides import MODULUS, box_numbers, fingerprint
+from .strides import fingerprint
 
 CONNECT_TIMEOUT = 30.0  # seconds to reach the store
 POLL = 0.002  # seconds between looks after messages under way
@@ -53,6 +56,7 @@ class Held:
     table: Table | None = None
     group: dist.ProcessGroup | None = None
     plans: dict[str, Any] = field(default_factory=dict)
+    weights: Holding = field(default_factory=Holding)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -170,24 +174,34 @@ def _join(order: Order) -> dict[str, Any]:
     return {}
 
 
+def _holds(order: Order) -> dict[str, Any]:
+    """Replies the name of the weights, None for others than trainers have sent."""
+    return {"weights": held.weights.look(state(order.model))}
+
+
 def _receive(order: Order) -> dict[str, Any]:
     """Takes the rounds of a plan; the messages of one are on their way while those of the one
     before are copied.
 
     A round: [[sender, slices], ...]. A slice: the number of an entry of the table, or where it is a
-    part of one, [number, [[offset, shape, strides], ...]]. The slices of a message follow each
-    other, each aligned to its items. A plan can write into parameters alone: as_strided checks the
-    bounds of their storages.
+    part of one, [number, [[offset, shape, strides], ...]]. A plan can write into parameters alone.
+    With "changes" in the command a head comes before every message (see messages.py), which may be
+    changes of the weights named "base"; what is held afterwards has the name "id".
     """
     plan, until = _plan(order), time.monotonic() + order.command["timeout"]
     if plan["digest"] != digest_of(order.model):
         raise RuntimeError("the parameters are not those that the table was recorded for")
+    changes, here = order.command.get("changes"), held.weights.id
+    if changes and changes["base"] not in (None, here):
+        raise RuntimeError(f"these are changes to {changes['base']}, and {here} is held")
+    held.weights.forget()
     params, received, peak = state(order.model), 0, 0
     under_way: deque[Any] = deque()
     try:
         with torch.no_grad():
             for number, messages in enumerate(plan["rounds"]):
-                under_way.append(_post(order, messages, number))
+                heads = _heads(order, messages, number, until) if changes else None
+                under_way.append(_post(order, messages, number, heads))
                 size = sum(b.numel() for b in under_way[-1][1])
                 now = sum(b.numel() for _, buffers, _ in under_way for b in buffers)
                 received, peak = received + size, max(peak, now)
@@ -196,6 +210,8 @@ def _receive(order: Order) -> dict[str, Any]:
             while under_way:
                 _land(params, under_way.popleft(), order, until)
             _finish(order.model)
+            if changes and held.table is not None:
+                held.weights.note(changes["id"], params, (e.param for e in held.table.entries))
     except BaseException as e:
         _give_up(order, e)
         raise
@@ -213,44 +229,49 @@ def _plan(order: Order) -> Any:
     return held.plans[name]
 
 
-def _post(order: Order, messages: Sequence[Any], number: int) -> Any:
+def _heads(order: Order, messages: Sequence[Any], number: int, until: float) -> list[list[int]]:
+    """Returns the bytes and the chunks of each message of a round, when their heads are there."""
+    kind = dict(dtype=torch.int64, device=order.device)
+    heads = [torch.empty(HEAD, **kind) for _ in messages]  # type: ignore[call-overload]
+    senders = [sender for sender, _ in messages]
+    _wait(order, _listen(heads, senders, HEADS + number), until)
+    return [head.tolist() for head in heads]
+
+
+def _post(
+    order: Order, messages: Sequence[Any], number: int, heads: Sequence[Sequence[int]] | None
+) -> Any:
     """Starts to receive a round's messages, all at once."""
+    assert held.table is not None, "record first"
+    whole = [laid_out(slices, held.table.entries, held.dtypes) for _, slices in messages]
+    heads = heads or [(n, 0) for n, _ in whole]
+    parts, buffers = [], []
+    for (n, views), (nbytes, chunks) in zip(whole, heads, strict=True):
+        if not 0 <= nbytes <= n:
+            raise ValueError(f"a message of {nbytes} bytes, which would be {n} whole")
+        parts.append((views, chunks))
+        buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=order.device))
+    return parts, buffers, _listen(buffers, [sender for sender, _ in messages], number)
+
+
+def _listen(buffers: Sequence[torch.Tensor], senders: Sequence[int], tag: int) -> list[Any]:
+    """Starts to receive a buffer of each sender, where something is to come."""
     if held.group is None:
         raise RuntimeError("this server is in no group: connect again")
-    parts = [_laid_out(slices) for _, slices in messages]
-    buffers = [torch.empty(n, dtype=torch.uint8, device=order.device) for n, _ in parts]
     ops = [
-        dist.P2POp(dist.irecv, b, group=held.group, tag=number, group_peer=sender)
-        for b, (sender, _) in zip(buffers, messages, strict=True)
+        dist.P2POp(dist.irecv, b, group=held.group, tag=tag, group_peer=sender)
+        for b, sender in zip(buffers, senders, strict=True)
+        if b.numel()
     ]
-    return parts, buffers, dist.batch_isend_irecv(ops) if ops else []
-
-
-def _laid_out(slices: Sequence[Any]) -> tuple[int, list[Any]]:
-    """Returns a message's bytes, and where each view is in it: (first byte, last, dtype, parameter,
-    offset, shape, strides)."""
-    assert held.table is not None, "record first"
-    found, end = [], 0
-    for part in slices:
-        e = held.table.entries[part if isinstance(part, int) else part[0]]
-        whole = [[e.offset, e.shape, e.strides]]
-        views: Sequence[Any] = whole if isinstance(part, int) else part[1]
-        dtype = held.dtypes[e.tensor]
-        end = -(-end // dtype.itemsize) * dtype.itemsize
-        for offset, shape, strides in views:
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            found.append((start, end, dtype, e.param, offset, shape, strides))
-    return end, found
+    return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 def _land(params: Mapping[str, Any], posted: Any, order: Order, until: float) -> None:
     """Copies a round's messages into parameters when they are there."""
     parts, buffers, works = posted
     _wait(order, works, until)
-    for buffer, (_, views) in zip(buffers, parts, strict=True):
-        for start, end, dtype, name, offset, shape, strides in views:
-            target = params[name].as_strided(shape, strides, offset)
-            target.copy_(buffer[start:end].view(dtype).view(shape))
+    for buffer, (views, chunks) in zip(buffers, parts, strict=True):
+        land(params, views, buffer, chunks)
 
 
 def _wait(order: Order, works: Sequence[Any], until: float) -> None:
@@ -268,17 +289,17 @@ def _wait(order: Order, works: Sequence[Any], until: float) -> None:
 
 
 def _hash(order: Order) -> dict[str, Any]:
-    """Replies by HF tensor the sum of the fingerprints of its parts on this rank."""
-    if held.table is None or held.table.digest != digest_of(order.model):
+    """Replies the fingerprint of every entry of the table, read back from the live parameters."""
+    table = held.table
+    if table is None or table.digest != digest_of(order.model):
         raise RuntimeError("there is no table of these parameters: record first")
-    params, sums = state(order.model), Counter[str]()
-    shapes = {name: shape for name, shape, _ in held.spec}
-    for e in held.table.entries:
+    params, shapes = state(order.model), {name: shape for name, shape, _ in held.spec}
+    sums = []
+    for e in table.entries:
         view = params[e.param].as_strided(tuple(e.shape), tuple(e.strides), e.offset)
-        sums[e.tensor] += fingerprint(view, box_numbers(shapes[e.tensor], e.start, e.stop))
-    found = {name: value % MODULUS for name, value in sums.items()}
-    order.box.put(order.place("hash"), zlib.compress(json.dumps(found).encode()))
-    return {"tensors": len(found)}
+        sums.append(fingerprint(view, shapes[e.tensor], e.start, e.stop))
+    order.box.put(order.place("hash"), zlib.compress(json.dumps(sums).encode()))
+    return {"entries": len(sums)}
 
 
 def _accept(order: Order) -> dict[str, Any]:
@@ -311,6 +332,7 @@ def _give_up(order: Order, error: BaseException) -> None:
 COMMANDS: Mapping[str, Callable[[Order], dict[str, Any]]] = {
     "record": _record,
     "join": _join,
+    "holds": _holds,
     "receive": _receive,
     "hash": _hash,
     "accept": _accept,

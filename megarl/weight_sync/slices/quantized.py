@@ -1,0 +1,117 @@
+"""Makes slices of block-wise FP8, bit for bit those of the whole tensors (see wire.block_fp8).
+
+A block may lie on several ranks: tensor parallelism cuts where it likes. So every rank takes the
+largest magnitude of what it holds of each block, and one all-reduce makes these the blocks' own.
+Then all ranks know all scales, and each quantises what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from megarl.models.gather import export_dtype
+from megarl.models.ops import Shape
+from megarl.models.piece_table import HfTensor, Piece, PieceTable, View
+from megarl.weight_sync.boxes import Box, numel
+from megarl.weight_sync.transports import WeightSource
+from megarl.wire.block_fp8 import BLOCK, LARGEST, STRIP, SUFFIX, is_linear, scale_shape
+
+FP8 = torch.float8_e4m3fn
+Read = Callable[[torch.Tensor], None]  # copies numbers of a parameter into a flat tensor
+
+
+class BlockFp8:
+    """Quantises a source's weights. table: of what is sent: linear maps in FP8, and the scales of
+    each, which all ranks have that hold any of it.
+
+    Memory: a number for each block of the model, and STRIP rows of a slice in fp32.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        linear = [t for t in source.table.tensors if is_linear(t.name)]
+        self.table = replace(source.table, tensors=tuple(_with_scales(source.table)))
+        coords = source.layout.coords(source.rank)
+        self._held = [(t, list(t.held_by(coords))) for t in linear]
+        sizes = [numel(((0, 0), scale_shape(t.shape))) for t in linear]
+        self._starts = dict(zip((t.name for t in linear), accumulate(sizes, initial=0)))
+        self._flat = torch.empty(sum(sizes), device=source.device)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype that a tensor of `table` is sent in."""
+        if name.endswith(SUFFIX):
+            return torch.float32
+        return FP8 if is_linear(name) else self.plain_dtype(name)
+
+    def plain_dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype that the source's tensor would be sent in without FP8."""
+        return export_dtype(self._source.table.by_name[name], self._source.dtype)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Computes the scales of all blocks. Collective."""
+        self._flat.zero_()
+        for t, pieces in self._held:
+            for piece in pieces:
+                self._largest(t, piece)
+        if self._source.layout.world_size > 1:
+            dist.all_reduce(self._flat, op=dist.ReduceOp.MAX, group=self._source.group)
+        self._flat.clamp_(min=1e-12).div_(LARGEST)
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """Returns the source's parameters and, by the names of their tensors, the scales."""
+        scales = {t.name + SUFFIX: self._scales(t.name, t.shape) for t, _ in self._held}
+        return {**self._source.params, **scales}
+
+    def quantize(self, name: str, box: Box, read: Read, out: torch.Tensor) -> None:
+        """Writes box `box` of a linear map into `out`, FP8 [numbers of the box]; read: copies its
+        numbers, in the dtype they are sent in without FP8, into a flat tensor."""
+        (top, left), (bottom, right) = box
+        scales = self._scales(name, self._source.table.by_name[name].shape)
+        values = torch.empty(numel(box), dtype=self.plain_dtype(name), device=scales.device)
+        read(values)
+        columns = torch.arange(left, right, device=scales.device) // BLOCK
+        rows = torch.arange(top, bottom, device=scales.device) // BLOCK
+        width = right - left
+        for first in range(0, len(rows), STRIP):
+            strip = slice(first * width, min(first + STRIP, len(rows)) * width)
+            steps = scales[rows[first : first + STRIP]][:, columns].flatten()
+            out[strip].copy_((values[strip].float() / steps).clamp_(-LARGEST, LARGEST).to(FP8))
+
+    def _scales(self, name: str, shape: Shape) -> torch.Tensor:
+        start, size = self._starts[name], scale_shape(shape)
+        return self._flat[start : start + numel(((0, 0), size))].view(size)
+
+    def _largest(self, t: HfTensor, piece: Piece) -> None:
+        """Raises the blocks' largest magnitudes to those of a piece."""
+        cells, param = self._scales(t.name, t.shape), self._source.params[piece.param].detach()
+        view, (top, left), (bottom, right) = piece.view, piece.start, piece.stop
+        local = param.as_strided(view.shape, view.strides, param.storage_offset() + view.offset)
+        values = local.to(self.plain_dtype(t.name)).reshape(bottom - top, right - left)
+        for first in range(top - top % BLOCK, bottom, STRIP):
+            low, high = max(first, top), min(first + STRIP, bottom)
+            part = values[low - top : high - top].float().abs()
+            edges = (left % BLOCK, -right % BLOCK, low - first, -high % BLOCK)
+            blocks = pad(part, edges).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            found = blocks.amax((1, 3))
+            i, j = first // BLOCK, left // BLOCK
+            target = cells[i : i + len(found), j : j + found.shape[1]]
+            torch.maximum(target, found, out=target)
+
+
+def _with_scales(table: PieceTable) -> Iterator[HfTensor]:
+    """Yields the table's tensors, and after each linear map its scales."""
+    for t in table.tensors:
+        yield t
+        if is_linear(t.name):
+            name, shape = t.name + SUFFIX, scale_shape(t.shape)
+            view = View(0, shape, (shape[1], 1))
+            places = dict.fromkeys(p.place for p in (*t.pieces, *t.replicas))
+            first, *others = (Piece(p, name, view, (0, 0), shape) for p in places)
+            yield HfTensor(name, shape, (first,), tuple(others))
