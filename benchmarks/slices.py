@@ -146,7 +146,7 @@ def report(
     whole = itemsize * sum(t.numel for t in table.tensors)
     kept = itemsize * sum(t.numel for t in table.tensors if len(t.shape) == 1)
     print(
-        f"{whole / 1e6:.1f} MB of {args.dtype}, of which every rank keeps {kept / 1e6:.1f} MB, in "
+        f"{whole / 1e6:.1f} MB of {args.dtype}, of which every rank keeps {kept / 1e6:.2f} MB, in "
         f"buckets of {args.bucket_mib} MiB, {args.reps} rounds; half of the model and what every "
         f"rank keeps: {(whole + kept) / 2e6:.1f} MB\n"
     )

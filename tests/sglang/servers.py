@@ -32,6 +32,7 @@ ENV = {
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 SIZES = {"context_length": 1024, "max_running_requests": 16, "threads": 1}
+SAID = [2, 40, 50, 60]  # the prompt of `RealServer.said`
 START_TIMEOUT = 280.0  # twice is less than pytest's own timeout: a log is shown, not a stack
 
 
@@ -76,7 +77,7 @@ class RealServer(Client):
         which would have the prompt computed in other parts.
         """
         self.ok("/flush_cache?timeout=10")
-        answer = self.generate([2, 40, 50, 60], temperature=0, max_new_tokens=8, ignore_eos=True)
+        answer = self.generate(SAID, temperature=0, max_new_tokens=8, ignore_eos=True)
         return [(t, lp) for lp, t, _ in answer["meta_info"]["output_token_logprobs"]]
 
 

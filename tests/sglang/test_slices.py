@@ -29,7 +29,7 @@ from tests.dist.engine_jobs import SP, batch, loss_fn, make_engine, weight_fn
 from tests.dist.uploads import Upload, flipped, run_uploads
 from tests.dist.world import World
 from tests.sglang.conftest import Pair
-from tests.sglang.servers import RealServer, launch, save_model, serving
+from tests.sglang.servers import SAID, RealServer, hf_logprobs, launch, save_model, serving
 
 SOME = 100_000  # bytes of two rounds: several of them
 PLUGINS = Path(__file__).parent / "plugins"
@@ -134,6 +134,9 @@ def check_engine(
         figures: dict[str, float] = found[-1]
     assert server.checksums() != before
     check_held([server], saved, metas[-1].version)
+    tokens, logprobs = zip(*server.said(), strict=True)
+    theirs = hf_logprobs(saved, SAID, list(tokens))
+    torch.testing.assert_close(torch.tensor(logprobs), theirs, atol=2e-5, rtol=0)
     return figures
 
 
