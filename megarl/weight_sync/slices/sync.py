@@ -39,7 +39,7 @@ from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_store
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
-from megarl.weight_sync.slices.recorded import PackedTables, record
+from megarl.weight_sync.slices.recorded import PackedTables, record, spec_of
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -227,7 +227,7 @@ class SliceSync:
         """Has all servers record, and returns their tables."""
         assert self._servers is not None and self._link is not None
         self._servers.begin_update(deadline)
-        return record(self._link, self.source, deadline)
+        return record(self._link, spec_of(self.source), deadline)
 
     def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
         """Puts the plans of some receivers into the store; the others are other ranks' to put."""
@@ -360,7 +360,3 @@ class SliceSync:
 
 def _table(found: dict[str, Any], packed: bytes) -> ServerTable:
     return ServerTable.from_rows(found["entries"], hashlib.sha256(packed).hexdigest())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
