@@ -32,7 +32,7 @@ from megarl.weight_sync.servers import ServerInfo
 from megarl.weight_sync.slices import refusals
 from megarl.weight_sync.slices.link import Link, Members, open_store
 from megarl.weight_sync.slices.receiver.megarl_receiver.strides import MODULUS, fingerprint
-from megarl.weight_sync.slices.recorded import PackedTables, record
+from megarl.weight_sync.slices.recorded import PackedTables, record, spec_of
 from megarl.weight_sync.slices.tables import Entry
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import once_each
@@ -154,7 +154,7 @@ class Fingerprints:
             return []
         try:
             self._link = link or self._reach(able)
-            return record(self._link, self.source, self._deadline)
+            return record(self._link, spec_of(self.source), self._deadline)
         except ServersLost:
             raise
         except RuntimeError as e:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable, Sequence
 
-from megarl.models.gather import export_dtype
+import torch
+
+from megarl.models.ops import Shape
+from megarl.models.piece_table import PieceTable
 from megarl.utils.liveness import Deadline
 from megarl.weight_sync.slices.link import Link
-from megarl.weight_sync.slices.quantized import BlockFp8
-from megarl.weight_sync.transports import WeightSource
 
 PackedTables = list[tuple[str, list[bytes]]]  # by server, and its ranks
+Spec = Sequence[tuple[str, Shape, str]]  # (name, shape, dtype) of each HF tensor, as it is sent
 
 
-def record(
-    link: Link, source: WeightSource, deadline: Deadline, fp8: BlockFp8 | None = None
-) -> PackedTables:
+def spec_of(table: PieceTable, dtype_of: Callable[[str], torch.dtype]) -> Spec:
+    """Returns the spec of a table's HF tensors. dtype_of: that a tensor is sent in, by name."""
+    return [(t.name, t.shape, str(dtype_of(t.name)).removeprefix("torch.")) for t in table.tensors]
+
+
+def record(link: Link, spec: Spec, deadline: Deadline) -> PackedTables:
     """Returns the tables of all ranks, packed; a server that still has them answers at once. On the
-    rank that speaks, in an update session, which undoes what is packed in place. fp8: where linear
-    maps are sent so. Raises as `Link.call` does."""
-    tensors = (fp8.table if fp8 else source.table).tensors
-    dtypes = {t.name: fp8.dtype(t.name) if fp8 else export_dtype(t, source.dtype) for t in tensors}
-    spec = [(t.name, t.shape, str(dtypes[t.name]).removeprefix("torch.")) for t in tensors]
+    rank that speaks, in an update session, which undoes what is packed in place. Raises as
+    `Link.call` does."""
     link.box.put("spec/spec", zlib.compress(json.dumps(spec).encode()))
     replies = link.call("record", deadline, spec="spec")
     kept: dict[bytes, bytes] = {}  # equal tables become one object, which is pickled once

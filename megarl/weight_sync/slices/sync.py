@@ -43,7 +43,7 @@ from megarl.weight_sync.slices.link import MARGIN, Link, Meeting, Members, open_
 from megarl.weight_sync.slices.messages import Group, Outgoing, lay_out, whole_messages
 from megarl.weight_sync.slices.plan import Message, SlicePlan, plan_slices
 from megarl.weight_sync.slices.quantized import BlockFp8
-from megarl.weight_sync.slices.recorded import PackedTables, record
+from megarl.weight_sync.slices.recorded import PackedTables, record, spec_of
 from megarl.weight_sync.slices.tables import ServerTable
 from megarl.weight_sync.transports import WeightSource
 from megarl.weight_sync.verify import Verifier
@@ -233,7 +233,7 @@ class SliceSync:
         """Has all servers record, and returns their tables."""
         assert self._servers is not None and self._link is not None
         self._servers.begin_update(deadline)
-        return record(self._link, self.source, deadline, self._fp8)
+        return record(self._link, spec_of(self._table, self._dtype), deadline)
 
     def _share(self, plan: SlicePlan, tables: dict[str, list[dict[str, Any]]]) -> None:
         """Puts the plans of some receivers into the store; the others are other ranks' to put."""
