@@ -140,6 +140,9 @@ class Fingerprints:
         found = agreement.together(lambda: fn(*args) if speaks else None)
         return agreement.gather_from([self._speaker], found)[0]
 
+    def _dtype(self, name: str) -> torch.dtype:
+        return export_dtype(self.source.table.by_name[name], self.source.dtype)
+
     # ---- on the rank that speaks
 
     def _record(self, info: Mapping[str, ServerInfo], link: Link | None) -> PackedTables:
@@ -154,7 +157,8 @@ class Fingerprints:
             return []
         try:
             self._link = link or self._reach(able)
-            return record(self._link, spec_of(self.source), self._deadline)
+            spec = spec_of(self.source.table, self._dtype)
+            return record(self._link, spec, self._deadline)
         except ServersLost:
             raise
         except RuntimeError as e:
@@ -278,7 +282,7 @@ class Fingerprints:
         if box is None:
             return 0
         tensor = self.source.table.by_name[part.tensor]
-        casts = export_dtype(tensor, self.source.dtype), getattr(torch, part.dtype)
+        casts = self._dtype(tensor.name), getattr(torch, part.dtype)
         total, first = 0, 0
         for v in cut(piece.view, whole, box):
             local = param.as_strided(v.shape, v.strides, param.storage_offset() + v.offset)
