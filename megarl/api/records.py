@@ -88,6 +88,8 @@ class WeightUpdateMeta:
     quantization: "none" | "fp8_block": sends linear maps as block-wise FP8 (distributed).
     verify: "off" | "sample": compares checksums of a few tensors, others for every version, with
         the servers' afterwards | "full": of all. True and False stand for "full" and "off".
+    first: of a run's updates: with "sample" it compares all tensors, which shows whether the two
+        sides fit at all.
     senders: ranks that gather and send buckets in turn (distributed); None is one for each stage.
     flush_cache: empties the servers' KV caches with the update; False leaves the KV of earlier
         weights there (rollout.kv_after_sync).
@@ -105,6 +107,7 @@ class WeightUpdateMeta:
     bucket_bytes: int = 512 << 20
     flattened: bool = True
     verify: str | bool = "off"
+    first: bool = False
     senders: int | None = 1
     sharded: str = "auto"
     delta: bool = False
@@ -199,6 +202,11 @@ class WeightUpdateMeta:
             server_timeout=config.server_timeout,
             **({"verify": config.verify} | fields),
         )
+
+    @property
+    def compares_all(self) -> bool:
+        """Returns whether all tensors are compared after this update, not only some or none."""
+        return self.verify == "full" or (self.verify == "sample" and self.first)
 
     @property
     def number(self) -> int:

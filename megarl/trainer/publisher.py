@@ -83,15 +83,12 @@ class WeightPublisher:
         return stats | seconds
 
     def _meta(self, version: int, addresses: list[str]) -> WeightUpdateMeta:
-        verify = self._config.verify
-        if verify == "sample" and not self._published:
-            verify = "full"  # the first update shows whether the two sides fit at all
         return WeightUpdateMeta.from_config(
             self._config,
             path=self._path,
             addresses=addresses,
             version=version,
-            verify=verify,
+            first=not self._published,
             flush_cache=self._client.config.kv_after_sync == "flush",
         )
 

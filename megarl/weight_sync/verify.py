@@ -53,10 +53,10 @@ class Verifier:
         cls, meta: WeightUpdateMeta, info: Mapping[str, ServerInfo], names: Collection[str]
     ) -> Verifier | None:
         """Returns the verifier that `meta.verify` asks for, None for "off". With "sample" it
-        compares some of `names`."""
+        compares some of `names`, but all at the first update."""
         if meta.verify == "off":
             return None
-        return cls(info, sample(names, meta.number) if meta.verify == "sample" else None)
+        return cls(info, None if meta.compares_all else sample(names, meta.number))
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Adds the checksums of these tensors by HF name; FP8 tensors come with their scales."""

@@ -426,7 +426,7 @@ def test_sft_has_the_same_protection(tmp_path, said):
 def test_the_first_sync_of_every_start_is_verified(tmp_path):
     """What a verification finds: test_a_corrupted_tensor_is_named_on_every_rank."""
 
-    def verified(verify: str, version: int, kv: str = "flush") -> list[str]:
+    def verified(verify: str, version: int, kv: str = "flush") -> list[bool]:
         """Of a process that starts at `version` and takes two steps."""
         metas: list[Any] = []
         arrival = SimpleNamespace(result=lambda timeout: None)
@@ -445,11 +445,11 @@ def test_the_first_sync_of_every_start_is_verified(tmp_path):
             assert stats["weight_sync/pause_s"] >= 0 and stats["weight_sync/resume_s"] >= 0
         assert [m.version for m in metas] == [version, version + 1, version + 2]
         assert {m.flush_cache for m in metas} == {kv == "flush"}
-        return [m.verify for m in metas]
+        return [m.compares_all for m in metas]
 
-    assert verified("sample", 0) == verified("sample", 7) == ["full", "sample", "sample"]
-    assert verified("full", 7, "recompute") == ["full"] * 3
-    assert verified("off", 0) == ["off"] * 3
+    assert verified("sample", 0) == verified("sample", 7) == [True, False, False]
+    assert verified("full", 7, "recompute") == [True] * 3
+    assert verified("off", 0) == [False] * 3
 
 
 # ---- batches that teach nothing --------------------------------------------------------------

@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.api.records import WeightUpdateMeta
 from megarl.parallel.agreement import Agreement
 from megarl.utils.checksum import tensor_checksum
 from megarl.utils.env import address_towards
 from megarl.utils.http import HttpError, call_json, in_thread, split_address
 from megarl.utils.liveness import Answer, Deadline
+from megarl.weight_sync.phases import Phases
 from megarl.weight_sync.servers import BucketTransfer, ServerInfo, Servers
+from megarl.weight_sync.slices.fingerprints import Fingerprints
 from megarl.weight_sync.verify import Verifier, sample
 
 SILENCE = "silence"  # an answer that never comes
@@ -277,3 +281,19 @@ def test_a_rank_on_its_own_agrees_with_itself() -> None:
     with pytest.raises(KeyError):
         alone.together({}.__getitem__, "k")
     alone.close()
+
+
+def test_stock_servers_of_gpus_record_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """The first sync compares everything that servers say by themselves; nothing is recorded there
+    on a GPU, where this has never been run."""
+    source: Any = SimpleNamespace(rank=0, device=torch.device("cuda"), agreement=Agreement(None))
+    meta = WeightUpdateMeta(
+        type="distributed", version=1, addresses=("a:1",), verify="sample", first=True
+    )
+    assert meta.compares_all
+    loader = ("megarl_receiver.load",)
+    info = ServerInfo(tp=1, dtype=None, hf_checksums=False, loaders=loader)
+    fingerprints = Fingerprints(source, 0, meta, Deadline(5), Phases())
+    fingerprints.record({"a:1": info})  # connects nowhere
+    assert fingerprints.compare() == {}
+    assert "server a:1 is not compared by HF name: this has not been run on a GPU" in caplog.text

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 3  # tensors of a server
 _HALF = 32  # bits: half a fingerprint; sums of halves over ranks stay within an int64
+ON_GPU = "this has not been run on a GPU yet; weight_sync.verify=full compares it all the same"
 # other numbers are made of what was sent, not copied: FP8 has scales beside it
 PLAIN = ("float32", "bfloat16", "float16")
 
@@ -109,7 +110,7 @@ class Fingerprints:
     def record(self, info: Mapping[str, ServerInfo], link: Link | None = None) -> None:
         """Has the servers that can record, best before weights arrive. info, and link where there
         is one to them all: on the rank that speaks. Collective. Raises ServersLost."""
-        if self.meta.verify != "full":
+        if not self.meta.compares_all:
             return
         with self._phases.time("verify"):
             self._tables = self._from_speaker(self._record, info, link)
@@ -149,6 +150,9 @@ class Fingerprints:
         stock = {a: i for a, i in info.items() if not i.hf_checksums}
         if self.meta.quantization != "none":
             _not_compared(dict.fromkeys(stock, "it takes FP8, and trainers hold other numbers"))
+            return []
+        if self.meta.verify != "full" and self.source.device.type == "cuda":
+            _not_compared(dict.fromkeys(stock, ON_GPU))
             return []
         why = {a: refusals.of_server(i) for a, i in stock.items()}
         _not_compared({a: f"it {reason}" for a, reason in why.items() if reason})
